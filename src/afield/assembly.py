@@ -1,0 +1,103 @@
+"""Forest to trajectories (pure).
+
+`linear` gives root-to-leaf rows in the order their leaves were committed. Every sampled turn is owned
+by the first row that holds it and is context in the others, so each sampled token is trained exactly
+once, or named in `excluded` with a reason. `per_turn` gives a row for each turn, `tree` the nodes
+themselves. Whatever the form, the weights of a rollout's rows add up to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from afield.forest import Forest
+from afield.types import Exclusion, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
+
+EXCLUDING_TAGS = ("side", "superseded", "undelivered")
+
+
+class Assembled(Struct, frozen=True):
+    trajectories: tuple[Trajectory, ...]
+    excluded: tuple[Exclusion, ...]
+
+
+def why_excluded(turn: Turn) -> str | None:
+    if turn.status is not TurnStatus.COMMITTED:
+        return str(turn.status)
+    return next((tag for tag in EXCLUDING_TAGS if tag in turn.tags), None)
+
+
+def exclusions(forest: Forest) -> tuple[Exclusion, ...]:
+    reasons = ((turn, why_excluded(turn)) for turn in forest.turns)
+    return tuple(Exclusion(turn.id, len(turn.token_ids), reason) for turn, reason in reasons if reason)
+
+
+def linear(forest: Forest) -> Assembled:
+    owned: set[str] = {turn.id for turn in forest.turns if why_excluded(turn) or not turn.token_ids}
+    rows: list[tuple[list[Turn], set[str]]] = []
+    for leaf in forest.leaves:
+        path = forest.path(leaf.id)
+        mine = {turn.id for turn in path} - owned
+        if mine:
+            rows.append((path, mine))
+            owned |= mine
+    return _assemble(rows, forest)
+
+
+def per_turn(forest: Forest) -> Assembled:
+    """Each turn with its whole prompt as context: what an engine saw, call by call."""
+    trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn)]
+    return _assemble([(forest.path(turn.id), {turn.id}) for turn in trained], forest)
+
+
+def _assemble(rows: list[tuple[list[Turn], set[str]]], forest: Forest) -> Assembled:
+    total = sum(len(turn.token_ids) for path, mine in rows for turn in path if turn.id in mine)
+    return Assembled(tuple(_row(path, mine, total) for path, mine in rows), exclusions(forest))
+
+
+def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[VersionSpan] = []
+    ranges: list[TurnRange] = []
+    for turn in path:
+        own = turn.id in mine
+        ids.extend(turn.delta_ids)
+        start = len(ids)
+        ids.extend(turn.token_ids)
+        mask.extend([0] * len(turn.delta_ids) + [int(own)] * len(turn.token_ids))
+        logprobs.extend([0.0] * len(turn.delta_ids))
+        logprobs.extend(turn.logprobs if own else [0.0] * len(turn.token_ids))
+        if own:
+            ranges.append(TurnRange(turn.id, start, len(ids), turn.sampling.temperature, turn.sampling.truncated))
+            versions.extend(VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in turn.versions)
+    return Trajectory(
+        token_ids=tuple(ids),
+        loss_mask=tuple(mask),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        turns=tuple(ranges),
+        weight=sum(mask) / total,
+    )
+
+
+def tree(forest: Forest) -> list[dict[str, Any]]:
+    """The nodes, each with the ids it adds to its parent's. `versions` counts from the node's own start."""
+    nodes = []
+    for turn in forest.turns:
+        before = len(turn.delta_ids)
+        own = why_excluded(turn) is None
+        nodes.append(
+            {
+                "id": turn.id,
+                "parent": turn.parent,
+                "token_ids": [*turn.delta_ids, *turn.token_ids],
+                "loss_mask": [0] * before + [int(own)] * len(turn.token_ids),
+                "logprobs": [0.0] * before + (list(turn.logprobs) if own else [0.0] * len(turn.logprobs)),
+                "versions": [[before + s.start, before + s.end, s.low, s.high] for s in turn.versions if own],
+            }
+        )
+    return nodes

@@ -1,0 +1,91 @@
+"""What can go wrong, and whose it is.
+
+    AfieldError
+    |-- UsageError          bad input from a person: names the value and the remedy; commands exit with 2
+    |-- WireError           bytes that are not what they claim to be; names the field
+    |-- Conflict            a second, different answer where the first one stands
+    |-- Unavailable         a part that should be there does not answer
+    `-- RolloutFailure      a failed rollout, which is data: `.failure` says whose fault it is
+        |-- PolicyFailure           the model's own doing: trained, never retried
+        |-- TaskFailure             the task is broken, or the agent's code raised
+        |-- VerifierFailure         the grader crashed, or gave no finite number
+        `-- InfrastructureFailure   launch, process, machine, engine or upload; never a reward
+
+Kinds in `RETRIED` are tried again within their budget; `collect` alone does that.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from afield.types import Failure, FailureKind, Reason
+
+
+class AfieldError(Exception):
+    """Base of everything afield raises on purpose."""
+
+
+class UsageError(AfieldError):
+    """Bad input from a person. The message names the value and what to do."""
+
+
+class WireError(AfieldError):
+    """Bytes that are not what they claim to be."""
+
+
+class Conflict(AfieldError):
+    """The first answer stands; this one differs."""
+
+
+class Unavailable(AfieldError):
+    """A part that should be there does not answer."""
+
+
+class RolloutFailure(AfieldError):
+    kind: ClassVar[FailureKind]
+
+    def __init__(self, message: str, reason: Reason = Reason.RAISED) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    @property
+    def failure(self) -> Failure:
+        text = "".join(traceback.format_exception(self)) if self.__traceback__ else ""
+        return Failure(self.kind, self.reason, str(self), text)
+
+
+class PolicyFailure(RolloutFailure):
+    kind = FailureKind.POLICY
+
+
+class TaskFailure(RolloutFailure):
+    kind = FailureKind.TASK
+
+
+class VerifierFailure(RolloutFailure):
+    kind = FailureKind.VERIFIER
+
+
+class InfrastructureFailure(RolloutFailure):
+    kind = FailureKind.INFRASTRUCTURE
+
+
+RETRIED = frozenset({FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRASTRUCTURE})
+
+
+@contextmanager
+def boundary(kind: FailureKind, reason: Reason, report: Callable[[Failure], None]) -> Iterator[None]:
+    """Where foreign code is called. Whatever it raises is attributed once and reported as data.
+
+    A `RolloutFailure` keeps the kind it was raised with; anything else becomes `kind`.
+    """
+    try:
+        yield
+    except RolloutFailure as error:
+        report(error.failure)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        report(Failure(kind, reason, message, traceback.format_exc()))

@@ -1,0 +1,143 @@
+"""The token forest of one session: which turn descends from which (pure, in memory).
+
+A turn is added once and never changes. A request finds its place by content: `chain` gives one
+digest per prefix of its messages, and `find` the deepest turn whose conversation is such a prefix.
+Clients re-serialise what they echo, so messages are compared in a canonical form: tool arguments as
+JSON values, null, "" and absent content alike, text trimmed, provider ids and reasoning ignored.
+Nothing is overwritten: what matches nothing starts a new root, what matches in the middle a branch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+from afield.types import Message, Turn, TurnStatus
+
+
+class Forest:
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+        self._turns: dict[str, Turn] = {}
+        self._by_digest: dict[str, list[str]] = {}
+        self._parents: set[str] = set()
+        self._lengths: dict[str, int] = {}
+        for turn in turns:
+            self.add(turn)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __contains__(self, turn_id: str) -> bool:
+        return turn_id in self._turns
+
+    def __getitem__(self, turn_id: str) -> Turn:
+        return self._turns[turn_id]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """In the order they were committed."""
+        return list(self._turns.values())
+
+    def add(self, turn: Turn) -> None:
+        """Take a turn in. Adding the same turn again is harmless; another one under its id is an error."""
+        known = self._turns.get(turn.id)
+        if known == turn:
+            return
+        if known is not None:
+            raise ValueError(f"turn {turn.id} is already there and differs; turns are never edited")
+        length = len(turn.delta_ids) + len(turn.token_ids)
+        if turn.parent is not None:
+            parent = self._turns.get(turn.parent)
+            if parent is None:
+                raise ValueError(f"turn {turn.id} names an unknown parent {turn.parent}")
+            if parent.root != turn.root:
+                raise ValueError(f"turn {turn.id} has root {turn.root}, its parent {parent.root}")
+            length += self._lengths[parent.id]
+            self._parents.add(parent.id)
+        self._turns[turn.id] = turn
+        self._lengths[turn.id] = length
+        if turn.status is TurnStatus.COMMITTED:
+            self._by_digest.setdefault(turn.digest, []).append(turn.id)
+
+    def path(self, turn_id: str) -> list[Turn]:
+        """From the root to this turn."""
+        path = [self._turns[turn_id]]
+        while (parent := path[-1].parent) is not None:
+            path.append(self._turns[parent])
+        return path[::-1]
+
+    def ids(self, turn_id: str) -> list[int]:
+        """Everything the engine saw and sampled up to the end of this turn."""
+        ids: list[int] = []
+        for turn in self.path(turn_id):
+            ids.extend(turn.delta_ids)
+            ids.extend(turn.token_ids)
+        return ids
+
+    def length(self, turn_id: str) -> int:
+        return self._lengths[turn_id]
+
+    def find(self, digests: Sequence[str], hints: Iterable[str] = ()) -> tuple[int, Turn] | None:
+        """The deepest turn whose conversation is a prefix of the request, and how many messages it covers.
+
+        Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
+        it is on the path; without one the latest twin is taken.
+        """
+        named = set(hints)
+        for depth in range(len(digests), 0, -1):
+            twins = self._by_digest.get(digests[depth - 1])
+            if twins:
+                hinted = [t for t in twins if named and self._on_path(t) >= named & set(self._turns)]
+                return depth, self._turns[(hinted or twins)[-1]]
+        return None
+
+    def _on_path(self, turn_id: str) -> set[str]:
+        return {turn.id for turn in self.path(turn_id)}
+
+    @property
+    def leaves(self) -> list[Turn]:
+        """Turns nothing extends, in the order they were committed."""
+        return [turn for turn in self._turns.values() if turn.id not in self._parents]
+
+    @property
+    def branches(self) -> int:
+        return len(self.leaves)
+
+
+def chain(root: str, messages: Sequence[Message]) -> list[str]:
+    """One digest per prefix of the conversation; equal digests mean equal canonical conversations."""
+    digests = []
+    previous = root
+    for message in messages:
+        previous = extend_digest(previous, message)
+        digests.append(previous)
+    return digests
+
+
+def extend_digest(previous: str, message: Message) -> str:
+    body = json.dumps(canonical(message), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(previous.encode() + b"\0" + body.encode(), digest_size=16).hexdigest()
+
+
+def canonical(message: Message) -> list[object]:
+    calls = [[call.name, _as_json(call.arguments)] for call in message.tool_calls]
+    return [message.role, message.content.strip(), calls]
+
+
+def _as_json(text: str) -> object:
+    try:
+        return [_normal(json.loads(text))]
+    except ValueError:
+        return text
+
+
+def _normal(value: object) -> object:
+    """Numbers by value: 1e4, 10000.0 and 10000 are what different clients make of one number."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_normal(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _normal(item) for key, item in value.items()}
+    return value

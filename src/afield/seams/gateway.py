@@ -1,0 +1,80 @@
+"""Gateway, as trainers and collectors see it: sessions, what they sampled, and the policy's version.
+
+How agents see it (OpenAI, Anthropic and so on) is the gateway's own affair.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from msgspec import Struct, field
+
+from afield.types import Budget, Exclusion, Sampling, Split, Trajectory, Turn
+
+
+class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a session is opened with; the body of `POST /sessions`."""
+
+    id: str | None = None
+    rollout_id: str | None = None
+    attempt: int | None = None
+    group_id: str | None = None
+    split: Split = Split.TRAIN
+    sampling: Sampling = Sampling()
+    budget: Budget = Budget()
+    ttl_s: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class SessionTicket(Struct, frozen=True, kw_only=True):
+    """What an agent needs to use its session."""
+
+    id: str
+    api_key: str
+    base_url: str
+    openai_base_url: str
+
+
+class SessionState(Struct, frozen=True, kw_only=True):
+    id: str
+    phase: str
+    rollout_id: str | None
+    attempt: int | None
+    group_id: str | None
+    calls: int
+    turns: int
+    branches: int
+    tokens: dict[str, int]
+    dangling: int
+    versions: tuple[int, int] | None
+    rewards: list[dict[str, Any]]
+    created: float
+    last_activity: float
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """All that a session sampled, as it trains, and its turns for reading."""
+
+    trajectories: tuple[Trajectory, ...]
+    excluded: tuple[Exclusion, ...]
+    turns: tuple[Turn, ...] = ()
+
+
+class Gateway(Protocol):
+    async def open(self, spec: SessionSpec) -> SessionTicket:
+        """The same id and spec again give the same ticket; another spec is a Conflict."""
+        ...
+
+    async def state(self, session_id: str) -> SessionState: ...
+
+    async def abort(self, session_id: str, reason: str) -> None:
+        """Take no more calls and end those in flight; their partials are kept. Repeating is harmless."""
+        ...
+
+    async def finalize(self, session_id: str) -> Record:
+        """Freeze the session and give what it sampled. Repeating gives the same record."""
+        ...
+
+    async def publish(self, version: int, path: str) -> None:
+        """Every later token is sampled by this version. A lower version is a Conflict."""
+        ...

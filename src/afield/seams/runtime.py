@@ -1,0 +1,40 @@
+"""Runtime: where agents run. It launches attempts and says when one has ended; it carries no results."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+from msgspec import Struct
+
+from afield.types import Attempt, Failure
+
+
+class Exit(Struct, frozen=True):
+    """An attempt no longer runs. `failure` is set when the place it ran in broke."""
+
+    failure: Failure | None = None
+    log: str = ""
+
+
+class Runtime(Protocol):
+    """`async with runtime:` owns everything it starts; nothing outlives it, not even after SIGKILL."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        """Start an attempt; returns once the agent has taken the payload.
+
+        Launching an attempt twice is one launch. A payload the agent refuses, or a place that cannot
+        be started, raises the fitting RolloutFailure at once.
+        """
+        ...
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        """Until the attempt no longer runs: it finished, or what it ran in died."""
+        ...
+
+    async def stop(self, attempt: Attempt) -> None:
+        """End an attempt wherever it is. Repeating, or stopping what never ran, is harmless."""
+        ...
