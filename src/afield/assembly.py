@@ -72,7 +72,8 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
         logprobs.extend([0.0] * len(turn.delta_ids))
         logprobs.extend(turn.logprobs if own else [0.0] * len(turn.token_ids))
         if own:
-            ranges.append(TurnRange(turn.id, start, len(ids), turn.sampling.temperature, turn.sampling.truncated))
+            how = turn.sampling
+            ranges.append(TurnRange(turn.id, start, len(ids), how.temperature, how.truncated))
             versions.extend(VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in turn.versions)
     return Trajectory(
         token_ids=tuple(ids),
@@ -86,7 +87,7 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
 
 def tree(forest: Forest) -> list[dict[str, Any]]:
     """The nodes, each with the ids it adds to its parent's. `versions` counts from the node's own start."""
-    nodes = []
+    nodes: list[dict[str, Any]] = []
     for turn in forest.turns:
         before = len(turn.delta_ids)
         own = why_excluded(turn) is None

@@ -17,7 +17,7 @@ Kinds in `RETRIED` are tried again within their budget; `collect` alone does tha
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -77,7 +77,7 @@ RETRIED = frozenset({FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRAST
 
 
 @contextmanager
-def boundary(kind: FailureKind, reason: Reason, report: Callable[[Failure], None]) -> Iterator[None]:
+def boundary(kind: FailureKind, reason: Reason, report: Callable[[Failure], None]) -> Generator[None]:
     """Where foreign code is called. Whatever it raises is attributed once and reported as data.
 
     A `RolloutFailure` keeps the kind it was raised with; anything else becomes `kind`.

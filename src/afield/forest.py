@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from afield.types import Message, Turn, TurnStatus
 
@@ -84,16 +85,13 @@ class Forest:
         Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
         it is on the path; without one the latest twin is taken.
         """
-        named = set(hints)
         for depth in range(len(digests), 0, -1):
-            twins = self._by_digest.get(digests[depth - 1])
-            if twins:
-                hinted = [t for t in twins if named and self._on_path(t) >= named & set(self._turns)]
-                return depth, self._turns[(hinted or twins)[-1]]
+            if twins := self._by_digest.get(digests[depth - 1]):
+                if len(twins) > 1:
+                    named = {hint for hint in hints if hint in self._turns}
+                    twins = [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
+                return depth, self._turns[twins[-1]]
         return None
-
-    def _on_path(self, turn_id: str) -> set[str]:
-        return {turn.id for turn in self.path(turn_id)}
 
     @property
     def leaves(self) -> list[Turn]:
@@ -107,7 +105,7 @@ class Forest:
 
 def chain(root: str, messages: Sequence[Message]) -> list[str]:
     """One digest per prefix of the conversation; equal digests mean equal canonical conversations."""
-    digests = []
+    digests: list[str] = []
     previous = root
     for message in messages:
         previous = extend_digest(previous, message)
@@ -132,7 +130,7 @@ def _as_json(text: str) -> object:
         return text
 
 
-def _normal(value: object) -> object:
+def _normal(value: Any) -> Any:
     """Numbers by value: 1e4, 10000.0 and 10000 are what different clients make of one number."""
     if isinstance(value, float) and value.is_integer():
         return int(value)

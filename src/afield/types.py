@@ -290,7 +290,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
-                f"turn {self.id}: {len(self.token_ids)} sampled ids but {len(self.logprobs)} log-probabilities"
+                f"turn {self.id}: {len(self.token_ids)} sampled ids, {len(self.logprobs)} log-probabilities"
             )
         if not all(math.isfinite(p) for p in self.logprobs):
             raise ValueError(f"turn {self.id}: a log-probability is not a finite number")
@@ -397,4 +397,4 @@ class Group(Struct, frozen=True, kw_only=True):
         if carrying >= quorum:
             return None
         kinds = sorted({str(f.outcome.failure.kind) for f in self.finished if f.outcome.failure})
-        return f"only {carrying} of {len(self.finished)} rollouts carry a reward ({', '.join(kinds)} failures)"
+        return f"{carrying} of {len(self.finished)} rollouts carry a reward ({', '.join(kinds)} failures)"

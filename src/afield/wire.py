@@ -204,7 +204,7 @@ def to_builtins(value: object) -> Any:
 def _known_version(value: T, what: str) -> T:
     version = getattr(value, "v", VERSION)
     if version != VERSION:
-        raise WireError(f"{what} has format version {version}; this afield reads version {VERSION}: upgrade it")
+        raise WireError(f"{what} has format version {version}; this afield reads {VERSION}: upgrade it")
     return value
 
 
