@@ -1,0 +1,1 @@
+"""Engines sample tokens: `torch` is embedded, `scripted` is for tests, `ledger` watches any of them."""

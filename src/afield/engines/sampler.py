@@ -1,0 +1,61 @@
+"""Drawing tokens: one uniform number per token, inverted through the distribution's running sum.
+
+The distribution is the model's after temperature, then top-k, then top-p, renormalised; the
+log-probability that comes back is that distribution's, in float32. Temperature 0 takes the most
+likely token and reports the untempered model's log-probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from afield.types import Sampling
+
+
+def draw(
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """A token and its log-probability for each row of `logits` [rows, vocabulary]."""
+    scores = logits.float()
+    if any(s.temperature not in (0.0, 1.0) for s in samplings):
+        temperature = [s.temperature or 1.0 for s in samplings]
+        scores = scores / torch.tensor(temperature, device=scores.device)[:, None]
+    truncated = [i for i, s in enumerate(samplings) if s.temperature and (s.top_k or s.top_p < 1)]
+    if truncated:
+        rows = torch.tensor(truncated, device=scores.device)
+        scores = scores.index_copy(0, rows, _truncate(scores[rows], [samplings[i] for i in truncated]))
+    logprobs = torch.log_softmax(scores, dim=-1)
+    tokens = _invert(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=scores.device))
+    greedy = [not s.temperature for s in samplings]
+    if any(greedy):
+        tokens = torch.where(torch.tensor(greedy, device=scores.device), logprobs.argmax(dim=-1), tokens)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens.tolist(), chosen.tolist()
+
+
+def _truncate(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Minus infinity for what top-k and then top-p leave out; the most likely token always stays."""
+    ordered, index = scores.sort(dim=-1, descending=True, stable=True)
+    vocabulary = scores.shape[-1]
+    top_k = torch.tensor([s.top_k or vocabulary for s in samplings], device=scores.device)
+    top_p = torch.tensor([s.top_p for s in samplings], device=scores.device)
+    rank = torch.arange(vocabulary, device=scores.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None], float("-inf"))
+    probability = ordered.softmax(dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    # Without the second condition, rounding could cut the tail of a row whose top_p is 1.
+    beyond = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    ordered = ordered.masked_fill(beyond & (rank > 0), float("-inf"))
+    return torch.empty_like(scores).scatter_(1, index, ordered)
+
+
+def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    running = logprobs.double().exp().cumsum(dim=-1)
+    total = running[:, -1]
+    # Strictly below the total, so that the token found always has a probability above 0.
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(running, target[:, None], right=True)[:, 0]
+    return found.clamp_(max=logprobs.shape[-1] - 1)

@@ -1,0 +1,254 @@
+"""Slots: the key-value memory of the embedded engine, and which ids it holds.
+
+A slot is one row of `[slots, length, heads, head_dim]` per layer plus the ids it was computed from.
+A call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt that begins the
+same way computes only the rest. Rows and length grow with use and never beyond what was allowed.
+`Slots` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
+their new keys go, and the model's layers then call `update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.cache_utils import Cache
+
+FIRST_ROWS = 8
+FIRST_LENGTH = 128
+LENGTH_STEP = 32
+ATTENTION = "afield_slots"
+
+
+class Pass(Struct, frozen=True):
+    """The inputs of one forward pass, and the output row of each slot that was asked for."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    rows: Tensor
+
+
+class _Writes(Struct, frozen=True):
+    """Which key-value rows a pass reads, and where the new ones come from and go to."""
+
+    read: slice | Tensor
+    length: int
+    slots: Tensor
+    positions: Tensor
+    source: tuple[Tensor, Tensor] | None
+
+
+class Slots(Cache):
+    def __init__(
+        self, layers: int, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ):
+        super().__init__(layers=[])
+        self._max_slots, self._max_length = max_slots, max_length
+        self._dtype, self._device = dtype, device
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+        self._ids = np.zeros((0, 0), dtype=np.int64)
+        self._computed = np.zeros(0, dtype=np.int64)
+        self._busy = np.zeros(0, dtype=bool)
+        self._used = np.zeros(0, dtype=np.int64)
+        self._clock = 0
+        self._peak = 0
+        self._writes: _Writes | None = None
+
+    # --- owning a slot ----------------------------------------------------------------------------
+
+    def take(self, prompt: Sequence[int]) -> tuple[int, int] | None:
+        """A slot for this prompt and how many of its ids are computed already; None when all are busy.
+
+        At least one id is left to compute, since the next token's distribution comes from it.
+        """
+        busy = int(self._busy.sum())
+        if busy == self._max_slots:
+            return None
+        self._peak = max(self._peak, busy + 1)
+        ids = np.asarray(prompt, dtype=np.int64)
+        self._reserve(busy + 1, len(ids))
+        source, reused = self._longest_prefix(ids)
+        slot = source
+        if self._busy[source] or 2 * reused < self._computed[source]:
+            slot = self._least_useful()
+            self._copy(source, slot, reused)
+        self._busy[slot] = True
+        self._computed[slot] = reused
+        self._ids[slot, : len(ids)] = ids
+        return slot, reused
+
+    def release(self, slot: int) -> None:
+        self._clock += 1
+        self._busy[slot] = False
+        self._used[slot] = self._clock
+
+    def append(self, slot: int, position: int, token: int) -> None:
+        if position >= self._ids.shape[1]:
+            self._reserve(0, position + 1)
+        self._ids[slot, position] = token
+
+    def computed(self, slot: int) -> int:
+        return int(self._computed[slot])
+
+    def advance(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        self._computed[list(slots)] += counts
+
+    def forget(self) -> None:
+        """Other weights: nothing that was computed holds any more. The ids stay."""
+        self._computed[:] = 0
+
+    def _longest_prefix(self, ids: np.ndarray) -> tuple[int, int]:
+        differs = self._ids[:, : len(ids)] != ids
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
+        common = np.minimum(np.minimum(common, self._computed), len(ids) - 1)
+        # Between equals a free slot wins: it is used in place, without a copy.
+        source = int((2 * common + ~self._busy).argmax())
+        return source, int(common[source])
+
+    def _least_useful(self) -> int:
+        """An empty slot if there may be another, else the free one left alone for longest."""
+        free = np.flatnonzero(~self._busy)
+        slot = int(free[self._used[free].argmin()])
+        rows = len(self._busy)
+        # Twice the calls ever in flight: idle conversations keep their prefix, a lone caller stays small.
+        if self._computed[slot] and rows < min(2 * self._peak, self._max_slots):
+            self._reserve(rows + 1, 0)
+            return rows
+        return slot
+
+    def _copy(self, source: int, slot: int, length: int) -> None:
+        if source == slot or length == 0:
+            return
+        for memory in (*self._keys, *self._values):
+            if memory is not None:
+                memory[slot, :length] = memory[source, :length]
+
+    def _reserve(self, rows: int, length: int) -> None:
+        have_rows, have_length = self._ids.shape
+        if rows <= have_rows and length <= have_length:
+            return
+        if rows > have_rows:
+            rows = min(max(rows, 2 * have_rows, FIRST_ROWS), self._max_slots)
+        if length > have_length:
+            length = min(_round_up(max(length, 2 * have_length, FIRST_LENGTH)), _round_up(self._max_length))
+        rows, length = max(rows, have_rows), max(length, have_length)
+        self._ids = _grown(self._ids, rows, length)
+        self._computed, self._busy, self._used = (
+            np.pad(a, (0, rows - have_rows)) for a in (self._computed, self._busy, self._used)
+        )
+        for memory in (self._keys, self._values):
+            for layer, old in enumerate(memory):
+                if old is not None:
+                    new = memory[layer] = self._zeros(rows, length, old.shape[2], old.shape[3])
+                    new[:have_rows, :have_length] = old
+
+    def _zeros(self, rows: int, length: int, heads: int, dim: int) -> Tensor:
+        # Zeros, not garbage: a masked NaN times an attention weight of 0 is still NaN.
+        return torch.zeros(rows, length, heads, dim, dtype=self._dtype, device=self._device)
+
+    # --- a forward pass ---------------------------------------------------------------------------
+
+    def arrange(self, slots: Sequence[int], counts: Sequence[int]) -> Pass:
+        """Compute the next `counts` ids of these slots (ascending) in one pass.
+
+        Rows are padded on the left, so the last output position is the last id of every row. Idle
+        slots in between ride along when that is cheaper than gathering the keys of the others.
+        """
+        width = max(counts)
+        low, high = slots[0], slots[-1] + 1
+        dense = high - low <= len(slots) * (2 if width == 1 else 1)
+        rows = np.arange(low, high) if dense else np.asarray(slots)
+        chosen = np.asarray(slots) - low if dense else np.arange(len(slots))
+        count = np.zeros(len(rows), dtype=np.int64)
+        count[chosen] = counts
+        offset = np.arange(width) - (width - count)[:, None]
+        valid = offset >= 0
+        position = np.where(valid, self._computed[rows][:, None] + offset, 0)
+        length = min(_round_up(int(position.max()) + 1), self._ids.shape[1])
+        source_row, source_column = np.nonzero(valid)
+        whole = valid.all()
+        self._writes = _Writes(
+            slice(low, high) if dense else self._tensor(rows),
+            length,
+            self._tensor(rows[source_row]),
+            self._tensor(position[valid]),
+            None if whole else (self._tensor(source_row), self._tensor(source_column)),
+        )
+        positions = self._tensor(position)
+        hidden = torch.arange(length, device=self._device) > positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return Pass(
+            self._tensor(self._ids[rows[:, None], position]),
+            positions,
+            mask.masked_fill_(hidden, float("-inf")),
+            self._tensor(chosen),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store `[batch, heads, queries, dim]` where `arrange` said; give all keys and values of its rows."""
+        if self._writes is None:
+            raise RuntimeError("arrange() has to come before a forward pass")
+        return (
+            self._store(self._keys, layer_idx, key_states, self._writes),
+            self._store(self._values, layer_idx, value_states, self._writes),
+        )
+
+    def _store(self, memory: list[Tensor | None], layer: int, states: Tensor, writes: _Writes) -> Tensor:
+        states = states.transpose(1, 2)
+        held = memory[layer]
+        if held is None:
+            held = memory[layer] = self._zeros(
+                self._ids.shape[0], self._ids.shape[1], states.shape[2], states.shape[3]
+            )
+        fresh = states.flatten(0, 1) if writes.source is None else states[writes.source]
+        held.index_put_((writes.slots, writes.positions), fresh)
+        return held[writes.read, : writes.length].transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self._writes is None else self._writes.length
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention of a few queries over the slots' keys, without repeating keys for grouped queries."""
+    batch, heads, width, dim = query.shape
+    groups = heads // key.shape[1]
+    folded = groups > 1 and width == 1
+    if folded:
+        # The queries that share a key head become its query positions.
+        query = query.reshape(batch, key.shape[1], groups, dim)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1 and not folded
+    )
+    if folded:
+        out = out.reshape(batch, heads, 1, value.shape[-1])
+    return out.transpose(1, 2), None
+
+
+def _round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def _grown(old: np.ndarray, rows: int, length: int) -> np.ndarray:
+    new = np.zeros((rows, length), dtype=old.dtype)
+    new[: old.shape[0], : old.shape[1]] = old
+    return new

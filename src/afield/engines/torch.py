@@ -1,0 +1,324 @@
+"""The embedded engine: a transformers model in this process, on a thread of its own.
+
+Calls join and leave between steps, weights are swapped between steps, and every token carries the
+version that drew it. Any causal language model whose attention layers see all that came before (or
+a window, up to its length) will do; one that gives other results through the slots is refused at
+start. Float32 on a CPU with a single thread, bfloat16 on CUDA; log-probabilities always in float32.
+If the model raises, every call fails with Unavailable and the engine takes no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Self
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from afield.engines.decoder import Counters, Decoder, Request, probe
+from afield.engines.slots import ATTENTION, Slots, slot_attention
+from afield.engines.weights import longest_context, read_model, read_weights
+from afield.errors import AfieldError, Conflict, Unavailable, UsageError, boundary
+from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.types import Failure, FailureKind, Reason
+
+# Log-probabilities of the same ids, computed in one pass and in several.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+PROBE = 12
+CLOSED = "the engine is not running; enter it with `async with`"
+
+
+class _Drop(Struct, frozen=True):
+    request: Request
+
+
+class _Swap(Struct, frozen=True):
+    version: int
+    tensors: list[Tensor]
+    done: Future[None]
+
+
+class _Stop(Struct, frozen=True):
+    pass
+
+
+Message = Request | _Drop | _Swap | _Stop
+Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Chunk | str]]]
+
+
+class _Mailbox:
+    """Chunks of one call on their way from the model's thread to the caller's event loop."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._outbox = outbox
+        self._arrived: deque[Chunk | str] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, chunk: Chunk) -> None:
+        self._outbox.setdefault(self.loop, []).append((self, chunk))
+
+    def fail(self, reason: str) -> None:
+        self._outbox.setdefault(self.loop, []).append((self, reason))
+
+    def receive(self, item: Chunk | str) -> None:
+        self._arrived.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> Chunk:
+        """What has arrived so far, as long as one version sampled it: a slow reader gets longer chunks."""
+        if not self._arrived:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        first = self._arrived.popleft()
+        if isinstance(first, str):
+            raise Unavailable(first)
+        chunks = [first]
+        while self._arrived and isinstance(more := self._arrived[0], Chunk) and more.low == first.low:
+            chunks.append(more)
+            self._arrived.popleft()
+        if len(chunks) == 1:
+            return first
+        return Chunk(
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+            low=first.low,
+            high=first.high,
+            finish=chunks[-1].finish,
+        )
+
+
+def _deliver(batch: list[tuple[_Mailbox, Chunk | str]]) -> None:
+    for mailbox, item in batch:
+        mailbox.receive(item)
+
+
+class TorchEngine:
+    """An engine over a model directory. `seed` and a call's own seed, or else its id, fix what is drawn."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        version: int = 0,
+        max_slots: int = 64,
+        max_context: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        seed: int = 0,
+        prefill_tokens: int = 2048,
+    ) -> None:
+        if max_slots < 1 or prefill_tokens < 1:
+            raise UsageError(f"max_slots {max_slots} and prefill_tokens {prefill_tokens} must be at least 1")
+        self._path, self._first_version = Path(model_path), version
+        self._max_slots, self._max_context = max_slots, max_context
+        self._device, self._dtype = device, dtype
+        self._seed, self._prefill_tokens = seed, prefill_tokens
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._outbox: Outbox = {}
+        self._lock = threading.Lock()
+        self._loading = asyncio.Lock()
+        self._down: str | None = CLOSED
+        self._decoder: Decoder | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- the caller's side ------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._inbox = SimpleQueue()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="afield-torch", daemon=True)
+        self._thread.start()
+        try:
+            await asyncio.wrap_future(ready)
+        except BaseException:
+            self._inbox.put(_Stop())
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._inbox.put(_Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def counters(self) -> Counters:
+        return self._running().counters
+
+    async def info(self) -> EngineInfo:
+        decoder = self._running()
+        return EngineInfo(
+            kind="torch",
+            version=decoder.version,
+            max_context=decoder.max_context,
+            vocab_size=decoder.vocab_size,
+        )
+
+    async def generate(self, call: Call) -> AsyncIterator[Chunk]:
+        self._check(call)
+        mailbox = _Mailbox(self._outbox)
+        request = Request(call, mailbox, self._seed)
+        self._send(request)
+        ended = False
+        try:
+            while not ended:
+                chunk = await mailbox.take()
+                ended = chunk.finish is not None
+                yield chunk
+        finally:
+            if not ended and self._down is None:
+                self._inbox.put(_Drop(request))
+
+    async def load(self, version: int, path: str) -> None:
+        async with self._loading:
+            decoder = self._running()
+            if version < decoder.version:
+                raise Conflict(
+                    f"version {version} is older than version {decoder.version}, which is being served"
+                )
+            if version == decoder.version:
+                return
+            tensors = await asyncio.to_thread(read_weights, Path(path), decoder.parameters)
+            done: Future[None] = Future()
+            self._send(_Swap(version, tensors, done))
+            await asyncio.wrap_future(done)
+
+    def _check(self, call: Call) -> None:
+        decoder = self._running()
+        if not call.prompt_ids:
+            raise ValueError(f"call {call.id!r} has an empty prompt; it needs at least one id")
+        if len(call.prompt_ids) >= decoder.max_context:
+            raise ValueError(
+                f"call {call.id!r} has a prompt of {len(call.prompt_ids)} ids; the context of"
+                f" {decoder.max_context} leaves room for {decoder.max_context - 1}"
+            )
+        for token in (min(call.prompt_ids), max(call.prompt_ids)):
+            if not 0 <= token < decoder.vocab_size:
+                raise ValueError(
+                    f"call {call.id!r} has the id {token}; the vocabulary has {decoder.vocab_size}"
+                )
+        if call.max_tokens < 1:
+            raise ValueError(f"call {call.id!r} asks for {call.max_tokens} tokens; ask for at least 1")
+
+    def _running(self) -> Decoder:
+        if self._down is not None or self._decoder is None:
+            raise Unavailable(self._down or CLOSED)
+        return self._decoder
+
+    def _send(self, message: Request | _Swap) -> None:
+        # Under the lock nothing can slip in behind the thread's last look into its inbox.
+        with self._lock:
+            self._running()
+            self._inbox.put(message)
+
+    # --- the model's thread -----------------------------------------------------------------------
+
+    def _run(self, ready: Future[None]) -> None:
+        ready.set_running_or_notify_cancel()
+        broken: list[Failure] = []
+        with boundary(FailureKind.INFRASTRUCTURE, Reason.ENGINE, broken.append):
+            try:
+                decoder = self._decoder = self._start()
+            except AfieldError as error:
+                ready.set_exception(error)
+                return
+            self._down = None
+            ready.set_result(None)
+            with torch.inference_mode():
+                self._serve(decoder)
+        reason = f"the engine broke: {broken[0].message}; start it again" if broken else CLOSED
+        self._shut(reason)
+        if not ready.done():
+            ready.set_exception(Unavailable(reason))
+
+    def _start(self) -> Decoder:
+        device = torch.device(self._device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        name = self._dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        dtype = getattr(torch, name, None)
+        if dtype not in TOLERANCE:
+            raise UsageError(f"unknown dtype {name!r}; choose one of: float32, bfloat16, float16")
+        model = read_model(self._path, dtype, device)
+        longest = longest_context(model)
+        context = longest if self._max_context is None else self._max_context
+        if not 2 <= context <= longest:
+            raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
+        layers = model.config.get_text_config().num_hidden_layers
+        with torch.inference_mode():
+            off = probe(model, Slots(layers, 1, PROBE, dtype, device), min(PROBE, context))
+        if not off <= TOLERANCE[dtype]:
+            raise UsageError(
+                f"model path {str(self._path)!r}: log-probabilities are off by {off:.2g} here;"
+                f" {type(model).__name__} is not supported by the embedded engine, or its weights are broken"
+            )
+        return Decoder(
+            model,
+            Slots(layers, self._max_slots, context, dtype, device),
+            version=self._first_version,
+            max_context=context,
+            prefill_tokens=self._prefill_tokens,
+        )
+
+    def _serve(self, decoder: Decoder) -> None:
+        while True:
+            wait = decoder.idle
+            while (message := self._next_message(wait)) is not None:
+                wait = False
+                if isinstance(message, _Stop):
+                    return
+                self._handle(decoder, message)
+            decoder.step()
+            self._flush(decoder)
+
+    def _next_message(self, wait: bool) -> Message | None:
+        try:
+            return self._inbox.get(block=wait)
+        except Empty:
+            return None
+
+    def _handle(self, decoder: Decoder, message: Request | _Drop | _Swap) -> None:
+        if isinstance(message, Request):
+            decoder.add(message)
+        elif isinstance(message, _Drop):
+            decoder.drop(message.request)
+        elif message.done.set_running_or_notify_cancel():
+            decoder.swap(message.version, message.tensors)
+            message.done.set_result(None)
+
+    def _flush(self, decoder: Decoder) -> None:
+        """One wake-up per event loop for all that a step gave."""
+        for loop, batch in self._outbox.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:
+                # The loop is closed: nobody is left to read.
+                gone = {mailbox for mailbox, _ in batch}
+                for request in decoder.requests:
+                    if request.sink in gone:
+                        decoder.drop(request)
+        self._outbox.clear()
+
+    def _shut(self, reason: str) -> None:
+        with self._lock:
+            self._down = reason
+        requests = self._decoder.requests if self._decoder else []
+        while (message := self._next_message(wait=False)) is not None:
+            if isinstance(message, Request):
+                requests.append(message)
+            elif isinstance(message, _Swap) and message.done.set_running_or_notify_cancel():
+                message.done.set_exception(Unavailable(reason))
+        for request in requests:
+            request.sink.fail(reason)
+        if self._decoder:
+            self._flush(self._decoder)

@@ -1,0 +1,132 @@
+"""Model directories: reading a model once, and later only its tensors.
+
+A model directory is what transformers saves: config.json, model.safetensors (or shards with an
+index) and tokenizer.json. A directory that lacks a tensor, or has one of another shape, is refused
+with the tensor's name; nothing is ever left at its random initial value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from afield.errors import UsageError
+
+EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A tensor of the model. Tied tensors are one parameter with several names."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    for name in ("config.json", ONE_FILE):
+        if not (path / name).is_file() and not (name == ONE_FILE and (path / INDEX).is_file()):
+            raise UsageError(f"model path {str(path)!r} has no {name}; {EXPECTED}")
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        # The stubs do not know that loading information comes as a second value.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"model path {str(path)!r} cannot be read: {error}; {EXPECTED}") from error
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+    model, report = loaded
+    if wrong := sorted(report["missing_keys"]):
+        raise UsageError(
+            f"model path {str(path)!r} lacks the tensor {wrong[0]!r}; save the whole model there"
+        )
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if strange := sorted(layers - SUPPORTED_LAYERS):
+        raise UsageError(f"model path {str(path)!r} has {strange[0]!r} layers; the embedded engine has none")
+    return model.to(device).eval().requires_grad_(False)
+
+
+def longest_context(model: PreTrainedModel) -> int:
+    """What the positions allow; up to the window, sliding layers see all there is."""
+    config = model.config.get_text_config()
+    limits = [config.max_position_embeddings]
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(config.sliding_window)
+    return min(limits)
+
+
+def parameters(model: PreTrainedModel) -> list[Parameter]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+        tensors[tensor.data_ptr()] = tensor
+    return [Parameter(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+
+
+def read_weights(path: Path, wanted: list[Parameter]) -> list[Tensor]:
+    """The directory's tensors in the order of `wanted`, checked against it, not yet on its device."""
+    found = _read_all(path)
+    return [_pick(path, parameter, found) for parameter in wanted]
+
+
+def _pick(path: Path, parameter: Parameter, found: Mapping[str, Tensor]) -> Tensor:
+    given = [name for name in parameter.names if name in found]
+    if not given:
+        raise UsageError(
+            f"weights {str(path)!r} lack the tensor {parameter.names[0]!r}; save the whole model there"
+        )
+    for name in given:
+        if found[name].shape != parameter.tensor.shape:
+            have, want = list(found[name].shape), list(parameter.tensor.shape)
+            raise UsageError(
+                f"weights {str(path)!r}: tensor {name!r} has shape {have}, the model being served {want};"
+                " both must come from the same config.json"
+            )
+    for name in given[1:]:
+        if not torch.equal(found[name], found[given[0]]):
+            raise UsageError(
+                f"weights {str(path)!r}: {given[0]!r} and {name!r} differ, but the model being served ties"
+                " them; start it from an untied model (tie_word_embeddings false)"
+            )
+    return found[given[0]]
+
+
+def _read_all(path: Path) -> dict[str, Tensor]:
+    if (path / ONE_FILE).is_file():
+        files = [path / ONE_FILE]
+    elif (path / INDEX).is_file():
+        try:
+            index = msgspec.json.decode((path / INDEX).read_bytes(), type=_Index)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"weights {str(path)!r}: {INDEX} is not an index: {error}") from error
+        files = [path / name for name in sorted(set(index.weight_map.values()))]
+    else:
+        raise UsageError(f"weights {str(path)!r} have no {ONE_FILE}; {EXPECTED}")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"weights {str(path)!r}: {file.name} cannot be read: {error}") from error
+    return found
