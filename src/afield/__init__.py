@@ -1,3 +1,64 @@
-"""Rollouts from any agent, anywhere. Train the agent you already have, where it already runs."""
+"""Rollouts from any agent, anywhere. Train the agent you already have, where it already runs.
+
+What an agent's author needs is here: `agent`, `App`, `Context`, `Reward`, the nouns `Task` and
+`Outcome`, and the failures an agent may raise. Each is loaded when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from afield.errors import (
+        InfrastructureFailure,
+        PolicyFailure,
+        RolloutFailure,
+        TaskFailure,
+        VerifierFailure,
+    )
+    from afield.sdk.app import App
+    from afield.sdk.context import Context
+    from afield.sdk.entry import agent
+    from afield.sdk.reward import Reward
+    from afield.types import Outcome, Task
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "App": "afield.sdk.app",
+    "Context": "afield.sdk.context",
+    "InfrastructureFailure": "afield.errors",
+    "Outcome": "afield.types",
+    "PolicyFailure": "afield.errors",
+    "Reward": "afield.sdk.reward",
+    "RolloutFailure": "afield.errors",
+    "Task": "afield.types",
+    "TaskFailure": "afield.errors",
+    "VerifierFailure": "afield.errors",
+    "agent": "afield.sdk.entry",
+}
+
+__all__ = [
+    "App",
+    "Context",
+    "InfrastructureFailure",
+    "Outcome",
+    "PolicyFailure",
+    "Reward",
+    "RolloutFailure",
+    "Task",
+    "TaskFailure",
+    "VerifierFailure",
+    "agent",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"afield has no {name!r}; it has: {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

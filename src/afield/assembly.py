@@ -8,6 +8,7 @@ themselves. Whatever the form, the weights of a rollout's rows add up to 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -15,7 +16,8 @@ from msgspec import Struct
 from afield.forest import Forest
 from afield.types import Exclusion, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 
-EXCLUDING_TAGS = ("side", "superseded", "undelivered")
+Withheld = Mapping[str, str]  # turn id to the reason it is kept out of the loss
+NOTHING: Withheld = {}
 
 
 class Assembled(Struct, frozen=True):
@@ -23,19 +25,19 @@ class Assembled(Struct, frozen=True):
     excluded: tuple[Exclusion, ...]
 
 
-def why_excluded(turn: Turn) -> str | None:
+def why_excluded(turn: Turn, withheld: Withheld) -> str | None:
     if turn.status is not TurnStatus.COMMITTED:
         return str(turn.status)
-    return next((tag for tag in EXCLUDING_TAGS if tag in turn.tags), None)
+    return withheld.get(turn.id)
 
 
-def exclusions(forest: Forest) -> tuple[Exclusion, ...]:
-    reasons = ((turn, why_excluded(turn)) for turn in forest.turns)
+def exclusions(forest: Forest, withheld: Withheld = NOTHING) -> tuple[Exclusion, ...]:
+    reasons = ((turn, why_excluded(turn, withheld)) for turn in forest.turns)
     return tuple(Exclusion(turn.id, len(turn.token_ids), reason) for turn, reason in reasons if reason)
 
 
-def linear(forest: Forest) -> Assembled:
-    owned: set[str] = {turn.id for turn in forest.turns if why_excluded(turn) or not turn.token_ids}
+def linear(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:
+    owned: set[str] = {turn.id for turn in forest.turns if why_excluded(turn, withheld) or not turn.token_ids}
     rows: list[tuple[list[Turn], set[str]]] = []
     for leaf in forest.leaves:
         path = forest.path(leaf.id)
@@ -43,18 +45,19 @@ def linear(forest: Forest) -> Assembled:
         if mine:
             rows.append((path, mine))
             owned |= mine
-    return _assemble(rows, forest)
+    return _assemble(rows, exclusions(forest, withheld))
 
 
-def per_turn(forest: Forest) -> Assembled:
+def per_turn(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:
     """Each turn with its whole prompt as context: what an engine saw, call by call."""
-    trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn)]
-    return _assemble([(forest.path(turn.id), {turn.id}) for turn in trained], forest)
+    trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
+    rows = [(forest.path(turn.id), {turn.id}) for turn in trained]
+    return _assemble(rows, exclusions(forest, withheld))
 
 
-def _assemble(rows: list[tuple[list[Turn], set[str]]], forest: Forest) -> Assembled:
+def _assemble(rows: list[tuple[list[Turn], set[str]]], excluded: tuple[Exclusion, ...]) -> Assembled:
     total = sum(len(turn.token_ids) for path, mine in rows for turn in path if turn.id in mine)
-    return Assembled(tuple(_row(path, mine, total) for path, mine in rows), exclusions(forest))
+    return Assembled(tuple(_row(path, mine, total) for path, mine in rows), excluded)
 
 
 def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
@@ -85,12 +88,12 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
     )
 
 
-def tree(forest: Forest) -> list[dict[str, Any]]:
+def tree(forest: Forest, withheld: Withheld = NOTHING) -> list[dict[str, Any]]:
     """The nodes, each with the ids it adds to its parent's. `versions` counts from the node's own start."""
     nodes: list[dict[str, Any]] = []
     for turn in forest.turns:
         before = len(turn.delta_ids)
-        own = why_excluded(turn) is None
+        own = why_excluded(turn, withheld) is None
         nodes.append(
             {
                 "id": turn.id,

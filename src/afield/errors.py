@@ -4,6 +4,7 @@
     |-- UsageError          bad input from a person: names the value and the remedy; commands exit with 2
     |-- WireError           bytes that are not what they claim to be; names the field
     |-- Conflict            a second, different answer where the first one stands
+    |-- Missing             nothing is known under this id
     |-- Unavailable         a part that should be there does not answer
     `-- RolloutFailure      a failed rollout, which is data: `.failure` says whose fault it is
         |-- PolicyFailure           the model's own doing: trained, never retried
@@ -38,6 +39,10 @@ class WireError(AfieldError):
 
 class Conflict(AfieldError):
     """The first answer stands; this one differs."""
+
+
+class Missing(AfieldError):
+    """Nothing is known under this id."""
 
 
 class Unavailable(AfieldError):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from afield.types import Message, Turn, TurnStatus
 
@@ -125,17 +124,12 @@ def canonical(message: Message) -> list[object]:
 
 def _as_json(text: str) -> object:
     try:
-        return [_normal(json.loads(text))]
+        return [json.loads(text, parse_float=_number)]
     except ValueError:
         return text
 
 
-def _normal(value: Any) -> Any:
+def _number(text: str) -> float | int:
     """Numbers by value: 1e4, 10000.0 and 10000 are what different clients make of one number."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_normal(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _normal(item) for key, item in value.items()}
-    return value
+    value = float(text)
+    return int(value) if value.is_integer() else value

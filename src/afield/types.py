@@ -366,12 +366,13 @@ class Exclusion(Struct, frozen=True):
 
 
 class Finished(Struct, frozen=True, kw_only=True):
-    """A rollout with what came of it: the last attempt's outcome and what it sampled."""
+    """A rollout with what came of it: its last attempt's outcome, what that trains, and the turns to read."""
 
     rollout: Rollout
     outcome: Outcome
     trajectories: tuple[Trajectory, ...] = ()
     excluded: tuple[Exclusion, ...] = ()
+    turns: tuple[Turn, ...] = ()
     attempts: int = 1
 
 

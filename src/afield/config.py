@@ -1,0 +1,154 @@
+"""TOML and environment to plain values; the only reader of the environment.
+
+Precedence: command line, then the file given with --config, then the defaults below. An unknown key
+is an error that suggests the nearest known one. Components never see what is read here, only values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct, structs
+
+from afield.errors import UsageError
+from afield.types import Task
+
+
+class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a training run is made of; saved as run.json and read back by --resume."""
+
+    agent: str
+    model: str
+    tasks: str = ""
+    steps: int = 20
+    tasks_per_step: int = 8
+    rollouts: int = 16
+    seed: int = 0
+    # collection
+    runtime: str = "process"
+    transport: str = "files"
+    workers: int = 2
+    fresh_process: bool = False
+    concurrency: int = 64
+    deadline_s: float = 120.0
+    retries_task: int = 1
+    retries_verifier: int = 1
+    retries_infrastructure: int = 3
+    quorum: int = 2
+    # sampling
+    temperature: float = 1.0
+    max_tokens: int = 512
+    max_calls: int | None = None
+    max_context: int | None = None
+    # learning
+    trainer: str = "grpo"
+    lr: float = 1e-6
+    minibatches: int = 1
+    kl: float = 0.0
+    freeze_weights: bool = False
+    keep_weights: int | None = 2
+    # the engine behind the gateway
+    engine: str = "torch"
+    engine_slots: int = 64
+    engine_ledger: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("deadline_s", "lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+        if self.quorum > self.rollouts:
+            raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
+
+
+def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -> TrainConfig:
+    """`given` are the command line's values; those that are None were not given."""
+    values = defaults | (_read_toml(file, "train") if file else {})
+    values |= {key: value for key, value in given.items() if value is not None}
+    return _build(values, str(file) if file else "the command line")
+
+
+def _build(values: Mapping[str, Any], source: str) -> TrainConfig:
+    known = structs.fields(TrainConfig)
+    names = [field.name for field in known]
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+            raise UsageError(f"unknown key {key!r} in {source}; {hint}")
+    for field in known:
+        if field.required and not values.get(field.name):
+            raise UsageError(f"{field.name} is missing: give it on the command line or in --config")
+    try:
+        return msgspec.convert(dict(values), TrainConfig)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{source}: {error}") from error
+
+
+def _read_toml(path: Path, table: str) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no configuration file {path}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if extra := sorted(set(document) - {table}):
+        raise UsageError(f"{path} has unknown top-level keys {extra}; everything goes under [{table}]")
+    return document.get(table, {})
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """A JSONL file: one object per line. `id` names a task; without one, its line does."""
+    if not path.exists():
+        raise UsageError(f"there is no task file {path}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; give a JSONL file with one task per line")
+    tasks: dict[str, Task] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        task = _task(path, number, line)
+        if task.id in tasks:
+            raise UsageError(f"{path} line {number}: the id {task.id!r} was used before; ids name one task each")
+        tasks[task.id] = task
+    if not tasks:
+        raise UsageError(f"{path} has no tasks: write one JSON object per line")
+    return list(tasks.values())
+
+
+def _task(path: Path, number: int, line: str) -> Task:
+    try:
+        row = msgspec.json.decode(line.encode())
+        if not isinstance(row, dict):
+            raise ValueError(f"expected an object, got {type(row).__name__}")
+        return Task(str(row.get("id", f"line-{number}")), row)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} line {number}: {error}") from error
+
+
+class Environment(Struct, frozen=True):
+    """What afield takes from the environment."""
+
+    admin_key: str | None
+    runs: Path
+
+    @classmethod
+    def read(cls) -> Self:
+        return cls(os.environ.get("AFIELD_ADMIN_KEY") or None, Path(os.environ.get("AFIELD_RUNS", "runs")))
+
+
+def agent_environment() -> dict[str, str]:
+    """The environment an agent process inherits: ours without our secrets."""
+    return {key: value for key, value in os.environ.items() if key != "AFIELD_ADMIN_KEY"}

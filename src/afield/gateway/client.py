@@ -1,0 +1,95 @@
+"""The Gateway seam over HTTP: what a collector in another process or on another machine uses.
+
+Every verb may be repeated, so a connection that breaks is tried again within `patience_s`; after that
+the error is Unavailable and names the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from afield.errors import Conflict, Missing, Unavailable, UsageError
+from afield.seams import Record, SessionSpec, SessionState, SessionTicket
+
+T = TypeVar("T")
+TIMEOUT_S = 120.0
+
+
+class HttpGateway:
+    def __init__(self, url: str, admin_key: str, *, patience_s: float = 10.0) -> None:
+        self._url = url.rstrip("/")
+        self._admin_key = admin_key
+        self._patience_s = patience_s
+
+    async def __aenter__(self) -> Self:
+        # A keepalive below the server's own, so that a connection is never used while it is being closed.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            headers={"authorization": f"Bearer {self._admin_key}"},
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.close()
+
+    async def open(self, spec: SessionSpec) -> SessionTicket:
+        return await self._ask("POST", "/sessions", SessionTicket, spec)
+
+    async def state(self, session_id: str) -> SessionState:
+        return await self._ask("GET", f"/sessions/{session_id}", SessionState)
+
+    async def abort(self, session_id: str, reason: str) -> None:
+        await self._ask("POST", f"/sessions/{session_id}/abort", SessionState, {"reason": reason})
+
+    async def finalize(self, session_id: str) -> Record:
+        return await self._ask("POST", f"/sessions/{session_id}/finalize", Record)
+
+    async def publish(self, version: int, path: str) -> None:
+        await self._ask("POST", "/policy", dict[str, int], {"version": version, "path": path})
+
+    async def healthy(self) -> bool:
+        try:
+            async with self._http.get(f"{self._url}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def _ask(self, method: str, path: str, into: type[T], body: object = None) -> T:
+        data = msgspec.json.encode(body) if body is not None else None
+        end = time.monotonic() + self._patience_s
+        while True:
+            try:
+                async with self._http.request(method, self._url + path, data=data) as response:
+                    answer = await response.read()
+                if response.status < 400:
+                    return msgspec.json.decode(answer, type=into)
+                error = _error(response.status, answer, self._url + path)
+                if response.status < 500 or time.monotonic() > end:
+                    raise error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if time.monotonic() > end:
+                    raise Unavailable(f"the gateway at {self._url} does not answer: {error}") from error
+            await asyncio.sleep(0.2)
+
+
+def _error(status: int, answer: bytes, url: str) -> Exception:
+    try:
+        told: dict[str, Any] = msgspec.json.decode(answer)["error"]
+        message = f"{told['message']}; {told['hint']}" if told.get("hint") else told["message"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        message = answer[:200].decode(errors="replace")
+    if status == 409:
+        return Conflict(message)
+    if status == 404:
+        return Missing(message)
+    if status in (401, 403):
+        return UsageError(f"the gateway refuses the admin key: {message}")
+    kind = UsageError if status < 500 else Unavailable
+    return kind(f"{url}: {status} {message}")

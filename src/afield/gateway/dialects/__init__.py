@@ -1,0 +1,1 @@
+"""Dialects: each is a view of the same items that `calls` emits, streaming or folded."""

@@ -1,0 +1,95 @@
+"""The little HTTP the gateway needs, straight on ASGI: bodies in, JSON and event streams out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from afield.gateway.refusal import Refusal, bad_request
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+T = TypeVar("T")
+MAX_BODY = 64 * 1024 * 1024
+ENCODER = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was read."""
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    declared = int(header(scope, b"content-length") or 0)
+    if declared > MAX_BODY:
+        raise Refusal(413, "request_too_large", f"the body has {declared} bytes; {MAX_BODY} are allowed")
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY:
+            raise Refusal(413, "request_too_large", f"the body has more than {MAX_BODY} bytes")
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def query(scope: Scope) -> dict[str, str]:
+    return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+
+
+def key_of(scope: Scope) -> str:
+    """The key, wherever the client's dialect puts it."""
+    scheme, _, token = header(scope, b"authorization").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    return bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
+
+
+def json_body(body: bytes, into: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body or b"{}", type=into)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise bad_request(str(error)) from error
+
+
+async def send_json(send: Send, status: int, value: object) -> None:
+    body = ENCODER.encode(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class EventStream:
+    """Server-sent events. Nothing is sent before the first event, so an early error has its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def emit(self, values: list[dict[str, Any]]) -> None:
+        if not values:
+            return
+        await self._start()
+        body = b"".join(b"data: " + ENCODER.encode(value) + b"\n\n" for value in values)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def close(self, last: bytes = b"") -> None:
+        await self._start()
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})

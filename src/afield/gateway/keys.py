@@ -1,0 +1,49 @@
+"""Session keys: capabilities that name their session and what they may do, signed by the gateway.
+
+A key is `afk-SESSION~SCOPES~MAC`. It needs no table, survives a restart (the secret lives in the
+store), and opens nothing but its own session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from enum import StrEnum
+
+from msgspec import Struct
+
+PREFIX = "afk-"
+
+
+class Scope(StrEnum):
+    INFER = "infer"
+    REWARD = "reward"
+
+
+class Grant(Struct, frozen=True):
+    session_id: str
+    scopes: frozenset[Scope]
+
+
+class Keys:
+    def __init__(self, secret: bytes, admin_key: str) -> None:
+        self._secret = secret
+        self._admin_key = admin_key
+
+    def issue(self, session_id: str, scopes: frozenset[Scope]) -> str:
+        body = f"{session_id}~{'+'.join(sorted(scopes))}"
+        return f"{PREFIX}{body}~{self._mac(body)}"
+
+    def check(self, key: str) -> Grant | None:
+        """What a key opens; None for a key that is not ours."""
+        body, _, mac = key.removeprefix(PREFIX).rpartition("~")
+        if not key.startswith(PREFIX) or not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
+            return None
+        session_id, _, scopes = body.partition("~")
+        return Grant(session_id, frozenset(Scope(s) for s in scopes.split("+") if s))
+
+    def is_admin(self, key: str) -> bool:
+        return hmac.compare_digest(key.encode(), self._admin_key.encode())
+
+    def _mac(self, body: str) -> str:
+        return hmac.new(self._secret, body.encode(), hashlib.sha256).hexdigest()[:40]

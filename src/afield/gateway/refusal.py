@@ -1,0 +1,58 @@
+"""A request the gateway turns down: status, a stable code, what is wrong and what to do.
+
+Each dialect writes it in its own shape; the control API as `{"error": {type, message, hint}}`.
+"""
+
+from __future__ import annotations
+
+from afield.errors import AfieldError
+
+
+class Refusal(AfieldError):
+    def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.hint = hint
+
+    @property
+    def text(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+def bad_request(message: str, hint: str = "") -> Refusal:
+    return Refusal(400, "invalid_request_error", message, hint)
+
+
+def unauthorized(message: str = "the API key is missing or wrong") -> Refusal:
+    return Refusal(401, "invalid_api_key", message, "use the key of this session, or the admin key")
+
+
+def forbidden(message: str, hint: str = "") -> Refusal:
+    return Refusal(403, "forbidden", message, hint)
+
+
+def not_found(message: str, hint: str = "") -> Refusal:
+    return Refusal(404, "not_found", message, hint)
+
+
+def conflict(message: str, hint: str = "") -> Refusal:
+    return Refusal(409, "conflict", message, hint)
+
+
+def budget_exhausted(message: str) -> Refusal:
+    return Refusal(400, "budget_exhausted", message, "the session takes no more model calls")
+
+
+def context_exceeded(prompt: int, limit: int) -> Refusal:
+    return Refusal(
+        400,
+        "context_length_exceeded",
+        f"This model's maximum context length is {limit} tokens; the request has {prompt} in its messages",
+        "shorten the conversation",
+    )
+
+
+def engine_down(message: str) -> Refusal:
+    return Refusal(503, "engine_unavailable", message, "the call left no trace; try again")

@@ -1,0 +1,104 @@
+"""The gateway without HTTP: what the control API does, and the Gateway seam in process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Self
+
+from afield import assembly
+from afield.gateway.calls import Calls
+from afield.gateway.keys import Keys, Scope
+from afield.gateway.sessions import Phase, Session, Sessions
+from afield.gateway.store import Store
+from afield.seams import Engine, Record, SessionSpec, SessionState, SessionTicket
+from afield.tokens import ChatTokens
+
+AGENT_SCOPES = frozenset({Scope.INFER, Scope.REWARD})
+
+
+class LocalGateway:
+    """`async with` opens the store; the engine is started by whoever made it."""
+
+    def __init__(
+        self,
+        *,
+        tokens: ChatTokens,
+        engine: Engine,
+        store: Path,
+        admin_key: str,
+        public_url: str,
+        durable: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tokens = tokens
+        self.engine = engine
+        self.public_url = public_url.rstrip("/")
+        self._store_path = store
+        self._durable = durable
+        self._admin_key = admin_key
+        self._clock = clock
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        store = await self._stack.enter_async_context(
+            Store(self._store_path / "gateway.sqlite", durable=self._durable)
+        )
+        self.keys = Keys(store.secret, self._admin_key)
+        self.sessions = Sessions(store, self._clock)
+        self.calls = Calls(
+            store=store,
+            sessions=self.sessions,
+            engine=self.engine,
+            info=await self.engine.info(),
+            tokens=self.tokens,
+            clock=self._clock,
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def open(self, spec: SessionSpec) -> SessionTicket:
+        session, _ = await self.sessions.open(spec)
+        return self.ticket(session)
+
+    def ticket(self, session: Session) -> SessionTicket:
+        base = f"{self.public_url}/s/{session.id}"
+        key = self.keys.issue(session.id, AGENT_SCOPES)
+        return SessionTicket(id=session.id, api_key=key, base_url=base, openai_base_url=f"{base}/v1")
+
+    async def state(self, session_id: str) -> SessionState:
+        return self.sessions.get(session_id).state()
+
+    async def abort(self, session_id: str, reason: str) -> None:
+        await self.sessions.abort(self.sessions.get(session_id), reason)
+
+    async def finalize(self, session_id: str) -> Record:
+        session = self.sessions.get(session_id)
+        await self.sessions.finalize(session)
+        return self.record(session)
+
+    def record(self, session: Session) -> Record:
+        assembled = assembly.linear(session.forest, self.withheld(session))
+        turns = [row.turn for row in sorted(session.rows.values(), key=lambda row: (row.seq, row.n))]
+        return Record(trajectories=assembled.trajectories, excluded=assembled.excluded, turns=tuple(turns))
+
+    def withheld(self, session: Session) -> dict[str, str]:
+        return dict.fromkeys(session.row.undelivered, "undelivered")
+
+    async def publish(self, version: int, path: str) -> None:
+        await self.engine.load(version, path)
+
+    async def wait(self, session_id: str, deadline: Callable[[], float]) -> SessionState:
+        """Until the session is no longer open, or no time is left."""
+        session = self.sessions.get(session_id)
+        while session.phase is Phase.OPEN and (left := deadline()) > 0:
+            try:
+                await asyncio.wait_for(session.changed.wait(), left)
+            except TimeoutError:
+                break
+        return session.state()

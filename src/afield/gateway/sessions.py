@@ -1,0 +1,225 @@
+"""Sessions: their phases, budgets, rewards and forests.
+
+A session is made by `open` and by nothing else. It is `open` until it is completed or aborted, and
+`finalized` once its record has been taken. Every change is durable before it is answered. A session
+that is over leaves memory; the store gives it back when somebody asks, also after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from msgspec import structs
+
+from afield.errors import Conflict, Missing
+from afield.forest import Forest
+from afield.gateway.refusal import Refusal, budget_exhausted, conflict
+from afield.gateway.store import SessionRow, Store, TurnRow
+from afield.seams import SessionSpec, SessionState
+from afield.types import Turn, TurnStatus, check_id
+
+
+class Phase(StrEnum):
+    OPEN = "open"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FINALIZED = "finalized"
+
+
+class Session:
+    """One session in memory. Mutated only on the event loop, never across an await."""
+
+    def __init__(self, row: SessionRow, rows: list[TurnRow]) -> None:
+        self.row = row
+        self.rows = {r.n: r for r in rows}
+        self.forest = Forest(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
+        self.calls = max(self.rows, default=0)
+        self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
+        self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
+        self.in_flight: set[asyncio.Task[Any]] = set()
+        self.changed = asyncio.Event()
+        self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
+        self.sampled_tokens = sum(len(t.token_ids) for t in self.forest.turns)
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.row.phase)
+
+    @property
+    def dangling(self) -> int:
+        return sum(r.turn.status is TurnStatus.DANGLING for r in self.rows.values())
+
+    def expired(self, now: float) -> bool:
+        ttl = self.row.spec.ttl_s
+        return ttl is not None and now > self.row.created + ttl
+
+    def check_open(self, now: float) -> None:
+        """Before a model call: is the session open, and does its budget allow another one?"""
+        if self.phase is not Phase.OPEN:
+            raise conflict(f"session {self.id} is {self.phase}", "open a new session for another attempt")
+        if self.expired(now):
+            raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
+        budget = self.row.spec.budget
+        if budget.calls is not None and self.calls >= budget.calls:
+            raise budget_exhausted(f"session {self.id} has used its budget of {budget.calls} calls")
+        if budget.tokens is not None and self.sampled_tokens >= budget.tokens:
+            raise budget_exhausted(f"session {self.id} has used its budget of {budget.tokens} tokens")
+        if budget.wall_s is not None and now > self.row.created + budget.wall_s:
+            raise budget_exhausted(f"session {self.id} has used its {budget.wall_s} s of wall time")
+
+    def record(self, row: TurnRow) -> None:
+        """A call has ended and is durable."""
+        self.rows[row.n] = row
+        self.forest.add(row.turn)
+        self.prompt_tokens += _prompt_length(self.forest, row.turn)
+        self.sampled_tokens += len(row.turn.token_ids)
+        self.last_activity = row.turn.ended or self.last_activity
+
+    def state(self) -> SessionState:
+        spans = [span for turn in self.forest.turns for span in turn.versions]
+        spec = self.row.spec
+        return SessionState(
+            id=self.id,
+            phase=self.row.phase,
+            rollout_id=spec.rollout_id,
+            attempt=spec.attempt,
+            group_id=spec.group_id,
+            calls=self.calls,
+            turns=len(self.forest),
+            branches=self.forest.branches,
+            tokens={"prompt": self.prompt_tokens, "sampled": self.sampled_tokens},
+            dangling=self.dangling,
+            versions=(min(s.low for s in spans), max(s.high for s in spans)) if spans else None,
+            rewards=list(self.row.rewards),
+            created=self.row.created,
+            last_activity=self.last_activity,
+        )
+
+
+def _prompt_length(forest: Forest, turn: Turn) -> int:
+    return forest.length(turn.id) - len(turn.token_ids)
+
+
+class Sessions:
+    """All sessions of a store."""
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._live: dict[str, Session] = {}
+        self._opening = asyncio.Lock()
+
+    async def open(self, spec: SessionSpec) -> tuple[Session, bool]:
+        """The session, and whether it is new."""
+        session_id = spec.id or f"s-{uuid.uuid4().hex}"
+        check_id(session_id, "session id")
+        async with self._opening:
+            known = self._find(session_id)
+            if known is not None:
+                if known.row.spec != structs.replace(spec, id=session_id):
+                    raise Conflict(f"session {session_id} exists with another specification")
+                return known, False
+            row = SessionRow(
+                id=session_id,
+                spec=structs.replace(spec, id=session_id),
+                phase=Phase.OPEN,
+                created=self._clock(),
+            )
+            await self._store.put_session(row)
+            session = self._live[session_id] = Session(row, [])
+            return session, True
+
+    def get(self, session_id: str) -> Session:
+        session = self._find(session_id)
+        if session is None:
+            raise Missing(f"there is no session {session_id!r}; POST /sessions makes one")
+        return session
+
+    def list(self, phase: str | None, limit: int, after: str) -> list[SessionState]:
+        return [self.get(i).state() for i in self._store.session_ids(phase, limit, after)]
+
+    def _find(self, session_id: str) -> Session | None:
+        if session := self._live.get(session_id):
+            return session
+        row = self._store.session(session_id)
+        if row is None:
+            return None
+        session = Session(row, self._store.turns(session_id))
+        if session.phase is Phase.OPEN:
+            self._live[session_id] = session
+        return session
+
+    async def reward(self, session: Session, entry: dict[str, Any]) -> None:
+        """Take a reward. The same again is fine; another value for the same name and turn is refused."""
+        value = entry["reward"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise Refusal(400, "invalid_request_error", f"reward {value!r} is not a finite number")
+        for known in session.row.rewards:
+            if (known.get("name"), known.get("turn")) == (entry.get("name"), entry.get("turn")):
+                if known["reward"] != value:
+                    raise conflict(f"session {session.id} already has reward {known['reward']}, not {value}")
+                return
+        if session.phase is Phase.FINALIZED:
+            raise conflict(f"session {session.id} is finalized", "rewards come before finalize")
+        kept = {key: entry[key] for key in ("reward", "name", "turn") if entry.get(key) is not None}
+        await self._save(session, rewards=(*session.row.rewards, kept))
+
+    async def complete(self, session: Session, metrics: dict[str, float]) -> None:
+        if session.phase is Phase.ABORTED:
+            raise conflict(f"session {session.id} is aborted")
+        if session.phase is Phase.OPEN:
+            await self._save(session, phase=Phase.COMPLETED, metrics=metrics)
+
+    async def abort(self, session: Session, reason: str) -> None:
+        """No more calls; those in flight end now and leave their partials."""
+        if session.phase is Phase.OPEN:
+            await self._save(session, phase=Phase.ABORTED, reason=reason)
+        tasks = list(session.in_flight)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=10)
+
+    async def finalize(self, session: Session) -> None:
+        if session.in_flight:
+            await self.abort(session, "finalized with calls in flight")
+        if session.phase is not Phase.FINALIZED:
+            await self._save(session, phase=Phase.FINALIZED)
+        self._live.pop(session.id, None)
+
+    async def delete(self, session: Session) -> None:
+        await self.abort(session, "deleted")
+        self._live.pop(session.id, None)
+        await self._store.delete_session(session.id)
+
+    async def withhold(self, session: Session, turn_id: str) -> None:
+        """A turn was sampled but its client left before it got the end of it."""
+        committed = session.forest[turn_id].status is TurnStatus.COMMITTED
+        if committed and turn_id not in session.row.undelivered:
+            await self._save(session, undelivered=(*session.row.undelivered, turn_id))
+
+    async def redeliver(self, session: Session, parent: str | None, delta: tuple[int, ...]) -> Turn | None:
+        """The turn a client missed and asks for again, so that its retry samples nothing new."""
+        for turn_id in session.row.undelivered:
+            turn = session.forest[turn_id]
+            if (turn.parent, turn.delta_ids) == (parent, delta):
+                left = tuple(i for i in session.row.undelivered if i != turn_id)
+                await self._save(session, undelivered=left)
+                return turn
+        return None
+
+    async def _save(self, session: Session, **changes: Any) -> None:
+        row = structs.replace(session.row, **changes)
+        await self._store.put_session(row)
+        session.row = row
+        changed, session.changed = session.changed, asyncio.Event()
+        changed.set()

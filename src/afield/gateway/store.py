@@ -1,0 +1,179 @@
+"""What the gateway must not lose, in one SQLite file (WAL).
+
+Writers are grouped: one thread takes all that is waiting, writes it in one transaction, and only then
+tells the callers. When a `put_` returns, the row survives a kill -9 of the process; surviving a power
+cut as well takes `durable=True`, at the price of an fsync per group. A row that is written again under
+the same key is replaced, which is how a call's intent becomes its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import sqlite3
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from afield.errors import Unavailable, UsageError
+from afield.seams import SessionSpec
+from afield.types import Turn
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, phase TEXT NOT NULL, created REAL NOT NULL,
+  body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, status TEXT NOT NULL,
+  seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
+"""
+FORMAT = "1"
+
+
+class SessionRow(Struct, frozen=True, kw_only=True):
+    """A session as stored: everything but its turns."""
+
+    id: str
+    spec: SessionSpec
+    phase: str
+    created: float
+    rewards: tuple[dict[str, Any], ...] = ()
+    metrics: dict[str, float] = {}
+    reason: str = ""
+    undelivered: tuple[str, ...] = ()
+
+
+class TurnRow(Struct, frozen=True):
+    """A turn or the intent of one. `n` counts calls, `seq` orders commits."""
+
+    n: int
+    seq: int
+    turn: Turn
+
+
+Statement = tuple[str, Sequence[Any]]
+
+
+class Store:
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        self._path = path
+        self._durable = durable
+        self._queue: queue.SimpleQueue[tuple[list[Statement], Future[None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._prepare)
+        self._reader = self._connect()
+        self._thread = threading.Thread(target=self._write_groups, name="afield-store", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._queue.put(None)
+        if self._thread:
+            await asyncio.to_thread(self._thread.join)
+        self._reader.close()
+
+    @property
+    def secret(self) -> bytes:
+        """Behind all session keys; made once, kept with the data it protects."""
+        return self._reader.execute("SELECT value FROM meta WHERE key='secret'").fetchone()[0]
+
+    async def put_session(self, row: SessionRow) -> None:
+        body = msgspec.msgpack.encode(row)
+        sql = "INSERT OR REPLACE INTO sessions VALUES (?,?,?,?)"
+        await self._write([(sql, (row.id, row.phase, row.created, body))])
+
+    async def put_turn(self, session_id: str, row: TurnRow) -> None:
+        body = msgspec.msgpack.encode(row)
+        sql = "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)"
+        await self._write([(sql, (session_id, row.n, str(row.turn.status), row.seq, body))])
+
+    async def delete_session(self, session_id: str) -> None:
+        tables = ("DELETE FROM turns WHERE session_id=?", "DELETE FROM sessions WHERE id=?")
+        await self._write([(sql, (session_id,)) for sql in tables])
+
+    def session(self, session_id: str) -> SessionRow | None:
+        row = self._reader.execute("SELECT body FROM sessions WHERE id=?", (session_id,)).fetchone()
+        return msgspec.msgpack.decode(row[0], type=SessionRow) if row else None
+
+    def turns(self, session_id: str) -> list[TurnRow]:
+        """In the order they were committed; calls that never got that far come last."""
+        sql = "SELECT body FROM turns WHERE session_id=? ORDER BY seq, n"
+        rows = self._reader.execute(sql, (session_id,)).fetchall()
+        return [msgspec.msgpack.decode(row[0], type=TurnRow) for row in rows]
+
+    def session_ids(self, phase: str | None, limit: int, after: str) -> list[str]:
+        sql = "SELECT id FROM sessions WHERE id > ? AND (? IS NULL OR phase = ?) ORDER BY id LIMIT ?"
+        return [row[0] for row in self._reader.execute(sql, (after, phase, phase, limit))]
+
+    # --- the writing thread ----------------------------------------------------------------------
+
+    async def _write(self, statements: list[Statement]) -> None:
+        done: Future[None] = Future()
+        self._queue.put((statements, done))
+        await asyncio.wrap_future(done)
+
+    def _write_groups(self) -> None:
+        connection = self._connect()
+        while (first := self._queue.get()) is not None:
+            group = [first]
+            while not self._queue.empty() and len(group) < 256:
+                item = self._queue.get()
+                if item is None:
+                    self._queue.put(None)
+                    break
+                group.append(item)
+            self._commit(connection, group)
+        connection.close()
+
+    def _commit(
+        self, connection: sqlite3.Connection, group: list[tuple[list[Statement], Future[None]]]
+    ) -> None:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for statements, _ in group:
+                for sql, values in statements:
+                    connection.execute(sql, values)
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if connection.in_transaction:
+                connection.rollback()
+            for _, done in group:
+                _settle(done, Unavailable(f"cannot write {self._path}: {error}"))
+        else:
+            for _, done in group:
+                _settle(done, None)
+
+    def _prepare(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            connection = self._connect()
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(SCHEMA)
+            for key, value in (("secret", secrets.token_bytes(32)), ("format", FORMAT.encode())):
+                connection.execute("INSERT OR IGNORE INTO meta VALUES (?,?)", (key, value))
+            connection.commit()
+            found = connection.execute("SELECT value FROM meta WHERE key='format'").fetchone()[0].decode()
+            connection.close()
+        except (sqlite3.Error, OSError) as error:
+            raise UsageError(f"cannot use {self._path} as the gateway's store: {error}") from error
+        if found != FORMAT:
+            raise UsageError(
+                f"{self._path} has format {found}, this afield writes {FORMAT}: use a new directory"
+            )
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, timeout=30, check_same_thread=False, isolation_level=None)
+        connection.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
+        return connection
+
+
+def _settle(done: Future[None], error: Exception | None) -> None:
+    if done.set_running_or_notify_cancel():
+        done.set_exception(error) if error else done.set_result(None)

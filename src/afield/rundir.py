@@ -1,0 +1,178 @@
+"""A run on disk: where everything lies, and the records people read.
+
+    runs/<id>/
+      run.json          the values it was started with, for --resume
+      tasks.jsonl       the tasks, as given
+      metrics.jsonl     one line per step
+      rollouts/         step-0001.jsonl: one line per rollout, with outcome, turns and trajectories
+      checkpoints/      step-0001/: all the trainer needs to go on; the newest few are kept
+      weights/          v1/: what the engine loads
+      journal.sqlite    attempts, finished rollouts, what was trained
+      gateway/ outcomes/ logs/
+      summary.json rewards.png
+
+A step is done when its checkpoint directory has its name; everything else can be brought back to it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.types import Finished
+
+STATE = "state.json"
+
+
+class StepState(Struct, frozen=True):
+    """Beside a checkpoint: which step it ends, which policy it is, and what it learnt from."""
+
+    step: int
+    version: int
+    trained: tuple[str, ...]
+
+
+class RunDir:
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def tasks(self) -> Path:
+        return self.path / "tasks.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal.sqlite"
+
+    @property
+    def gateway(self) -> Path:
+        return self.path / "gateway"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "rewards.png"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:04d}"
+
+    def weights(self, version: int) -> Path:
+        return self.path / "weights" / f"v{version}"
+
+    def rollouts(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step-{step:04d}.jsonl"
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def last_state(self) -> StepState | None:
+        """The newest step that is done."""
+        states = [self.state(step) for step in self._checkpoints()]
+        return states[-1] if states else None
+
+    def state(self, step: int) -> StepState:
+        return msgspec.json.decode((self.checkpoint(step) / STATE).read_bytes(), type=StepState)
+
+    def _checkpoints(self) -> list[int]:
+        found = (self.path / "checkpoints").glob("step-*")
+        steps = [re.fullmatch(r"step-(\d+)", path.name) for path in found]
+        return sorted(int(step[1]) for step in steps if step)
+
+    def prune(self, *, keep_checkpoints: int, keep_weights: int | None) -> None:
+        for step in self._checkpoints()[:-keep_checkpoints]:
+            shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+        if keep_weights is not None:
+            versions = sorted(int(p.name[1:]) for p in (self.path / "weights").glob("v[0-9]*"))
+            for version in versions[:-keep_weights]:
+                shutil.rmtree(self.weights(version), ignore_errors=True)
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+    def rewind_metrics(self, step: int) -> None:
+        """Drop what was written about steps that are not done."""
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a line the crash cut short
+            if row["step"] <= step:
+                kept.append(line)
+        if kept or self.metrics.exists():
+            write_whole(self.metrics, "".join(line + "\n" for line in kept).encode())
+
+    def write_rollouts(self, step: int, finished: Iterable[Finished]) -> None:
+        lines = [msgspec.json.encode(f) for f in finished]
+        self.rollouts(step).parent.mkdir(exist_ok=True)
+        write_whole(self.rollouts(step), b"".join(line + b"\n" for line in lines))
+
+    def read_rollouts(self, step: int) -> list[Finished]:
+        lines = self.rollouts(step).read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=Finished) for line in lines]
+
+    def steps(self) -> list[int]:
+        """Steps with rollouts on disk."""
+        found = (self.path / "rollouts").glob("step-*.jsonl")
+        return sorted(int(path.stem.removeprefix("step-")) for path in found)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """All of it or nothing of it, whenever the process dies."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
+def find_run(runs: Path, name: str) -> RunDir:
+    """A run by its id or path; `latest` is the newest under `runs`."""
+    if name == "latest":
+        found = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
+        return RunDir(found[-1].parent)
+    for path in (Path(name), runs / name):
+        if (path / "run.json").exists():
+            return RunDir(path)
+    known = sorted(path.parent.name for path in runs.glob("*/run.json"))
+    choices = f"; under {runs} there are: {', '.join(known)}" if known else f"; there are none under {runs}"
+    raise UsageError(f"unknown run {name!r}{choices}")

@@ -1,0 +1,182 @@
+"""Values to objects; the only module that names a backend.
+
+Backends are imported here when they are chosen, so that a missing library is reported with the extra
+that brings it, and a choice that does not exist with the choices that do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from afield.collect import Plan
+from afield.config import TrainConfig, agent_environment
+from afield.errors import UsageError
+from afield.rundir import RunDir
+from afield.seams import Engine, Runtime, Trainer, Transport
+from afield.types import Budget, FailureKind, Sampling
+
+EXTRAS = {"engines": "train", "trainers": "train", "gateway": "gateway", "runtimes": "gateway", "transports": "gateway"}
+ENGINES = {"torch": "engines.torch:TorchEngine", "scripted": "engines.scripted:ScriptedEngine"}
+RUNTIMES = {"process": "runtimes.process:ProcessRuntime", "inline": "runtimes.inline:InlineRuntime"}
+TRANSPORTS = {"files": "transports.files:FilesTransport", "memory": "transports.memory:MemoryTransport"}
+TRAINERS = {"grpo": "trainers.grpo:GRPO"}
+START_TIMEOUT_S = 120.0
+
+
+def choose(kind: str, name: str, among: dict[str, str]) -> Any:
+    if name not in among:
+        raise UsageError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(among))}")
+    return load(among[name])
+
+
+def load(where: str) -> Any:
+    module, _, name = where.partition(":")
+    try:
+        return getattr(importlib.import_module(f"afield.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("afield"):
+            raise
+        extra = EXTRAS[module.partition(".")[0]]
+        raise UsageError(f"{error.name} is not installed: pip install 'afield[{extra}]'") from error
+
+
+def engine(spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None) -> Engine:
+    """`torch`, or `scripted=FILE`."""
+    name, _, argument = spec.partition("=")
+    made = choose("engine", name, ENGINES)
+    if name == "scripted":
+        if not argument:
+            raise UsageError("--engine scripted needs a file: scripted=FILE")
+        built: Engine = made.from_file(Path(argument), decode=load("tokens:ChatTokens").load(model).decode)
+    else:
+        built = made(model, max_slots=slots, seed=seed)
+    return load("engines.ledger:Ledger")(built, ledger) if ledger else built
+
+
+def runtime(config: TrainConfig, run: RunDir) -> Runtime:
+    made = choose("runtime", config.runtime, RUNTIMES)
+    if config.runtime == "inline":
+        return made(load("sdk.serve:load_target")(config.agent))
+    return made(
+        config.agent,
+        workers=config.workers,
+        fresh=config.fresh_process,
+        log_dir=run.logs,
+        env=agent_environment(),
+    )
+
+
+def transport(config: TrainConfig, run: RunDir) -> Transport:
+    made = choose("transport", config.transport, TRANSPORTS)
+    return made() if config.transport == "memory" else made(run.outcomes)
+
+
+def trainer(config: TrainConfig) -> Trainer:
+    if config.freeze_weights:
+        return load("trainers.frozen:Frozen")(Path(config.model))
+    made = choose("trainer", config.trainer, TRAINERS)
+    return made(
+        Path(config.model), lr=config.lr, minibatches=config.minibatches, kl=config.kl, seed=config.seed
+    )
+
+
+def plan(config: TrainConfig, run: RunDir) -> Plan:
+    return Plan(
+        exp_id=run.id,
+        model_id=Path(config.model).name,
+        rollouts=config.rollouts,
+        concurrency=config.concurrency,
+        deadline_s=config.deadline_s,
+        silence_s=min(60.0, config.deadline_s / 2),
+        retries={
+            FailureKind.TASK: config.retries_task,
+            FailureKind.VERIFIER: config.retries_verifier,
+            FailureKind.INFRASTRUCTURE: config.retries_infrastructure,
+        },
+        sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
+        budget=Budget(calls=config.max_calls, context=config.max_context),
+    )
+
+
+def check_choices(config: TrainConfig) -> None:
+    """Everything that can be known to be wrong before anything is started."""
+    choose("runtime", config.runtime, RUNTIMES)
+    choose("transport", config.transport, TRANSPORTS)
+    choose("trainer", config.trainer, TRAINERS)
+    choose("engine", config.engine.partition("=")[0], ENGINES)
+    load("tokens:ChatTokens").load(Path(config.model))
+    if config.transport == "memory" and config.runtime != "inline":
+        raise UsageError("--transport memory works with --runtime inline only; use --transport files")
+
+
+@asynccontextmanager
+async def gateway_process(config: TrainConfig, run: RunDir) -> AsyncIterator[Any]:
+    """A gateway with its engine in a process of its own, and the Gateway seam to it.
+
+    The child watches its standard input: it ends when we do, even after a kill -9.
+    """
+    command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
+    command += ["--model", config.model, "--engine", config.engine, "--port", "0", "--store", str(run.gateway)]
+    command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
+    if config.engine_ledger:
+        command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
+    run.logs.mkdir(parents=True, exist_ok=True)
+    log_path = run.logs / "gateway.log"
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=agent_environment(),
+            start_new_session=True,
+        )
+    try:
+        told = await _ready(process, log_path)
+        made = load("gateway.client:HttpGateway")
+        async with made(told["url"], told["admin_key"]) as client:
+            yield client
+    finally:
+        await _end(process)
+
+
+async def _ready(process: asyncio.subprocess.Process, log: Path) -> dict[str, str]:
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+    except TimeoutError as error:
+        raise UsageError(f"the gateway did not start within {START_TIMEOUT_S:g} s; see {log}") from error
+    if not line:
+        tail = log.read_text(errors="replace").strip().splitlines()[-5:]
+        raise UsageError("the gateway did not start: " + "\n".join(tail))
+    return json.loads(line)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), 10)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def backends() -> dict[str, Sequence[str]]:
+    """What can be chosen, for help texts."""
+    return {
+        "engine": sorted(ENGINES),
+        "runtime": sorted(RUNTIMES),
+        "transport": sorted(TRANSPORTS),
+        "trainer": sorted(TRAINERS),
+    }
