@@ -1,0 +1,79 @@
+"""The demo's task: questions about a small shop, answered by looking into its database.
+
+A task's row is the whole world of one question: what is asked, what the shop holds, the right answer.
+Prices and stock are drawn anew for every task, so an answer can be looked up but never remembered, and
+all numbers of a shop differ, so that a wrong look-up never gives the right answer by luck.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sqlite3
+from typing import Any
+
+ITEMS = tuple(
+    f"{colour} {thing}" for thing in ("mug", "lamp", "chair", "clock") for colour in ("red", "teal")
+)
+QUESTIONS = {"price": "How much is the {item}?", "stock": "How many {item}s are left?"}
+ANSWERS = {"price": "It costs ${number}.", "stock": "There are {number} left."}
+
+
+def tasks(seed: int, n: int) -> list[dict[str, Any]]:
+    """`n` task rows. Any 8 from a multiple of 8 on ask about every item, half of them about its price;
+    any 16 from a multiple of 16 on ask both questions about every item."""
+    rng = random.Random(f"shop {seed}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < n:
+        order = rng.sample(ITEMS, len(ITEMS))
+        for turn in (0, 1):
+            for place, item in enumerate(order):
+                rows.append(_task(rng, seed, len(rows), item, ("price", "stock")[(place + turn) % 2]))
+    return rows[:n]
+
+
+def _task(rng: random.Random, seed: int, number: int, item: str, field: str) -> dict[str, Any]:
+    values = rng.sample(range(10, 100), 2 * len(ITEMS))
+    shelves = [
+        {"item": name, "price": price, "stock": stock}
+        for name, price, stock in zip(ITEMS, values[::2], values[1::2], strict=True)
+    ]
+    return {
+        "id": f"shop-{seed}-{number:04d}",
+        "question": QUESTIONS[field].format(item=item),
+        "shop": shelves,
+        "answer": next(shelf[field] for shelf in shelves if shelf["item"] == item),
+    }
+
+
+class Shop:
+    """The shop of one task as a SQLite database in memory. Tools may query it from any thread."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self._database = sqlite3.connect(":memory:", check_same_thread=False)
+        self._database.execute("CREATE TABLE shop (item TEXT PRIMARY KEY, price INTEGER, stock INTEGER)")
+        self._database.executemany("INSERT INTO shop VALUES (:item, :price, :stock)", task["shop"])
+        self.lookups = 0
+
+    def __enter__(self) -> Shop:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._database.close()
+
+    def price(self, item: str) -> str:
+        return self._look_up("SELECT price FROM shop WHERE item = ?", item)
+
+    def stock(self, item: str) -> str:
+        return self._look_up("SELECT stock FROM shop WHERE item = ?", item)
+
+    def _look_up(self, query: str, item: str) -> str:
+        self.lookups += 1
+        found = self._database.execute(query, (item,)).fetchone()
+        return str(found[0]) if found else f"There is no {item} in this shop."
+
+
+def grade(task: dict[str, Any], answer: str) -> float:
+    """1.0 when the last number of the answer is the right one."""
+    numbers = re.findall(r"\d+", answer)
+    return float(bool(numbers) and int(numbers[-1]) == task["answer"])

@@ -1,0 +1,1 @@
+"""Trainers: groups in, new weights out."""

@@ -1,0 +1,71 @@
+"""Model directories in the Hugging Face layout: loaded, copied, written, and put in place whole.
+
+Nothing is ever half there: a directory is written beside its place and then renamed into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from afield.errors import UsageError
+
+WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+)
+
+
+def load_model(path: Path, device: Any) -> Any:
+    import transformers
+
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path} is not a model directory: it has no config.json")
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32", local_files_only=True)
+    # No dropout: the rescored log-probabilities have to be the sampler's.
+    return model.to(device).eval()
+
+
+def copy_but_weights(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
+
+
+def write_weights(model: Any, directory: Path) -> None:
+    """Every tensor in one file. Tied embeddings are written untied, since engines that reload weights in
+    place may update only one of the two."""
+    from safetensors.torch import save_file
+
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    shared = Counter(tensor.data_ptr() for tensor in state.values())
+    state = {n: t.clone() if shared[t.data_ptr()] > 1 else t for n, t in state.items()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    if config.get("tie_word_embeddings", model.config.tie_word_embeddings):
+        path.write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n")
+
+
+@contextmanager
+def replaced(directory: Path) -> Iterator[Path]:
+    """A fresh directory that takes the place of `directory` when the block ends well."""
+    directory = Path(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir()
+        yield fresh
+        if directory.exists():
+            directory.rename(Path(scratch) / "old")
+        fresh.rename(directory)

@@ -1,0 +1,51 @@
+"""A trainer that trains nothing: the same checks and counts, the same weights for ever.
+
+It is the control of an experiment. When rewards rise under it, something other than learning is at work.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from afield.errors import UsageError
+from afield.seams.trainer import StepReport
+from afield.trainers.directories import replaced
+from afield.trainers.grpo import check_rows, to_batch
+from afield.types import Group
+
+
+class Frozen:
+    def __init__(self, model_path: str | Path, *, floor: float = 0.0) -> None:
+        self.model_path = Path(model_path)
+        self.floor = floor
+        self.steps = 0
+        config = self.model_path / "config.json"
+        if not config.is_file():
+            raise UsageError(f"{model_path} is not a model directory: it has no config.json")
+        self._config = json.loads(config.read_text())
+
+    def step(self, groups: Sequence[Group]) -> StepReport:
+        batch = to_batch(groups, floor=self.floor, scale=True)
+        context = self._config.get("max_position_embeddings")
+        check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=context)
+        self.steps += 1
+        return StepReport(
+            rollouts=len(batch.rollout_ids), tokens=batch.tokens, metrics={"tokens": float(batch.tokens)}
+        )
+
+    def export(self, directory: Path) -> None:
+        with replaced(directory) as fresh:
+            shutil.copytree(self.model_path, fresh, dirs_exist_ok=True)
+
+    def save(self, directory: Path) -> None:
+        with replaced(directory) as fresh:
+            (fresh / "trainer.json").write_text(json.dumps({"steps": self.steps}))
+
+    def restore(self, directory: Path) -> None:
+        path = Path(directory) / "trainer.json"
+        if not path.is_file():
+            raise UsageError(f"{directory} holds no trainer.json; restore from a directory that save() wrote")
+        self.steps = json.loads(path.read_text())["steps"]
