@@ -59,7 +59,15 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     engine_ledger: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"):
+        for name in (
+            "steps",
+            "tasks_per_step",
+            "rollouts",
+            "workers",
+            "concurrency",
+            "minibatches",
+            "quorum",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         for name in ("deadline_s", "lr"):
@@ -121,7 +129,9 @@ def read_tasks(path: Path) -> list[Task]:
             continue
         task = _task(path, number, line)
         if task.id in tasks:
-            raise UsageError(f"{path} line {number}: the id {task.id!r} was used before; ids name one task each")
+            raise UsageError(
+                f"{path} line {number}: the id {task.id!r} was used before; ids name one task each"
+            )
         tasks[task.id] = task
     if not tasks:
         raise UsageError(f"{path} has no tasks: write one JSON object per line")

@@ -16,10 +16,12 @@ A step is done when its checkpoint directory has its name; everything else can b
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,19 @@ class RunDir:
     @property
     def plot(self) -> Path:
         return self.path / "rewards.png"
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """One process at a time works on a run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(
+                    f"another process is working on run {self.id}: wait for it or stop it"
+                ) from error
+            yield
 
     def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:04d}"

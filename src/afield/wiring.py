@@ -11,19 +11,27 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from afield.collect import Plan
+from afield.collect import Collector, Plan, Watcher
 from afield.config import TrainConfig, agent_environment
 from afield.errors import UsageError
+from afield.journal import Journal
+from afield.loop import Loop, Recipe, StepLine
 from afield.rundir import RunDir
 from afield.seams import Engine, Runtime, Trainer, Transport
-from afield.types import Budget, FailureKind, Sampling
+from afield.types import Budget, FailureKind, Sampling, Task
 
-EXTRAS = {"engines": "train", "trainers": "train", "gateway": "gateway", "runtimes": "gateway", "transports": "gateway"}
+EXTRAS = {
+    "engines": "train",
+    "trainers": "train",
+    "gateway": "gateway",
+    "runtimes": "gateway",
+    "transports": "gateway",
+}
 ENGINES = {"torch": "engines.torch:TorchEngine", "scripted": "engines.scripted:ScriptedEngine"}
 RUNTIMES = {"process": "runtimes.process:ProcessRuntime", "inline": "runtimes.inline:InlineRuntime"}
 TRANSPORTS = {"files": "transports.files:FilesTransport", "memory": "transports.memory:MemoryTransport"}
@@ -124,7 +132,16 @@ async def gateway_process(config: TrainConfig, run: RunDir) -> AsyncIterator[Any
     The child watches its standard input: it ends when we do, even after a kill -9.
     """
     command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
-    command += ["--model", config.model, "--engine", config.engine, "--port", "0", "--store", str(run.gateway)]
+    command += [
+        "--model",
+        config.model,
+        "--engine",
+        config.engine,
+        "--port",
+        "0",
+        "--store",
+        str(run.gateway),
+    ]
     command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
     if config.engine_ledger:
         command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
@@ -155,8 +172,8 @@ async def _ready(process: asyncio.subprocess.Process, log: Path) -> dict[str, st
     except TimeoutError as error:
         raise UsageError(f"the gateway did not start within {START_TIMEOUT_S:g} s; see {log}") from error
     if not line:
-        tail = log.read_text(errors="replace").strip().splitlines()[-5:]
-        raise UsageError("the gateway did not start: " + "\n".join(tail))
+        text = await asyncio.to_thread(log.read_text, errors="replace")
+        raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
     return json.loads(line)
 
 
@@ -172,11 +189,45 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def backends() -> dict[str, Sequence[str]]:
-    """What can be chosen, for help texts."""
-    return {
-        "engine": sorted(ENGINES),
-        "runtime": sorted(RUNTIMES),
-        "transport": sorted(TRANSPORTS),
-        "trainer": sorted(TRAINERS),
-    }
+@asynccontextmanager
+async def training(
+    config: TrainConfig,
+    run: RunDir,
+    tasks: Sequence[Task],
+    watcher: Watcher,
+    on_step: Callable[[StepLine], None],
+) -> AsyncIterator[Loop]:
+    """Everything a training run consists of, started; and ended again, in the reverse order."""
+    async with AsyncExitStack() as stack:
+        journal = stack.enter_context(Journal(run.journal))
+        learner = asyncio.create_task(asyncio.to_thread(trainer, config))
+        gateway = await stack.enter_async_context(gateway_process(config, run))
+        collector = Collector(
+            plan(config, run),
+            gateway=gateway,
+            runtime=await stack.enter_async_context(runtime(config, run)),
+            transport=await stack.enter_async_context(transport(config, run)),
+            journal=journal,
+            watcher=watcher,
+        )
+        yield Loop(
+            recipe(config),
+            tasks=tasks,
+            collector=collector,
+            trainer=await learner,
+            gateway=gateway,
+            journal=journal,
+            run=run,
+            on_step=on_step,
+        )
+
+
+def recipe(config: TrainConfig) -> Recipe:
+    return Recipe(
+        steps=config.steps,
+        tasks_per_step=config.tasks_per_step,
+        quorum=config.quorum,
+        seed=config.seed,
+        keep_weights=config.keep_weights,
+        frozen=config.freeze_weights,
+    )

@@ -1,0 +1,3 @@
+from afield.cli.main import main
+
+raise SystemExit(main())

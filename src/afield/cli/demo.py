@@ -1,0 +1,37 @@
+"""`afield demo`: watch a real agent learn, on this machine, offline."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from afield.cli.train import add_run_arguments, start
+from afield.errors import UsageError
+
+AGENTS = ("openai", "strands", "langgraph")
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "demo", help="watch an agent learn in about a minute", description=__doc__.split(": ", 1)[1]
+    )
+    command.add_argument("--agent", default="openai", help=f"which agent: {', '.join(AGENTS)}")
+    add_run_arguments(command)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from afield import demo as package
+    from afield.demo import shop
+
+    if args.agent not in AGENTS:
+        raise UsageError(f"unknown agent {args.agent!r}; choose one of: {', '.join(AGENTS)}")
+    here = Path(package.__file__).parent
+    seed = args.seed or 0
+    steps = args.steps or shop.DEFAULTS["steps"]
+    per_step = args.tasks_per_step or shop.DEFAULTS["tasks_per_step"]
+    args.agent = None if args.resume else f"{here / 'agents' / f'{args.agent}_agent.py'}:agent"
+    defaults = {**shop.DEFAULTS, "model": str(here / "policy")}
+    tasks = None if args.resume else shop.tasks(seed, steps * per_step)
+    return start(args, "demo", defaults, tasks)

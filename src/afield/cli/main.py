@@ -1,0 +1,42 @@
+"""`afield COMMAND`: parse, dispatch, and turn errors into a message and an exit code.
+
+0 done, 1 something failed, 2 bad input, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from afield import __version__
+from afield.cli import demo, gateway, show, train
+from afield.errors import AfieldError, UsageError
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="afield",
+        description="Rollouts from any agent, anywhere. Train the agent you have, where it already runs.",
+    )
+    top.add_argument("--version", action="version", version=f"afield {__version__}")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (demo, train, gateway, show):
+        module.add(commands)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UsageError as error:
+        print(f"afield: {error}", file=sys.stderr)
+        return 2
+    except AfieldError as error:
+        print(f"afield: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone; say nothing more
+        return 141

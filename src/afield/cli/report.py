@@ -1,0 +1,103 @@
+"""What a run came to: the summary as numbers, and the reward curve as a picture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from msgspec import Struct
+
+from afield.config import TrainConfig
+from afield.rundir import RunDir
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """`first` is the mean reward of the first two steps, `last` of the last three."""
+
+    run: str
+    seed: int
+    agent: str
+    first: float | None
+    last: float | None
+    steps: int
+    rollouts: int
+    trained: int
+    failed: int
+    retried: int
+    turns_per_rollout: float
+    tool_calls_per_rollout: float
+    sampled_tokens: int
+    wall_s: float
+
+
+def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
+    lines = run.read_metrics()
+    rollouts = sum(line["rollouts"] for line in lines)
+
+    def per_rollout(name: str) -> float:
+        return round(sum(line[name] * line["rollouts"] for line in lines) / max(rollouts, 1), 3)
+
+    return Summary(
+        run=str(run.path),
+        seed=config.seed,
+        agent=config.agent,
+        first=_mean(lines[:2]),
+        last=_mean(lines[-3:]),
+        steps=len(lines),
+        rollouts=rollouts,
+        trained=sum(line["trained"] for line in lines),
+        failed=sum(line["failed"] for line in lines),
+        retried=sum(line["retried"] for line in lines),
+        turns_per_rollout=per_rollout("turns_per_rollout"),
+        tool_calls_per_rollout=per_rollout("tool_calls_per_rollout"),
+        sampled_tokens=sum(line["sampled_tokens"] for line in lines),
+        wall_s=round(wall_s, 1),
+    )
+
+
+def _mean(lines: list[dict[str, Any]]) -> float | None:
+    """Over rollouts, not over steps."""
+    counted = [
+        (line["reward"], line["rollouts"] - line["failed"]) for line in lines if line["reward"] is not None
+    ]
+    total = sum(n for _, n in counted)
+    return round(math.fsum(reward * n for reward, n in counted) / total, 4) if total else None
+
+
+def draw(run: RunDir) -> None:
+    """rewards.png: the mean reward of every step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [line for line in run.read_metrics() if line["reward"] is not None]
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    axes.plot(
+        [line["step"] for line in lines], [line["reward"] for line in lines], marker="o", color="#2563eb"
+    )
+    low = min([0.0, *(line["reward"] for line in lines)])
+    high = max([1.0, *(line["reward"] for line in lines)])
+    axes.set(xlabel="training step", ylabel="mean reward", ylim=(low - 0.02, high + 0.02), title=run.id)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(run.plot)
+    pyplot.close(figure)
+
+
+def chart(rewards: list[float], *, height: int = 8, width: int = 60) -> list[str]:
+    """The curve in a terminal: a column of eighths per step, the newest steps when there are too many."""
+    column = 2 if len(rewards) * 2 <= width else 1
+    shown = rewards[-(width // column) :]
+    low, high = min([0.0, *shown]), max([1.0, *shown])
+    eighths = " ▁▂▃▄▅▆▇█"
+    rows: list[str] = []
+    for row in range(height, 0, -1):
+        cells: list[str] = []
+        for reward in shown:
+            filled = (reward - low) / (high - low) * height - (row - 1)
+            cells.append(eighths[max(0, min(8, round(filled * 8)))] * column)
+        label = {height: f"{high:5.2f}", 1: f"{low:5.2f}"}.get(row, " " * 5)
+        rows.append(f"{label} ┤{''.join(cells)}")
+    return rows

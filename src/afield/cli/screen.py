@@ -1,0 +1,134 @@
+"""What a person sees while a run goes on: a live chart on a terminal, a line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from afield.cli.report import Summary, chart
+from afield.config import TrainConfig
+from afield.loop import StepLine
+from afield.rundir import RunDir
+from afield.types import Finished, Outcome, Rollout
+
+SHOWN_FAILURES = 5
+
+
+class Screen:
+    def __init__(self, config: TrainConfig, run: RunDir, *, to_stderr: bool) -> None:
+        self._config = config
+        self._run = run
+        self._console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
+        self._rewards = [line["reward"] for line in run.read_metrics() if line["reward"] is not None]
+        self._steps_done = len(run.read_metrics())
+        self._in_step = 0
+        self._failures: Counter[str] = Counter()
+        self._line: StepLine | None = None
+        self._began = time.monotonic()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        say = self._console.print
+        say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {self._config.agent}", soft_wrap=True)
+        say("starting gateway, engine, agents and trainer ...")
+        return self
+
+    def ready(self) -> None:
+        took = time.monotonic() - self._began
+        per_step = self._config.tasks_per_step * self._config.rollouts
+        self._console.print(f"ready after {took:.1f} s; {self._config.steps} steps of {per_step} rollouts")
+        if self._console.is_terminal:
+            self._live = Live(self._view(), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.update(self._view())
+            self._live.stop()
+
+    # --- collect's Watcher -----------------------------------------------------------------------
+
+    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
+        failure = outcome.failure
+        if failure is None:
+            return
+        what = f"{failure.kind}/{failure.reason}"
+        self._failures[what] += 1
+        if self._failures[what] <= SHOWN_FAILURES:
+            then = "retried" if will_retry else "kept as data"
+            first = (failure.message.strip().splitlines() or ["no message"])[0][:160]
+            self._console.print(
+                f"{outcome.session_id}: {what}: {first} ({then})", markup=False, style="yellow"
+            )
+
+    def rollout_finished(self, finished: Finished) -> None:
+        self._in_step += 1
+        self._refresh()
+
+    def step_done(self, line: StepLine) -> None:
+        self._steps_done = line.step
+        self._in_step = 0
+        self._line = line
+        if line.reward is not None:
+            self._rewards.append(line.reward)
+        if self._live:
+            self._refresh()
+        else:
+            self._console.print(describe(line, self._config.steps), markup=False)
+
+    def farewell(self, summary: Summary) -> None:
+        say = self._console.print
+        say(
+            f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
+            f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
+        )
+        say(f"everything is in {self._run.path}", soft_wrap=True)
+        say(f"  curve      {self._run.plot}", soft_wrap=True)
+        say(f"  look at it afield show {self._run.id}")
+        say("  next       afield train my_agent.py:agent --tasks tasks.jsonl --model DIR")
+
+    # --- drawing ---------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        if self._live:
+            self._live.update(self._view())
+
+    def _view(self) -> Panel:
+        per_step = self._config.tasks_per_step * self._config.rollouts
+        width = min(100, self._console.width)
+        bars = Table.grid(padding=(0, 1))
+        bars.add_row(
+            "steps", ProgressBar(self._config.steps, self._steps_done, width=30), f"{self._steps_done}"
+        )
+        bars.add_row(
+            "rollouts", ProgressBar(per_step, self._in_step, width=30), f"{self._in_step}/{per_step}"
+        )
+        parts = [Text("\n".join(chart(self._rewards, width=width - 14)), style="blue"), bars]
+        if self._line:
+            parts.append(Text(describe(self._line, self._config.steps), style="dim"))
+        return Panel(Group(*parts), title="mean reward per step", width=width)
+
+
+def describe(line: StepLine, steps: int) -> str:
+    failed = f"  failed {line.failed} {line.failures}" if line.failures else ""
+    return (
+        f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
+        f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
+        f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

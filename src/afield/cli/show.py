@@ -1,0 +1,112 @@
+"""`afield show`: look at a run, or at one rollout turn by turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from afield.cli.report import chart, summarise
+from afield.config import Environment, TrainConfig
+from afield.errors import UsageError
+from afield.rundir import RunDir, find_run
+from afield.types import Finished, Turn
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser("show", help="look at a run", description=__doc__.split(": ", 1)[1])
+    command.add_argument("name", nargs="?", default="latest", metavar="RUN", help="id, path, or latest")
+    command.add_argument("session", nargs="?", metavar="SESSION", help="a rollout or session id of it")
+    command.add_argument("--tokens", action="store_true", help="every sampled token and its log-probability")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = find_run(Environment.read().runs, args.name)
+    if args.session:
+        show_rollout(found, args)
+    else:
+        show_run(found, args)
+    return 0
+
+
+def show_run(run: RunDir, args: argparse.Namespace) -> None:
+    config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
+    lines = run.read_metrics()
+    if args.json:
+        summary = msgspec.to_builtins(summarise(run, config, wall_s=0.0))
+        del summary["wall_s"]
+        print(json.dumps({**summary, "metrics": lines}))
+        return
+    print(f"run      {run.path}\nagent    {config.agent}\nmodel    {config.model}")
+    print(f"steps    {len(lines)} of {config.steps}")
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    if rewards:
+        print("\n".join(chart(rewards)))
+    for line in lines[-5:]:
+        print("step {step:4d}  reward {reward}  rollouts {rollouts}  failed {failed}".format_map(line))
+    failures: Counter[str] = Counter()
+    for line in lines:
+        failures.update(line["failures"])
+    print(f"failures {dict(failures) or 'none'}")
+    if steps := run.steps():
+        example = run.read_rollouts(steps[-1])[0].rollout.id
+        print(f"one rollout, turn by turn: afield show {run.id} {example}")
+
+
+def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
+    step, finished = find_rollout(run, args.session)
+    if args.json:
+        print(msgspec.json.encode(finished).decode())
+        return
+    outcome = finished.outcome
+    print(f"rollout  {finished.rollout.id}  (step {step}, attempt {outcome.attempt} of {finished.attempts})")
+    print(f"task     {json.dumps(finished.rollout.task.input, ensure_ascii=False)}")
+    if outcome.failure:
+        print(f"failure  {outcome.failure.kind}/{outcome.failure.reason}: {outcome.failure.message}")
+        print(outcome.failure.traceback, end="")
+    if outcome.reward is not None:
+        print(f"reward   {outcome.reward}  {outcome.rewards or ''} {outcome.metrics or ''}".rstrip())
+    decode = decoder(run) if args.tokens else None
+    for turn in finished.turns:
+        print_turn(turn, decode)
+    for trajectory in finished.trajectories:
+        owned = sum(trajectory.loss_mask)
+        print(f"\ntrains   {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
+    for excluded in finished.excluded:
+        print(f"excluded {excluded.turn}: {excluded.tokens} tokens, {excluded.reason}")
+
+
+def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
+    for step in run.steps():
+        for finished in run.read_rollouts(step):
+            if wanted in (finished.rollout.id, finished.outcome.session_id):
+                return step, finished
+    raise UsageError(f"run {run.id} has no finished rollout {wanted!r}; rollouts/*.jsonl lists them")
+
+
+def decoder(run: RunDir) -> Any:
+    from afield import wiring
+
+    config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
+    return wiring.load("tokens:ChatTokens").load(Path(config.model)).decode
+
+
+def print_turn(turn: Turn, decode: Any) -> None:
+    versions = ", ".join(
+        sorted({f"v{s.low}" if s.low == s.high else f"v{s.low}-v{s.high}" for s in turn.versions})
+    )
+    sampled = f"{len(turn.token_ids)} tokens sampled by {versions or 'none'}, {turn.finish_reason}"
+    print(f"\n--- {turn.id} ({turn.tier}, {turn.dialect}, {turn.status}): {sampled}")
+    for message in turn.messages:
+        print(f"[{message.role}] {message.content}".rstrip())
+        for call in message.tool_calls:
+            print(f"    calls {call.name}({call.arguments})")
+    if decode:
+        for token_id, logprob in zip(turn.token_ids, turn.logprobs, strict=True):
+            print(f"    {token_id:7d}  {logprob:9.4f}  {decode([token_id])!r}")

@@ -1,0 +1,163 @@
+"""`afield train`: train your own agent on your own tasks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from afield.cli.report import draw, summarise
+from afield.cli.screen import Screen
+from afield.config import Environment, TrainConfig, read_tasks, train_config
+from afield.errors import UsageError
+from afield.rundir import RunDir, find_run, write_whole
+from afield.types import Task
+
+OVERRIDABLE = ("steps", "keep_weights", "workers", "concurrency")
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser("train", help="train your agent", description=__doc__.split(": ", 1)[1])
+    command.add_argument(
+        "agent", nargs="?", metavar="FILE.py:NAME", help="your agent; or package.module:name"
+    )
+    command.add_argument("--tasks", metavar="FILE", help="JSONL, one task per line")
+    command.add_argument("--model", metavar="DIR", help="a Hugging Face model directory to start from")
+    add_run_arguments(command)
+    command.set_defaults(run=run)
+
+
+def add_run_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML with a [train] table")
+    command.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run")
+    command.add_argument("--json", action="store_true", help="end with one line of JSON; progress on stderr")
+    number = {int: "N", float: "X"}
+    for name, kind, text in (
+        ("steps", int, "training steps"),
+        ("tasks-per-step", int, "tasks attempted in each step"),
+        ("rollouts", int, "rollouts of each task (the group)"),
+        ("seed", int, "order of tasks, sampling, learning"),
+        ("workers", int, "agent processes"),
+        ("concurrency", int, "rollouts at once"),
+        ("deadline-s", float, "seconds one attempt may take"),
+        ("temperature", float, "of sampling"),
+        ("max-tokens", int, "per model call"),
+        ("max-calls", int, "model calls per rollout"),
+        ("max-context", int, "tokens of context"),
+        ("lr", float, "learning rate"),
+        ("minibatches", int, "updates per step"),
+        ("kl", float, "weight of the KL penalty to the starting policy"),
+        ("keep-weights", int, "versions kept on disk"),
+    ):
+        command.add_argument(f"--{name}", type=kind, metavar=number[kind], help=text)
+    for name, text in (
+        ("runtime", "process or inline"),
+        ("transport", "files or memory"),
+        ("trainer", "grpo"),
+        ("engine", "torch, or scripted=FILE"),
+    ):
+        command.add_argument(f"--{name}", help=text)
+    for name, text in (
+        ("fresh-process", "a new process for every rollout"),
+        ("freeze-weights", "collect only, learn nothing"),
+        ("engine-ledger", "write down every engine call"),
+    ):
+        command.add_argument(f"--{name}", action="store_true", default=None, help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    return start(args, "train", {})
+
+
+def start(
+    args: argparse.Namespace, kind: str, defaults: dict[str, Any], tasks: list[Task] | None = None
+) -> int:
+    """A new run, or an old one again; then train until it is done."""
+    runs = Environment.read().runs
+    if args.resume:
+        run = find_run(runs, args.resume)
+        config, tasks = resume(run, args)
+    else:
+        config = train_config(args.config, given(args), **defaults)
+        tasks = tasks if tasks is not None else read_tasks(Path(config.tasks or _missing_tasks()))
+        run = create(runs, kind, config, tasks)
+    with run.locked():
+        return asyncio.run(train(config, run, tasks, as_json=args.json))
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    values = {k: v for k, v in vars(args).items() if k in TrainConfig.__struct_fields__ and v is not None}
+    for name in ("model", "tasks"):
+        if values.get(name):
+            values[name] = str(Path(values[name]).absolute())
+    if agent := values.get("agent"):
+        path, colon, name = agent.rpartition(":")
+        if path.endswith(".py"):
+            values["agent"] = f"{Path(path).absolute()}{colon}{name}"
+    return values
+
+
+def create(runs: Path, kind: str, config: TrainConfig, tasks: list[Task]) -> RunDir:
+    from afield import wiring
+
+    wiring.check_choices(config)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    run = RunDir(runs / f"{kind}-{stamp}-{secrets.token_hex(2)}")
+    run.path.mkdir(parents=True)
+    lines = [msgspec.json.encode({**task.input, "id": task.id}) for task in tasks]
+    write_whole(run.tasks, b"".join(line + b"\n" for line in lines))
+    write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)))
+    return run
+
+
+def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Task]]:
+    """A run goes on with the values it was started with; a few may change."""
+    try:
+        config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"cannot read {run.config}: {error}") from error
+    changes = given(args)
+    saved = msgspec.to_builtins(config)
+    if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
+        raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
+    return msgspec.convert(saved | changes, TrainConfig), read_tasks(run.tasks)
+
+
+async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json: bool) -> int:
+    from afield import wiring
+
+    began = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    screen = Screen(config, run, to_stderr=as_json)
+    try:
+        with screen:
+            async with wiring.training(config, run, tasks, screen, screen.step_done) as loop:
+                screen.ready()
+                await loop.run()
+    except asyncio.CancelledError:
+        done = run.last_state()
+        at = f"after step {done.step}" if done else "before the first step was done"
+        print(
+            f"stopped {at}; go on with: afield {run.id.partition('-')[0]} --resume {run.id}", file=sys.stderr
+        )
+        raise
+    summary = summarise(run, config, wall_s=time.monotonic() - began)
+    write_whole(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
+    await asyncio.to_thread(draw, run)
+    screen.farewell(summary)
+    if as_json:
+        print(msgspec.json.encode(summary).decode(), flush=True)
+    return 0
+
+
+def _missing_tasks() -> str:
+    raise UsageError("no tasks: give a JSONL file with --tasks FILE, one JSON object per line")
