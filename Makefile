@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# They make their own environment in .venv and install what they need.
+
+PART ?= all
+BIN := .venv/bin
+
+.PHONY: help demo test check lint test-real accept fmt clean
+
+help:
+	@echo "make demo       watch an agent learn (about a minute after installation)"
+	@echo "make test       run the tests"
+	@echo "make check      lint, types, import contracts, tests"
+	@echo "make test-real  smoke tests of heavy real parts, each in an environment of its own"
+	@echo "make accept     everything that must be shown, by PART (PART=loop); results in bench/results"
+	@echo "make fmt        format the code"
+
+.venv/.ready: pyproject.toml constraints.txt scripts/setup.sh
+	@bash scripts/setup.sh
+
+demo: .venv/.ready
+	@$(BIN)/afield demo
+
+test: .venv/.ready
+	@$(BIN)/python -m pytest
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+check: lint test
+
+test-real: .venv/.ready
+	@$(BIN)/python -m pytest tests/real -m real --timeout 900
+
+accept: .venv/.ready
+	@$(BIN)/python bench/accept.py $(PART)
+
+fmt: .venv/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .cache dist build
