@@ -23,10 +23,11 @@ from msgspec import Struct
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from afield.engines.checks import check_call, is_newer
 from afield.engines.decoder import Counters, Decoder, Request, probe
 from afield.engines.slots import ATTENTION, Slots, slot_attention
 from afield.engines.weights import longest_context, read_model, read_weights
-from afield.errors import AfieldError, Conflict, Unavailable, UsageError, boundary
+from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import Failure, FailureKind, Reason
 
@@ -164,7 +165,7 @@ class TorchEngine:
         )
 
     async def generate(self, call: Call) -> AsyncIterator[Chunk]:
-        self._check(call)
+        check_call(call, await self.info())
         mailbox = _Mailbox(self._outbox)
         request = Request(call, mailbox, self._seed)
         self._send(request)
@@ -181,33 +182,12 @@ class TorchEngine:
     async def load(self, version: int, path: str) -> None:
         async with self._loading:
             decoder = self._running()
-            if version < decoder.version:
-                raise Conflict(
-                    f"version {version} is older than version {decoder.version}, which is being served"
-                )
-            if version == decoder.version:
+            if not is_newer(version, decoder.version):
                 return
             tensors = await asyncio.to_thread(read_weights, Path(path), decoder.parameters)
             done: Future[None] = Future()
             self._send(_Swap(version, tensors, done))
             await asyncio.wrap_future(done)
-
-    def _check(self, call: Call) -> None:
-        decoder = self._running()
-        if not call.prompt_ids:
-            raise ValueError(f"call {call.id!r} has an empty prompt; it needs at least one id")
-        if len(call.prompt_ids) >= decoder.max_context:
-            raise ValueError(
-                f"call {call.id!r} has a prompt of {len(call.prompt_ids)} ids; the context of"
-                f" {decoder.max_context} leaves room for {decoder.max_context - 1}"
-            )
-        for token in (min(call.prompt_ids), max(call.prompt_ids)):
-            if not 0 <= token < decoder.vocab_size:
-                raise ValueError(
-                    f"call {call.id!r} has the id {token}; the vocabulary has {decoder.vocab_size}"
-                )
-        if call.max_tokens < 1:
-            raise ValueError(f"call {call.id!r} asks for {call.max_tokens} tokens; ask for at least 1")
 
     def _running(self) -> Decoder:
         if self._down is not None or self._decoder is None:

@@ -1,0 +1,253 @@
+"""The scripted engine: answers that were written beforehand, for tests and `--engine scripted=FILE`.
+
+A script is a function from the call to a `Scripted` answer, or a list of answers used up in order.
+`read_script` makes such a function from a JSONL file. It follows the engine contract to the letter
+(context, `max_tokens`, stop ids, versions) and keeps a ledger of every call served. It fails, hangs
+or changes its version in the middle of an answer when the script says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+import msgspec
+from msgspec import Struct
+
+from afield.engines.checks import check_call, is_newer
+from afield.engines.ledger import Entry, watch
+from afield.errors import Unavailable, UsageError
+from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.types import FinishReason
+
+Failing = Literal["unavailable", "hang"]
+
+
+class Scripted(Struct, frozen=True, kw_only=True):
+    """One answer. What it does not say follows from the call, as with a real engine.
+
+    `chunks` are the sizes of streamed chunks, the last one repeated. `delay_s` passes before each
+    chunk. After `bump_after` tokens the engine's version grows by one. `fail` comes after the tokens.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    finish: FinishReason | None = None
+    chunks: tuple[int, ...] = (1,)
+    delay_s: float = 0.0
+    bump_after: int | None = None
+    fail: Failing | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids and self.fail is None:
+            raise ValueError("a scripted answer needs token_ids, or a way to fail")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} token_ids but {len(self.logprobs)} logprobs")
+        if not self.chunks or min(self.chunks) < 1:
+            raise ValueError(f"chunk sizes {self.chunks} must be positive")
+
+
+Script = Callable[[Call], Scripted] | Sequence[Scripted]
+
+
+class ScriptedEngine:
+    def __init__(
+        self, script: Script, *, version: int = 0, max_context: int = 4096, vocab_size: int = 1 << 18
+    ) -> None:
+        self._answer = script if callable(script) else _in_order(script)
+        self._version = version
+        self._max_context, self._vocab_size = max_context, vocab_size
+        self._broken: str | None = None
+        self._breaking = asyncio.Event()
+        self.ledger: list[Entry] = []
+        self.loaded: list[tuple[int, str]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.break_down("the engine was closed")
+
+    def break_down(self, reason: str = "the scripted engine broke") -> None:
+        """From now on every call fails, those in flight too. Repeating changes nothing."""
+        self._broken = self._broken or reason
+        self._breaking.set()
+
+    async def info(self) -> EngineInfo:
+        self._check_up()
+        return EngineInfo(
+            kind="scripted",
+            version=self._version,
+            max_context=self._max_context,
+            vocab_size=self._vocab_size,
+        )
+
+    async def load(self, version: int, path: str) -> None:
+        self._check_up()
+        if is_newer(version, self._version):
+            self._version = version
+            self.loaded.append((version, path))
+
+    def generate(self, call: Call) -> AsyncIterator[Chunk]:
+        return watch(call, self._chunks(call), self.ledger.append)
+
+    async def _chunks(self, call: Call) -> AsyncIterator[Chunk]:
+        check_call(call, await self.info())
+        answer = self._answer(call)
+        tokens, finish = _as_sampled(answer, call, self._max_context - len(call.prompt_ids))
+        logprobs = answer.logprobs or tuple(_logprob(token, n) for n, token in enumerate(tokens))
+        for start, end in _cuts(answer, len(tokens), call.stream):
+            await self._pause(answer.delay_s)
+            if start == answer.bump_after:
+                self._version += 1
+            ends = end == len(tokens) and answer.fail is None
+            yield Chunk(
+                token_ids=tokens[start:end],
+                logprobs=logprobs[start:end],
+                low=self._version,
+                high=self._version,
+                finish=finish if ends else None,
+            )
+        if answer.fail == "hang":
+            await self._breaking.wait()
+            self._check_up()
+        if answer.fail == "unavailable":
+            raise Unavailable(f"the script fails call {call.id!r} here")
+
+    async def _pause(self, seconds: float) -> None:
+        # Even without a delay others get their turn, as they would with a real engine.
+        await asyncio.sleep(0)
+        if seconds:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._breaking.wait(), seconds)
+        self._check_up()
+
+    def _check_up(self) -> None:
+        if self._broken is not None:
+            raise Unavailable(self._broken)
+
+
+def _in_order(answers: Sequence[Scripted]) -> Callable[[Call], Scripted]:
+    left = iter(answers)
+
+    def answer(call: Call) -> Scripted:
+        for scripted in left:
+            return scripted
+        raise Unavailable(f"the script's {len(answers)} answers are used up; write one for call {call.id!r}")
+
+    return answer
+
+
+def _as_sampled(answer: Scripted, call: Call, room: int) -> tuple[tuple[int, ...], FinishReason]:
+    """The answer's tokens up to the first stop id, `max_tokens` or the end of the context."""
+    limit = min(call.max_tokens, room)
+    stops = (n for n, token in enumerate(answer.token_ids, 1) if token in call.stop_ids)
+    stop = next(stops, None)
+    if stop is not None and stop <= limit:
+        return answer.token_ids[:stop], answer.finish or FinishReason.STOP
+    cut = len(answer.token_ids) >= limit
+    return answer.token_ids[:limit], answer.finish or (FinishReason.LENGTH if cut else FinishReason.STOP)
+
+
+def _cuts(answer: Scripted, length: int, stream: bool) -> Iterator[tuple[int, int]]:
+    """Where chunks begin and end; one version never shares a chunk with the next."""
+    sizes = chain(answer.chunks, repeat(answer.chunks[-1])) if stream else repeat(length)
+    start = 0
+    while start < length:
+        end = min(start + next(sizes), length)
+        if answer.bump_after is not None and start < answer.bump_after < end:
+            end = answer.bump_after
+        yield start, end
+        start = end
+
+
+def _logprob(token: int, position: int) -> float:
+    """Some number that tells tokens and positions apart, so that a test notices a mix-up."""
+    return -((token * 31 + position * 7) % 97 + 1) / 64
+
+
+# --- scripts in files -----------------------------------------------------------------------------
+
+
+class Codec(Protocol):
+    """Text to ids, special tokens recognised, and back."""
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of a script. A row with `match` answers every prompt that contains it, as often as asked;
+    the others are used up in order. `text` is ended with the call's first stop id."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    finish: FinishReason | None = None
+    chunks: tuple[int, ...] = (1,)
+    delay_s: float = 0.0
+    match: str | None = None
+    fail: Failing | None = None
+
+    def __post_init__(self) -> None:
+        if self.text is not None and self.token_ids:
+            raise ValueError("a row has text or token_ids, not both")
+        if self.text is None:
+            self.answer(self.token_ids)
+
+    def answer(self, token_ids: tuple[int, ...]) -> Scripted:
+        return Scripted(
+            token_ids=token_ids,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            chunks=self.chunks,
+            delay_s=self.delay_s,
+            fail=self.fail,
+        )
+
+
+def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[Call], Scripted]:
+    """The script in a JSONL file; rows with `text` or `match` need a codec."""
+    rows = _read_rows(Path(path), codec)
+    matching = [row for row in rows if row.match is not None]
+    in_order = iter([row for row in rows if row.match is None])
+
+    def answer(call: Call) -> Scripted:
+        prompt = codec.decode(call.prompt_ids) if codec and matching else ""
+        row = next((r for r in matching if r.match is not None and r.match in prompt), None)
+        row = row or next(in_order, None)
+        if row is None:
+            raise Unavailable(
+                f"{path} has no answer left for call {call.id!r}; add a row, or one with 'match'"
+            )
+        if row.text is None or codec is None:
+            return row.answer(row.token_ids)
+        return row.answer((*codec.encode(row.text), *call.stop_ids[:1]))
+
+    return answer
+
+
+def _read_rows(path: Path, codec: Codec | None) -> list[Row]:
+    if not path.is_file():
+        raise UsageError(f"script {str(path)!r} does not exist; expected a JSONL file of answers")
+    rows: list[Row] = []
+    for n, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=Row)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{path}, line {n}: {error}") from error
+        if codec is None and (row.text is not None or row.match is not None):
+            raise UsageError(
+                f"{path}, line {n}: 'text' and 'match' need a tokenizer; write 'token_ids' instead"
+            )
+        rows.append(row)
+    if not rows:
+        raise UsageError(f"script {str(path)!r} has no rows; write at least one answer")
+    return rows
