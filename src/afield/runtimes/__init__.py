@@ -1,0 +1,1 @@
+"""Where agents run: one module per runtime, all behind `seams.runtime`."""

@@ -1,0 +1,57 @@
+"""The attempts a runtime has taken on, and how each one ended.
+
+An exit is settled once; later ones change nothing. The ended are remembered up to a bound, so that
+repeating a verb stays harmless without growing for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from afield.errors import InfrastructureFailure
+from afield.seams.runtime import Exit
+from afield.types import Reason
+
+REMEMBERED = 10_000
+
+
+class Attempts:
+    """Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Future[Exit]] = {}
+        self._ended: dict[str, Exit] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._running))
+
+    def begin(self, session_id: str) -> bool:
+        """False when it is known already, running or ended."""
+        if session_id in self._running or session_id in self._ended:
+            return False
+        self._running[session_id] = asyncio.get_running_loop().create_future()
+        return True
+
+    def running(self, session_id: str) -> bool:
+        return session_id in self._running
+
+    def settle(self, session_id: str, exit: Exit) -> None:
+        future = self._running.pop(session_id, None)
+        if future is None:
+            return
+        self._ended[session_id] = exit
+        if len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        if not future.done():
+            future.set_result(exit)
+
+    async def exit(self, session_id: str) -> Exit:
+        if future := self._running.get(session_id):
+            # Shielded: one waiter that gives up must not end the attempt for the others.
+            return await asyncio.shield(future)
+        return self._ended.get(session_id) or broken(f"{session_id} is not running here", Reason.DIED)
+
+
+def broken(message: str, reason: Reason, log: str = "") -> Exit:
+    return Exit(InfrastructureFailure(message, reason).failure, log)

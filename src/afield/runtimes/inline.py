@@ -1,0 +1,81 @@
+"""Agents in threads of this process, for notebooks and tests.
+
+A thread cannot be killed: a stopped attempt no longer counts, and its outcome is refused by the
+fence, but its code runs on until it returns. What takes this process down takes the agents with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
+
+from afield.errors import TaskFailure, WireError
+from afield.runtimes.attempts import Attempts, broken
+from afield.sdk.deliver import deliver as deliver_to_address
+from afield.sdk.entry import entry_of
+from afield.sdk.runner import Runner
+from afield.seams.runtime import Exit
+from afield.types import Attempt, Reason
+from afield.wire import Invocation, OutcomeRecord
+
+DELIVERY_S = 60.0
+Deliver = Callable[[Invocation, OutcomeRecord], Awaitable[bool]]
+
+
+class InlineRuntime:
+    """Outcomes go where `_rollout` says, or through `deliver` (a transport's own, such as the memory one)."""
+
+    def __init__(self, agent: Callable[..., Any], deliver: Deliver | None = None) -> None:
+        self._entry = entry_of(agent)
+        self._deliver = deliver
+        self._attempts = Attempts()
+        self._runner: Runner | None = None
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+
+        def deliver(invocation: Invocation, record: OutcomeRecord) -> bool:
+            if self._deliver is None:
+                return deliver_to_address(invocation, record)
+            delivery = _awaited(self._deliver(invocation, record))
+            return asyncio.run_coroutine_threadsafe(delivery, loop).result(DELIVERY_S)
+
+        def ended(session_id: str) -> None:
+            # The loop is gone when an agent outlives its notebook cell; nobody waits then.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._attempts.settle, session_id, Exit())
+
+        self._runner = Runner(self._entry, deliver=deliver, ended=ended)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for session_id in self._attempts:
+            self._attempts.settle(
+                session_id, broken(f"{session_id}: the runtime was closed", Reason.CANCELLED)
+            )
+        if self._runner is not None:
+            self._runner.close()
+
+    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        if self._runner is None:
+            raise RuntimeError("launch is called inside 'async with runtime'")
+        if not self._attempts.begin(attempt.session_id):
+            return
+        try:
+            self._runner.accept(payload)
+        except WireError as error:
+            failure = TaskFailure(f"the agent refused its payload: {error}", Reason.LAUNCH)
+            self._attempts.settle(attempt.session_id, Exit(failure.failure))
+            raise failure from error
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        return await self._attempts.exit(attempt.session_id)
+
+    async def stop(self, attempt: Attempt) -> None:
+        session_id = attempt.session_id
+        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+
+
+async def _awaited(value: Awaitable[bool]) -> bool:
+    return await value

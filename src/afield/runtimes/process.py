@@ -1,0 +1,291 @@
+"""Agents in processes of this machine: warm ones that serve many attempts, or a fresh one for each.
+
+A worker that dies takes its attempts with it, each told at once with the tail of the log, and is
+replaced. Stopping an attempt retires its worker, since a thread cannot be killed: it takes nothing
+new and is killed when its other attempts have ended. Nothing outlives the runtime, not even after
+SIGKILL. An attempt that had just delivered when its worker died is reported dead all the same: the
+store knows better.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from afield.errors import InfrastructureFailure, RolloutFailure
+from afield.runtimes.attempts import Attempts, broken
+from afield.runtimes.worker import Worker, command_for
+from afield.seams.runtime import Exit
+from afield.types import Attempt, Reason
+
+# Below the 30 s after which a worker closes an idle connection.
+KEEPALIVE_S = 10.0
+REAP_S = 10.0
+# How long after its connection broke a dead process is noticed at the latest.
+NOTICE_S = 1.0
+T = TypeVar("T")
+
+
+class ProcessRuntime:
+    """`target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`.
+
+    `concurrency` bounds the attempts of one warm worker, or the fresh processes at one time.
+    `env` None hands on this process's environment.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        log_dir: Path,
+        workers: int = 2,
+        fresh: bool = False,
+        start_timeout_s: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        env_drop: Sequence[str] = ("AFIELD_ADMIN_KEY",),
+        concurrency: int | None = None,
+        poll_s: float = 0.1,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers {workers} must be at least 1")
+        if concurrency is not None and concurrency < 1:
+            raise ValueError(f"concurrency {concurrency} must be at least 1, or None for no bound")
+        self._target = target
+        self._command = command_for(target, env, env_drop, start_timeout_s)
+        self._log_dir = log_dir
+        self._size = 0 if fresh else workers
+        self._fresh = fresh
+        self._concurrency = concurrency
+        self._poll_s = poll_s
+        self._attempts = Attempts()
+        self._workers: dict[Worker, asyncio.Task[None]] = {}
+        self._where: dict[str, Worker] = {}
+        self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
+        self._started = 0
+        self._failed_starts = 0
+        self._problem: InfrastructureFailure | None = None
+        self._news = asyncio.Event()
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
+        self._group = await asyncio.TaskGroup().__aenter__()
+        self._open = True
+        self._top_up()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._open = False
+        try:
+            for task in (*self._launches.values(), *self._workers.values()):
+                task.cancel()
+            await self._group.__aexit__(None, None, None)
+        finally:
+            for worker in self._workers:
+                worker.kill()
+            for session_id in self._attempts:
+                message = f"{session_id}: the runtime was closed"
+                self._attempts.settle(session_id, broken(message, Reason.CANCELLED))
+            await self._http.close()
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        return tuple(self._workers)
+
+    # --- the verbs -------------------------------------------------------------------------------
+
+    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        if not self._open:
+            raise RuntimeError("launch is called inside 'async with runtime'")
+        session_id = attempt.session_id
+        if self._attempts.begin(session_id):
+            self._launches[session_id] = self._task(self._launch(attempt, payload))
+            self._launches[session_id].add_done_callback(lambda _: self._launches.pop(session_id, None))
+        if task := self._launches.get(session_id):
+            # Shielded: a caller that gives up can still stop what it launched.
+            failure = await asyncio.shield(task)
+            if failure is not None:
+                raise failure
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        return await self._attempts.exit(attempt.session_id)
+
+    async def stop(self, attempt: Attempt) -> None:
+        session_id = attempt.session_id
+        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        if worker := self._where.get(session_id):
+            worker.retired = True
+            self._leave(worker, session_id)
+            self._top_up()
+        self._tell()
+
+    # --- launching -------------------------------------------------------------------------------
+
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> RolloutFailure | None:
+        session_id = attempt.session_id
+        try:
+            worker = await (self._own(session_id) if self._fresh else self._share(session_id))
+            await self._post(worker, attempt, payload)
+        except RolloutFailure as failure:
+            self._attempts.settle(session_id, Exit(failure.failure))
+            if worker := self._where.get(session_id):
+                self._leave(worker, session_id)
+            return failure
+        worker.accepted.add(session_id)
+        worker.served += 1
+        return None
+
+    async def _share(self, session_id: str) -> Worker:
+        """A place in the least loaded warm worker."""
+        seen = self._failed_starts
+        if self._problem is None:
+            self._top_up()
+        while True:
+            self._check_wanted(session_id)
+            able = [w for w in self._workers if w.ready and not w.retired and self._has_room(w)]
+            if able:
+                return self._enter(min(able, key=lambda w: len(w.sessions)), session_id)
+            if not any(not w.retired for w in self._workers):
+                if self._failed_starts > seen and self._problem is not None:
+                    raise _again(self._problem)
+                self._top_up()
+            await self._news.wait()
+
+    async def _own(self, session_id: str) -> Worker:
+        """A process for this attempt alone."""
+        while self._concurrency is not None and len(self._workers) >= self._concurrency:
+            await self._news.wait()
+            self._check_wanted(session_id)
+        worker = self._enter(self._spawn(), session_id)
+        while not worker.ready:
+            self._check_wanted(session_id)
+            if worker.problem is not None:
+                raise _again(worker.problem)
+            await self._news.wait()
+        return worker
+
+    def _check_wanted(self, session_id: str) -> None:
+        if not self._attempts.running(session_id):
+            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
+
+    def _has_room(self, worker: Worker) -> bool:
+        return self._concurrency is None or len(worker.sessions) < self._concurrency
+
+    def _enter(self, worker: Worker, session_id: str) -> Worker:
+        worker.sessions.add(session_id)
+        self._where[session_id] = worker
+        return worker
+
+    def _leave(self, worker: Worker, session_id: str) -> None:
+        self._where.pop(session_id, None)
+        worker.sessions.discard(session_id)
+        worker.accepted.discard(session_id)
+        if not worker.sessions and (self._fresh or worker.retired):
+            worker.kill()
+        self._tell()
+
+    async def _post(self, worker: Worker, attempt: Attempt, payload: dict[str, Any]) -> None:
+        """Posting is idempotent, so a connection that broke under it is tried once more."""
+        for last in (False, True):
+            try:
+                await worker.post(self._http, attempt, payload)
+                return
+            except TimeoutError as error:
+                # It may have taken the payload or not: nothing more goes there.
+                worker.retired = True
+                raise _not_taken(worker, attempt, "it did not answer in time", Reason.LAUNCH) from error
+            except (aiohttp.ClientError, OSError) as error:
+                if (ended := await worker.ended_within(NOTICE_S)) is not None:
+                    raise _not_taken(worker, attempt, f"it died with {ended}", Reason.DIED) from error
+                if last:
+                    raise _not_taken(worker, attempt, str(error), Reason.LAUNCH) from error
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    def _top_up(self) -> None:
+        """Start what is missing of the warm workers."""
+        serving = sum(not worker.retired for worker in self._workers)
+        for _ in range(self._size - serving if self._open else 0):
+            self._spawn()
+
+    def _spawn(self) -> Worker:
+        self._started += 1
+        worker = Worker(
+            f"worker {self._started} of {self._target}", self._log_dir / f"worker-{self._started:04d}.log"
+        )
+        self._workers[worker] = self._task(self._live(worker))
+        return worker
+
+    async def _live(self, worker: Worker) -> None:
+        """A worker's whole life, from its start until nothing of it is left."""
+        polling: asyncio.Task[None] | None = None
+        try:
+            await worker.start(self._command)
+            self._problem = None
+            self._tell()
+            polling = self._task(self._poll(worker))
+            ended = await worker.ended()
+            self._bury(worker, ended)
+        except InfrastructureFailure as problem:
+            self._failed_starts += 1
+            self._problem = worker.problem = problem
+        finally:
+            if polling is not None:
+                polling.cancel()
+            worker.kill()
+            self._workers.pop(worker, None)
+            self._tell()
+            await worker.ended_within(REAP_S)
+        # One that died idle is replaced by the next launch: a target that keeps dying must not spin.
+        if worker.served:
+            self._top_up()
+
+    def _bury(self, worker: Worker, ended: str) -> None:
+        tail = worker.tail()
+        for session_id in list(worker.sessions):
+            said = f"{worker.name} (pid {worker.pid}) died with {ended} while {session_id} ran"
+            self._attempts.settle(session_id, broken(f"{said}; its log ends: {tail}", Reason.DIED, tail))
+            self._leave(worker, session_id)
+
+    async def _poll(self, worker: Worker) -> None:
+        """Learn which attempts have ended: one question for all of a worker's attempts."""
+        while True:
+            await asyncio.sleep(self._poll_s)
+            expected = set(worker.accepted)
+            if not expected:
+                continue
+            try:
+                active = await worker.active(self._http)
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+                # A worker that is dead is buried by `_live`; one that is only busy is asked again.
+                continue
+            for session_id in expected - active:
+                self._attempts.settle(session_id, Exit())
+                self._leave(worker, session_id)
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self._group.create_task(work)
+
+    def _tell(self) -> None:
+        """Wake everyone who waits for a change of workers or places."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+def _not_taken(worker: Worker, attempt: Attempt, why: str, reason: Reason) -> InfrastructureFailure:
+    said = f"{worker.name} did not take {attempt.session_id}: {why}; its log ends: {worker.tail()}"
+    return InfrastructureFailure(said, reason)
+
+
+def _again(failure: InfrastructureFailure) -> InfrastructureFailure:
+    """A failure of its own for each caller: an exception collects a traceback wherever it is raised."""
+    return InfrastructureFailure(str(failure), failure.reason)

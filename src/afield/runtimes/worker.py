@@ -1,0 +1,172 @@
+"""One process that serves an agent: started, pinged, posted to, and killed with all it started.
+
+It leads a process group of its own and holds a pipe to us as its stdin: when we die, however we die,
+the pipe ends and so does the group. Its output goes to a log file, whose tail explains its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from afield import wire
+from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, WireError
+from afield.sdk.app import Ping
+from afield.types import Attempt, Reason
+
+TAIL_BYTES = 4_000
+REQUEST_S = 30.0
+
+
+class Command(Struct, frozen=True):
+    """How a worker is started."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] | None
+    timeout_s: float
+
+
+def command_for(
+    target: str, env: Mapping[str, str] | None, env_drop: Sequence[str], timeout_s: float
+) -> Command:
+    """`env` None hands on our own environment; what `env_drop` names is left out either way."""
+    serve = (sys.executable, "-u", "-m", "afield.sdk.serve", target, "--watch-stdin", "--ready-fd")
+    if env is not None:
+        return Command(serve, {k: v for k, v in env.items() if k not in env_drop}, timeout_s)
+    dropping = [part for name in env_drop for part in ("-u", name)]
+    return Command(("env", *dropping, *serve), None, timeout_s)
+
+
+class Worker:
+    def __init__(self, name: str, log: Path) -> None:
+        self.name = name
+        self.sessions: set[str] = set()
+        self.accepted: set[str] = set()
+        self.served = 0
+        self.retired = False
+        self.ready = False
+        self.problem: InfrastructureFailure | None = None
+        self._buried = False
+        self._log = log
+        self._process: Process | None = None
+        self._url = ""
+
+    async def start(self, command: Command) -> None:
+        """Until `/ping` works. Raises InfrastructureFailure with what the process printed."""
+        reading, writing = os.pipe()
+        ready = os.fdopen(reading, "rb", 0)
+        try:
+            with self._log.open("wb") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command.argv,
+                    str(writing),
+                    stdin=PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=command.env,
+                    pass_fds=(writing,),
+                    start_new_session=True,
+                )
+            os.close(writing)
+            writing = -1
+            port = await self._port(ready, command.timeout_s)
+        except OSError as error:
+            raise InfrastructureFailure(f"{self.name} cannot be started: {error}", Reason.LAUNCH) from error
+        finally:
+            if writing >= 0:
+                os.close(writing)
+            ready.close()
+        self._url = f"http://127.0.0.1:{port}"
+        self.ready = True
+
+    async def _port(self, ready: IO[bytes], timeout_s: float) -> int:
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), ready
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await reader.readline()
+                if line.endswith(b"\n"):
+                    return int(line)
+                why = f"ended before it was ready ({await self.ended()})"
+        except TimeoutError:
+            why = f"was not ready within {timeout_s:g} s"
+        finally:
+            transport.close()
+        raise InfrastructureFailure(f"{self.name} {why}; its log ends: {self.tail()}", Reason.LAUNCH)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def ended(self) -> str:
+        """Until the process is gone; says how it went."""
+        if self._process is None:
+            return "never started"
+        code = await self._process.wait()
+        # The group may outlive its leader: what the agent started is killed as well.
+        self.kill()
+        self._buried = True
+        return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+    async def ended_within(self, seconds: float) -> str | None:
+        """How it went, or None while it lives."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.ended()
+        except TimeoutError:
+            return None
+
+    def kill(self) -> None:
+        """The whole group at once. Repeating is harmless."""
+        self.ready = False
+        if self._process is not None and not self._buried:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def tail(self) -> str:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return file.read().decode("utf-8", "replace").strip()
+        except OSError as error:
+            return f"(no log: {error})"
+
+    async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
+        headers = {
+            "Content-Type": "application/json",
+            "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": attempt.session_id,
+        }
+        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
+        try:
+            body = wire.encode(payload)
+        except WireError as error:
+            raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
+        async with http.post(
+            f"{self._url}/invocations", data=body, headers=headers, timeout=timeout
+        ) as response:
+            if response.status != 200:
+                raise _refused(attempt, response.status, await response.text())
+
+    async def active(self, http: aiohttp.ClientSession) -> set[str]:
+        async with http.get(f"{self._url}/ping", timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as response:
+            response.raise_for_status()
+            return set(msgspec.json.decode(await response.read(), type=Ping).active)
+
+
+def _refused(attempt: Attempt, status: int, said: str) -> RolloutFailure:
+    message = f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
+    kind = TaskFailure if 400 <= status < 500 else InfrastructureFailure
+    return kind(message, Reason.LAUNCH)

@@ -1,0 +1,101 @@
+"""RolloutApp: the rollout contract on top of `BedrockAgentCoreApp` (extra `agentcore`).
+
+An AgentCore agent swaps its decorator for `@app.rollout_entrypoint` and keeps the rest: the base
+class's request context reaches the agent, and its own task tracking decides what `/ping` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import Any, Protocol
+
+import msgspec
+
+from afield.errors import UsageError
+from afield.sdk.app import Answer, Entrypoints, Ping, Receive, Scope, Send, parse_json, read_body, respond
+from afield.sdk.entry import Entry
+from afield.sdk.runner import Runner
+
+try:
+    from bedrock_agentcore import BedrockAgentCoreApp
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise UsageError("RolloutApp needs bedrock-agentcore: pip install 'afield[agentcore]'") from error
+
+
+class Lifespan(Protocol):
+    def __call__(self, app: Any, /) -> AbstractAsyncContextManager[Any]: ...
+
+
+class RolloutApp(BedrockAgentCoreApp, Entrypoints):
+    """Behaves as `afield.App` does; `entrypoint`, `ping` and `websocket` stay the base class's."""
+
+    def __init__(
+        self,
+        debug: bool = False,
+        lifespan: Lifespan | None = None,
+        middleware: Sequence[Middleware] | None = None,
+    ) -> None:
+        @asynccontextmanager
+        async def living(app: Starlette) -> AsyncIterator[Any]:
+            async with lifespan(app) if lifespan else nullcontext() as state:
+                yield state
+            if self.runner is not None:
+                self.runner.close()
+
+        super().__init__(debug, living, [*(middleware or ()), Middleware(_CheckedBody)])
+        self.router.routes.insert(0, Route("/ping", self._say_status, methods=["GET"]))
+        self._tasks: dict[str, int] = {}
+
+    def _runner_of(self, entry: Entry) -> Runner:
+        async def invoked(payload: Any) -> Response:
+            return _response(self.invoke(payload))
+
+        self.entrypoint(invoked)
+        return Runner(entry, began=self._began, ended=self._ended)
+
+    def _began(self, session_id: str) -> None:
+        self._tasks[session_id] = self.add_async_task(f"rollout {session_id}")
+
+    def _ended(self, session_id: str) -> None:
+        self.complete_async_task(self._tasks.pop(session_id))
+
+    async def _say_status(self, request: Request) -> Response:
+        status = self.get_current_ping_status()
+        active = self.runner.active if self.runner else []
+        changed = int(self._last_status_update_time)
+        return _response(Answer(200, Ping(status=status.value, time_of_last_update=changed, active=active)))
+
+
+class _CheckedBody:
+    """Refuses a body that is too large or not JSON the way `App` does; the base class would take it."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/invocations":
+            await self._app(scope, receive, send)
+            return
+        body = await read_body(receive)
+        parsed = body if isinstance(body, Answer) else parse_json(body)
+        if isinstance(parsed, Answer):
+            await respond(send, parsed)
+            return
+        messages: list[MutableMapping[str, Any]] = [
+            {"type": "http.request", "body": body, "more_body": False}
+        ]
+
+        async def replay() -> MutableMapping[str, Any]:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+
+def _response(answer: Answer) -> Response:
+    return Response(msgspec.json.encode(answer.body), answer.status, media_type="application/json")

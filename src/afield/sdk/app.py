@@ -1,0 +1,164 @@
+"""App: the `/invocations` and `/ping` contract of an agent's container, as a small ASGI app.
+
+`POST /invocations` checks the payload before any work, answers at once, and works in the background.
+The same session again gets the same answer and no second run. `GET /ping` always answers: agents run
+in threads of their own. A body that is too large, not JSON or not a rollout is refused with an error
+that names what is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar, overload
+
+import msgspec
+from msgspec import Struct
+
+from afield import wire
+from afield.errors import UsageError, WireError
+from afield.sdk.entry import Entry, entry_of, mark
+from afield.sdk.result import Aggregate, check_aggregate
+from afield.sdk.runner import Runner
+
+log = logging.getLogger("afield.sdk")
+
+BODY_BYTES = 100 * 1024 * 1024
+F = TypeVar("F", bound=Callable[..., Any])
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Answer(Struct, frozen=True):
+    status: int
+    body: object
+
+
+class Ping(Struct, frozen=True, kw_only=True):
+    status: str
+    time_of_last_update: int
+    active: list[str]
+
+
+def refusal(status: int, kind: str, message: str, hint: str) -> Answer:
+    return Answer(status, {"error": {"type": kind, "message": message, "hint": hint}})
+
+
+class Entrypoints:
+    """What every rollout app offers: the decorator, and the rollouts of what it decorates."""
+
+    runner: Runner | None = None
+
+    @overload
+    def rollout_entrypoint(self, fn: F) -> F: ...
+
+    @overload
+    def rollout_entrypoint(self, *, aggregate: Aggregate = None) -> Callable[[F], F]: ...
+
+    def rollout_entrypoint(self, fn: Callable[..., Any] | None = None, *, aggregate: Aggregate = None) -> Any:
+        """Makes `fn(payload)` or `fn(payload, context)`, sync or async, what this app runs."""
+        check_aggregate(aggregate)
+        if fn is None:
+            return lambda fn: self._decorate(fn, aggregate)
+        return self._decorate(fn, aggregate)
+
+    def _decorate(self, fn: F, aggregate: Aggregate) -> F:
+        entry = entry_of(fn, whole=True, aggregate=aggregate)
+        if self.runner is not None:
+            raise UsageError("this app has a rollout entrypoint already; an app runs one agent")
+        self.runner = self._runner_of(entry)
+        return mark(fn, entry)
+
+    def _runner_of(self, entry: Entry) -> Runner:
+        return Runner(entry)
+
+    def invoke(self, payload: object) -> Answer:
+        if self.runner is None:
+            hint = "decorate the agent's function with @app.rollout_entrypoint"
+            return refusal(500, "no_entrypoint", "this app has no rollout entrypoint", hint)
+        try:
+            return Answer(200, self.runner.accept(payload))
+        except WireError as error:
+            hint = f"send the task's row as a JSON object with a valid '{wire.ROLLOUT_FIELD}'"
+            return refusal(400, "invalid_payload", str(error), hint)
+
+
+class App(Entrypoints):
+    """Decorate one function with `@app.rollout_entrypoint`, then `app.run()`."""
+
+    def __init__(self, entry: Entry | None = None) -> None:
+        self.runner = None if entry is None else self._runner_of(entry)
+
+    def run(self, host: str = "0.0.0.0", port: int = 8080) -> None:
+        import uvicorn
+
+        logging.basicConfig(level=logging.INFO)
+        uvicorn.run(self, host=host, port=port, log_level="warning", access_log=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await respond(send, await self._answer(scope, receive))
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        match scope["path"], scope["method"]:
+            case "/ping", "GET" | "HEAD":
+                return Answer(200, self._ping())
+            case "/invocations", "POST":
+                body = await read_body(receive)
+                payload = body if isinstance(body, Answer) else parse_json(body)
+                return payload if isinstance(payload, Answer) else self.invoke(payload)
+            case "/ping" | "/invocations" as path, method:
+                return refusal(
+                    405, "method", f"{path} does not take {method}", "GET /ping or POST /invocations"
+                )
+            case path, _:
+                return refusal(404, "not_found", f"there is no {path} here", "GET /ping or POST /invocations")
+
+    def _ping(self) -> Ping:
+        active = self.runner.active if self.runner else []
+        changed = self.runner.changed if self.runner else 0
+        status = "HealthyBusy" if active else "Healthy"
+        return Ping(status=status, time_of_last_update=int(changed), active=active)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown" and self.runner:
+                self.runner.close()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+
+
+async def read_body(receive: Receive) -> bytes | Answer:
+    """The body, or the answer that refuses it."""
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        more = message.get("more_body", False)
+        body += message.get("body", b"")
+        if len(body) > BODY_BYTES:
+            said = f"the body is over {BODY_BYTES // 2**20} MiB"
+            return refusal(413, "too_large", said, "keep large inputs in a store and send their address")
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> object | Answer:
+    """The body as JSON, or the answer that refuses it."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return refusal(
+            400, "invalid_json", f"the body is not JSON: {error}", "send the payload as a JSON object"
+        )
+
+
+async def respond(send: Send, answer: Answer) -> None:
+    body = msgspec.json.encode(answer.body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,187 @@
+"""Runs an agent's rollouts in the background and delivers what comes of them.
+
+Accepting a payload checks it and starts a thread; the same session again starts nothing. A sync agent
+runs in its thread, an async one on an event loop that all async agents share and nothing else uses.
+Whatever an agent does becomes an outcome: a reward or a typed failure. A session stays active until
+its outcome is delivered or given up, with a log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import inspect
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec import Struct
+
+from afield import wire
+from afield.errors import TaskFailure, WireError, boundary
+from afield.sdk.blame import attributed, describe, storable
+from afield.sdk.deliver import deliver as deliver_to_address
+from afield.sdk.entry import Entry
+from afield.sdk.result import Result, read_result
+from afield.types import Failure, FailureKind, Outcome, Reason
+from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord
+
+log = logging.getLogger("afield.sdk")
+
+REMEMBERED = 10_000
+Deliver = Callable[[Invocation, OutcomeRecord], bool]
+
+
+class Accepted(Struct, frozen=True, kw_only=True):
+    """The answer to an invocation."""
+
+    status: str = "processing"
+    session_id: str
+    data_key: str
+
+
+def _nothing(session_id: str) -> None:
+    pass
+
+
+class Runner:
+    """`began` and `ended` are told each session id once, from any thread."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        *,
+        deliver: Deliver = deliver_to_address,
+        began: Callable[[str], None] = _nothing,
+        ended: Callable[[str], None] = _nothing,
+    ) -> None:
+        self._entry = entry
+        self._deliver = deliver
+        self._began = began
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._active: dict[str, Accepted] = {}
+        self._done: OrderedDict[str, Accepted] = OrderedDict()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.changed = time.time()
+
+    @property
+    def active(self) -> list[str]:
+        with self._lock:
+            return list(self._active)
+
+    def accept(self, payload: object) -> Accepted:
+        """Start a rollout. Raises WireError before any work when the payload is not one."""
+        invocation = wire.read_payload(payload)
+        accepted = Accepted(session_id=invocation.session_id, data_key=invocation.data_key)
+        with self._lock:
+            known = self._active.get(accepted.session_id) or self._done.get(accepted.session_id)
+            if known is not None:
+                return known
+            if not self._active:
+                self.changed = time.time()
+            self._active[accepted.session_id] = accepted
+        self._began(accepted.session_id)
+        context = contextvars.copy_context()
+        # A daemon: an agent that never returns must not keep its process from ending.
+        threading.Thread(
+            target=context.run,
+            args=(self._work, invocation, payload),
+            name=f"rollout {accepted.session_id}",
+            daemon=True,
+        ).start()
+        return accepted
+
+    def close(self) -> None:
+        """Says which rollouts the end of the process takes with it, and ends the agents' loop."""
+        for session_id in self.active:
+            log.error("%s was still running when the app shut down; it leaves no outcome", session_id)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _work(self, invocation: Invocation, payload: dict[str, Any]) -> None:
+        session_id = invocation.session_id
+        try:
+            record = self._perform(invocation, payload)
+            self._bring(invocation, record)
+        finally:
+            with self._lock:
+                self._done[session_id] = self._active.pop(session_id)
+                while len(self._done) > REMEMBERED:
+                    self._done.popitem(last=False)
+                if not self._active:
+                    self.changed = time.time()
+            self._ended(session_id)
+
+    def _perform(self, invocation: Invocation, payload: dict[str, Any]) -> OutcomeRecord:
+        started = time.time()
+        # Echoed as it came, whatever the agent does to its copy; the session's key stays out of the store.
+        echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
+        results: list[Result] = []
+        failures: list[Failure] = []
+        with boundary(FailureKind.TASK, Reason.RAISED, failures.append), attributed():
+            value = self._entry.call(payload, invocation)
+            if inspect.isawaitable(value):
+                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._agents_loop()).result()
+            results.append(read_result(value, self._entry.aggregate))
+        times = {"started": started, "ended": time.time()}
+        if not results:
+            return OutcomeRecord.of(invocation, _failed(invocation, failures[0]), payload=echo, **times)
+        result = results[0]
+        outcome = Outcome(
+            rollout_id=invocation.rollout_id,
+            attempt=invocation.attempt,
+            reward=result.reward,
+            rewards=result.rewards,
+            metrics=result.metrics,
+            stop_reason=result.stop_reason,
+        )
+        return OutcomeRecord.of(invocation, outcome, payload=echo, extra=result.extra, **times)
+
+    def _bring(self, invocation: Invocation, record: OutcomeRecord) -> None:
+        try:
+            wire.encode(record)
+        except WireError as error:
+            failure = TaskFailure(f"the outcome {error}", Reason.UPLOAD).failure
+            record = OutcomeRecord.of(invocation, _failed(invocation, failure))
+        if record.outcome.failure is not None:
+            log.warning("%s failed: %s", record.session_id, record.outcome.failure.message)
+        lost: list[Failure] = []
+        with boundary(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, lost.append):
+            if not self._deliver(invocation, record):
+                log.warning("%s was decided before; this outcome of it is refused", record.session_id)
+        for failure in lost:
+            log.error("the outcome of %s is lost: %s", record.session_id, failure.message)
+
+    def _agents_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), name="agents", daemon=True).start()
+            return self._loop
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    # Attributed here as well: a SystemExit that leaves a task stops its loop.
+    with attributed():
+        return await value
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    stopped = False
+    while not stopped:
+        try:
+            loop.run_forever()
+            stopped = True
+        except (SystemExit, KeyboardInterrupt) as error:
+            log.warning("a task of an agent raised %s; the agents' loop goes on", describe(error))
+    loop.close()
+
+
+def _failed(invocation: Invocation, failure: Failure) -> Outcome:
+    return wire.failed(invocation.rollout_id, invocation.attempt, storable(failure))

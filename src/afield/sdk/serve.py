@@ -1,0 +1,154 @@
+"""`python -m afield.sdk.serve TARGET`: serves an agent on the `/invocations` contract.
+
+TARGET is `path/to/file.py:name` or `package.module:name` and names an App, a function decorated with
+`@afield.agent`, or a plain function. Once `/ping` works the port goes to `--ready-fd`. With
+`--watch-stdin` the process and all it started end at once when stdin does: its parent is gone.
+What cannot be served ends with exit code 2 and a message that says what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import uvicorn
+
+from afield.errors import UsageError, boundary
+from afield.sdk.app import App, Entrypoints
+from afield.sdk.entry import entry_of
+from afield.types import Failure, FailureKind, Reason
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m afield.sdk.serve")
+    parser.add_argument("target", help="path/to/file.py:name or package.module:name")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--ready-fd", type=int, help="descriptor that gets the port once /ping works")
+    parser.add_argument("--watch-stdin", action="store_true", help="end when stdin does")
+    options = parser.parse_args(argv)
+    if options.watch_stdin:
+        _end_with_stdin()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app = load(options.target)
+        listener = _listen(options.host, options.port)
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=30)  # pyright: ignore[reportArgumentType]
+    _Server(config, lambda: _announce(port, options.ready_fd)).run(sockets=[listener])
+    return 0
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._announce()
+
+
+def load(target: str) -> Entrypoints:
+    """The app a target names; a function is put into one."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"target {target!r} must be path/to/file.py:name or package.module:name")
+    module = _module(place)
+    found = getattr(module, name, None)
+    if found is None:
+        has = sorted(n for n, v in vars(module).items() if not n.startswith("_") and _ours(v, module))
+        raise UsageError(f"{place} has no {name!r}; it has: {', '.join(has) or 'nothing to serve'}")
+    if isinstance(found, Entrypoints):
+        if found.runner is None:
+            raise UsageError(
+                f"{target}: decorate a function with @{name}.rollout_entrypoint; the app has none"
+            )
+        return found
+    return App(entry_of(found))
+
+
+def _ours(value: object, module: ModuleType) -> bool:
+    return isinstance(value, Entrypoints) or (
+        callable(value) and getattr(value, "__module__", None) == module.__name__
+    )
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return _imported(place, lambda: importlib.import_module(place))
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    # What `python file.py` does, so that the agent's own modules are found.
+    sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_agent"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    sys.modules[name] = module
+    return _imported(place, lambda: (loader.exec_module(module), module)[1])
+
+
+def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
+    failures: list[Failure] = []
+    with boundary(FailureKind.TASK, Reason.LAUNCH, failures.append):
+        return run()
+    failure = failures[0]
+    raise UsageError(f"{failure.traceback}\nimporting {place} raised {failure.message}")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
+    return listener
+
+
+def _announce(port: int, ready_fd: int | None) -> None:
+    if ready_fd is None:
+        sys.stdout.write(f"{port}\n")
+        sys.stdout.flush()
+        return
+    os.write(ready_fd, f"{port}\n".encode())
+    os.close(ready_fd)
+
+
+def _end_with_stdin() -> None:
+    """Keeps stdin for itself: the agent and its children get an empty one."""
+    watched = os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    threading.Thread(target=_watch, args=(watched,), name="watch-stdin", daemon=True).start()
+
+
+def _watch(descriptor: int) -> None:
+    while os.read(descriptor, 4096):
+        pass
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How outcomes come back: one module per transport, all behind `seams.transport`."""

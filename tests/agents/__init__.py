@@ -1,0 +1,1 @@
+"""Small agents that tests run, and the payloads they are run with."""

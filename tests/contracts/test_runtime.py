@@ -1,0 +1,354 @@
+"""What every runtime promises. A backend is done when it passes this."""
+
+import contextlib
+import os
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure
+from afield.runtimes.inline import InlineRuntime
+from afield.runtimes.process import ProcessRuntime
+from afield.seams.runtime import Exit, Runtime
+from afield.seams.transport import Fence
+from afield.transports.files import FilesTransport
+from afield.transports.memory import MemoryTransport
+from afield.types import Attempt, FailureKind, Reason
+from afield.wire import OutcomeRecord
+from agents.acting import act
+from agents.invoking import EXP, invocation, payload
+
+pytestmark = pytest.mark.anyio
+
+ACTING = f"{Path(__file__).parent.parent / 'agents' / 'acting.py'}"
+BOUND_S = 60.0
+
+
+class Place:
+    """A runtime with a files transport beside it, as a collector has them."""
+
+    def __init__(self, runtime: Runtime, transport: FilesTransport) -> None:
+        self.runtime = runtime
+        self.transport = transport
+
+    async def launch(self, row: dict[str, Any], rollout_id: str = "r", n: int = 1) -> Attempt:
+        one = invocation(rollout_id, n, **self.transport.address())
+        with anyio.fail_after(BOUND_S):
+            await self.runtime.launch(Attempt(rollout_id, n), payload(row, one))
+        return Attempt(rollout_id, n)
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        with anyio.fail_after(BOUND_S):
+            return await self.runtime.wait(attempt)
+
+    async def decision(self, attempt: Attempt) -> OutcomeRecord | Fence | None:
+        return await self.transport.decision(EXP, attempt)
+
+    async def reward(self, attempt: Attempt) -> float | None:
+        decision = await self.decision(attempt)
+        assert isinstance(decision, OutcomeRecord), decision
+        return decision.outcome.reward
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(BOUND_S):
+        while not condition():
+            await anyio.sleep(0.02)
+
+
+def pids(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def process(tmp_path: Path, target: str = f"{ACTING}:act", **options: Any) -> ProcessRuntime:
+    return ProcessRuntime(target, log_dir=tmp_path / "logs", **{"workers": 1, "poll_s": 0.05, **options})
+
+
+@pytest.fixture(params=["inline", "warm", "fresh"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+    made = (
+        InlineRuntime(act) if request.param == "inline" else process(tmp_path, fresh=request.param == "fresh")
+    )
+    async with FilesTransport(tmp_path / "store") as transport, made as runtime:
+        yield Place(runtime, transport)
+
+
+@pytest.fixture(params=["warm", "fresh"])
+async def apart(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
+    """Runtimes that keep an agent apart from us, so that it may die."""
+    async with (
+        FilesTransport(tmp_path / "store") as transport,
+        process(tmp_path, fresh=request.param == "fresh") as runtime,
+    ):
+        yield Place(runtime, transport)
+
+
+async def test_an_attempt_runs_and_its_outcome_is_there_when_it_ends(place: Place) -> None:
+    attempt = await place.launch({"do": "reward", "value": 0.5})
+    assert await place.wait(attempt) == Exit()
+    assert await place.reward(attempt) == 0.5
+
+
+async def test_waiting_after_the_end_answers_again(place: Place) -> None:
+    attempt = await place.launch({"do": "reward"})
+    assert await place.wait(attempt) == await place.wait(attempt) == Exit()
+
+
+async def test_launching_twice_is_one_launch(place: Place, tmp_path: Path) -> None:
+    row = {"do": "sleep", "seconds": 0.2, "mark": str(tmp_path / "mark")}
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(place.launch, row)
+    attempt = await place.launch(row)
+    await place.wait(attempt)
+    await place.launch(row)
+    assert await place.wait(attempt) == Exit()
+    assert len(pids(tmp_path / "mark")) == 1
+
+
+async def test_attempts_run_side_by_side(place: Place) -> None:
+    attempts = [await place.launch({"do": "sleep", "seconds": 0.3, "value": i}, f"r{i}") for i in range(4)]
+    for i, attempt in enumerate(attempts):
+        assert await place.wait(attempt) == Exit()
+        assert await place.reward(attempt) == i
+
+
+async def test_an_agent_that_raises_is_an_outcome_and_no_broken_place(place: Place) -> None:
+    attempt = await place.launch({"do": "raise"})
+    assert await place.wait(attempt) == Exit()
+    decision = await place.decision(attempt)
+    assert isinstance(decision, OutcomeRecord) and decision.outcome.failure
+    assert decision.outcome.failure.kind is FailureKind.TASK
+    assert "the agent broke" in decision.outcome.failure.message
+
+
+async def test_a_payload_the_agent_refuses_fails_the_launch_at_once(place: Place) -> None:
+    with pytest.raises(TaskFailure, match="_rollout"), anyio.fail_after(BOUND_S):
+        await place.runtime.launch(Attempt("r", 1), {"do": "reward"})
+    ended = await place.wait(Attempt("r", 1))
+    assert ended.failure and ended.failure.reason is Reason.LAUNCH
+
+
+async def test_stopping_what_never_ran_is_harmless(place: Place) -> None:
+    await place.runtime.stop(Attempt("nobody", 1))
+    ended = await place.wait(Attempt("nobody", 1))
+    assert ended.failure and ended.failure.kind is FailureKind.INFRASTRUCTURE
+
+
+async def test_a_hanging_attempt_ends_when_it_is_stopped(place: Place, tmp_path: Path) -> None:
+    attempt = await place.launch({"do": "sleep", "seconds": 5, "mark": str(tmp_path / "mark")})
+    await until(lambda: len(pids(tmp_path / "mark")) == 1)
+    await place.runtime.stop(attempt)
+    await place.runtime.stop(attempt)
+    ended = await place.wait(attempt)
+    assert ended.failure and ended.failure.reason is Reason.CANCELLED
+    again = await place.launch({"do": "reward", "value": 0.25}, n=2)
+    assert await place.wait(again) == Exit()
+    assert await place.reward(again) == 0.25
+
+
+async def test_stopping_an_attempt_that_has_ended_is_harmless(place: Place) -> None:
+    attempt = await place.launch({"do": "reward"})
+    await place.wait(attempt)
+    await place.runtime.stop(attempt)
+    assert await place.wait(attempt) == Exit()
+
+
+async def test_an_inline_agent_can_deliver_to_memory() -> None:
+    transport = MemoryTransport()
+    async with InlineRuntime(act, transport.deliver) as runtime:
+        one = invocation(**transport.address())
+        await runtime.launch(Attempt("r", 1), payload({"do": "reward"}, one))
+        with anyio.fail_after(BOUND_S):
+            assert await runtime.wait(Attempt("r", 1)) == Exit()
+    assert await transport.sweep(EXP) == [Attempt("r", 1)]
+
+
+# --- agents apart from us ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("do", "said"), [("exit", "exit code 3"), ("kill", "signal 9")])
+async def test_a_process_that_dies_is_known_with_its_last_words(apart: Place, do: str, said: str) -> None:
+    attempt = Attempt("r", 1)
+    # It may die before its answer is out; then the launch says so.
+    with contextlib.suppress(InfrastructureFailure):
+        await apart.launch({"do": do})
+    ended = await apart.wait(attempt)
+    assert ended.failure
+    assert (ended.failure.kind, ended.failure.reason) == (FailureKind.INFRASTRUCTURE, Reason.DIED)
+    assert said in ended.failure.message
+    if do == "exit":
+        assert "about to leave" in ended.failure.message
+    assert await apart.decision(attempt) is None
+    again = await apart.launch({"do": "reward"}, n=2)
+    assert await apart.wait(again) == Exit()
+
+
+async def test_a_stopped_agent_is_killed_with_its_children(apart: Place, tmp_path: Path) -> None:
+    row = {"do": "child", "pids": str(tmp_path / "pids"), "mark": str(tmp_path / "mark")}
+    attempt = await apart.launch(row)
+    await until(lambda: bool(pids(tmp_path / "pids")))
+    await apart.runtime.stop(attempt)
+    await until(lambda: not any(map(alive, pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
+
+
+@pytest.mark.parametrize("do", ["hang", "spin", "child"])
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_leaving_the_runtime_leaves_nothing_behind(tmp_path: Path, do: str, fresh: bool) -> None:
+    async with FilesTransport(tmp_path / "store") as transport:
+        async with process(tmp_path, fresh=fresh) as runtime:
+            place = Place(runtime, transport)
+            row = {"do": do, "mark": str(tmp_path / "mark"), "pids": str(tmp_path / "pids")}
+            attempt = await place.launch(row)
+            await until(lambda: bool(pids(tmp_path / ("pids" if do == "child" else "mark"))))
+        ended = await runtime.wait(attempt)
+        assert ended.failure and ended.failure.reason is Reason.CANCELLED
+    await until(lambda: not any(map(alive, pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
+
+
+async def test_a_crash_takes_only_the_attempts_of_its_worker(tmp_path: Path) -> None:
+    async with FilesTransport(tmp_path / "store") as transport, process(tmp_path, workers=2) as runtime:
+        place = Place(runtime, transport)
+        # Both workers are up before the first attempt, so that the two attempts are in different ones.
+        await until(lambda: sum(w.ready for w in runtime.workers) == 2)
+        survivor = await place.launch({"do": "sleep", "seconds": 1.0}, "survivor")
+        with contextlib.suppress(InfrastructureFailure):
+            await place.launch({"do": "kill"}, "victim")
+        assert (await place.wait(Attempt("victim", 1))).failure
+        assert await place.wait(survivor) == Exit()
+        assert await place.reward(survivor) == 1.0
+
+
+async def test_a_retired_worker_lets_its_other_attempts_finish(tmp_path: Path) -> None:
+    async with FilesTransport(tmp_path / "store") as transport, process(tmp_path) as runtime:
+        place = Place(runtime, transport)
+        mark = tmp_path / "mark"
+        hanging = await place.launch({"do": "hang", "mark": str(mark)}, "hanging")
+        working = await place.launch({"do": "sleep", "seconds": 0.5}, "working")
+        await until(lambda: bool(pids(mark)))
+        await runtime.stop(hanging)
+        assert await place.wait(working) == Exit()
+        assert await place.reward(working) == 1.0
+        await until(lambda: not alive(pids(mark)[0]))
+
+
+async def test_a_worker_takes_no_more_than_its_concurrency(tmp_path: Path) -> None:
+    async with FilesTransport(tmp_path / "store") as transport, process(tmp_path, concurrency=1) as runtime:
+        place = Place(runtime, transport)
+        first = await place.launch({"do": "hang"}, "first")
+        with pytest.raises(TimeoutError), anyio.fail_after(0.3):
+            await runtime.launch(
+                Attempt("second", 1), payload({"do": "reward"}, invocation("second", **transport.address()))
+            )
+        await runtime.stop(first)
+        second = await place.launch({"do": "reward"}, "second")
+        assert await place.wait(second) == Exit()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_a_target_that_cannot_start_fails_the_launch_with_what_it_printed(
+    tmp_path: Path, fresh: bool
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_module\n")
+    async with FilesTransport(tmp_path / "store") as transport:
+        async with process(tmp_path, f"{broken}:agent", fresh=fresh, workers=2) as runtime:
+            place = Place(runtime, transport)
+            for n in (1, 2):
+                with pytest.raises(InfrastructureFailure, match="no_such_module") as caught:
+                    await place.launch({"do": "reward"}, n=n)
+                assert caught.value.reason is Reason.LAUNCH
+        assert len(list((tmp_path / "logs").iterdir())) <= 6
+
+
+async def test_a_target_that_is_never_ready_fails_the_launch(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\nprint('thinking', flush=True)\ntime.sleep(600)\n")
+    async with (
+        FilesTransport(tmp_path / "store") as transport,
+        process(tmp_path, f"{slow}:agent", start_timeout_s=2) as runtime,
+    ):
+        with pytest.raises(InfrastructureFailure, match="not ready within 2 s"):
+            await Place(runtime, transport).launch({"do": "reward"})
+
+
+@pytest.mark.parametrize("given", [False, True])
+async def test_a_dropped_variable_does_not_reach_the_agent(
+    tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AFIELD_ADMIN_KEY", "1")
+    monkeypatch.setenv("HANDED_ON", "2")
+    env = dict(os.environ) if given else None
+    async with FilesTransport(tmp_path / "store") as transport, process(tmp_path, env=env) as runtime:
+        place = Place(runtime, transport)
+        for name, value in (("AFIELD_ADMIN_KEY", -1.0), ("HANDED_ON", 2.0)):
+            attempt = await place.launch({"do": "environment", "name": name}, name)
+            await place.wait(attempt)
+            assert await place.reward(attempt) == value
+
+
+async def test_launching_outside_the_runtime_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="async with"):
+        await process(tmp_path).launch(Attempt("r", 1), {})
+
+
+@pytest.mark.parametrize("do", ["hang", "spin", "child"])
+async def test_nothing_is_left_after_the_controller_is_killed(tmp_path: Path, do: str) -> None:
+    controller = tmp_path / "controller.py"
+    controller.write_text(
+        textwrap.dedent(f"""
+        import asyncio, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+        from agents.invoking import invocation, payload
+        from afield.runtimes.process import ProcessRuntime
+        from afield.types import Attempt
+
+        async def main():
+            here = Path({str(tmp_path)!r})
+            async with ProcessRuntime({ACTING + ":act"!r}, log_dir=here / "logs", workers=2) as runtime:
+                row = {{"do": {do!r}, "mark": str(here / "mark"), "pids": str(here / "pids")}}
+                await runtime.launch(Attempt("r", 1), payload(row, invocation()))
+                await asyncio.sleep(600)
+
+        asyncio.run(main())
+        """)
+    )
+    running = await anyio.open_process(
+        [sys.executable, str(controller)], stdin=None, stdout=None, stderr=None
+    )
+    async with running:
+        try:
+            await until(lambda: bool(pids(tmp_path / ("pids" if do == "child" else "mark"))))
+            workers = [p for p in _group_leaders(running.pid) if p != running.pid]
+            assert workers
+        finally:
+            running.kill()
+    await until(lambda: not any(map(alive, workers + pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
+
+
+def _group_leaders(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    return [int(pid) for path in children for pid in path.read_text().split()]
+
+
+async def test_failures_of_a_launch_are_rollout_failures(tmp_path: Path) -> None:
+    async with process(tmp_path, f"{tmp_path}/missing.py:agent") as runtime:
+        with (
+            pytest.raises(RolloutFailure, match=r"there is no file .*missing\.py"),
+            anyio.fail_after(BOUND_S),
+        ):
+            await runtime.launch(Attempt("r", 1), payload({}, invocation()))
