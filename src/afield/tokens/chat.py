@@ -1,0 +1,196 @@
+"""`ChatTokens`: everything the gateway knows about one model's tokens.
+
+Loaded once from a model directory (`tokenizer.json`, a chat template, and where present
+`tokenizer_config.json`, `config.json`, `generation_config.json`); immutable afterwards and safe to use
+from several threads. It renders prompts whole (tier T4) or as what follows a sampled turn (tier T2),
+and reads replies. Refuses a directory without a tokenizer or a template, naming what is missing, and
+patterns of messages for which the template was not certified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from afield.errors import UsageError
+from afield.tokens.certify import TRUNCATED, Certificate, Findings, certify
+from afield.tokens.delta import delta_text, pattern_of
+from afield.tokens.parser import Parser, ReplyReader
+from afield.tokens.template import ChatTemplate, Tool
+from afield.tokens.vocab import Vocabulary
+from afield.types import Message
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTokens:
+    """See `load`."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        vocab: Vocabulary,
+        template: ChatTemplate,
+        arguments: Mapping[str, Any],
+        stop_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self._vocab = vocab
+        self._template = template
+        self._arguments = dict(arguments)
+        self._findings: Findings = certify(template, vocab)
+        ends = (self._findings.end.id,) if self._findings.end else ()
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *ends)))
+        markers = {vocab.control.get(text) for text in self._findings.markers}
+        self._hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path,
+        *,
+        name: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
+    ) -> ChatTokens:
+        """`arguments` go to the template (`enable_thinking`); `now` is the date it prints, today if None."""
+        model_dir = Path(model_dir)
+        if not model_dir.is_dir():
+            raise UsageError(f"{model_dir} is not a directory; give the path of a model directory")
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError(f"{model_dir} has no tokenizer.json; save the tokenizer there (save_pretrained)")
+        vocab = Vocabulary(path.read_bytes(), path)
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        tokens = _special_tokens(settings, _read_json(model_dir / "special_tokens_map.json"))
+        template = ChatTemplate(
+            _template_sources(model_dir, settings),
+            {**tokens, **(arguments or {})},
+            now or datetime.now(),
+            vocab.escape,
+        )
+        config = _read_json(model_dir / "config.json")
+        generation = _read_json(model_dir / "generation_config.json")
+        eos = vocab.id_of(tokens["eos_token"]) if "eos_token" in tokens else None
+        return cls(
+            name=name or model_dir.resolve().name,
+            vocab=vocab,
+            template=template,
+            arguments=arguments or {},
+            stop_ids=[*_ids(_of(generation, "eos_token_id")), *_ids(_of(config, "eos_token_id")), *_ids(eos)],
+            vocab_size=_of(config, "vocab_size") or vocab.size,
+        )
+
+    @property
+    def certificate(self) -> Certificate:
+        return self._findings.certificate
+
+    def root_key(self, tools: Sequence[Tool]) -> str:
+        """Sessions' trees with this key may share their heads: same policy, tokenizer, template and tools."""
+        parts = [
+            self.name,
+            self._vocab.hash,
+            self._template.hash,
+            [tool.raw for tool in tools],
+            self._arguments,
+        ]
+        canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """The whole prompt, ready for the model to go on (tier T4)."""
+        return self._vocab.encode(self._template.render(messages, tools, generation=True))
+
+    def render_delta(self, new: Sequence[Message], *, truncated: bool) -> list[int] | None:
+        """What follows a sampled assistant turn (tier T2); None where that is not certified.
+
+        The turn ended with a stop id, unless it was truncated: then the missing stop comes first.
+        """
+        end, appends = self._findings.end, self.certificate.appends
+        if end is None or not appends.get(pattern_of(new)) or (truncated and not appends[TRUNCATED]):
+            return None
+        text = delta_text(self._template, end, new)
+        if text is None:
+            return None
+        ids = self._vocab.encode(text)
+        return ids if truncated else ids[1:]
+
+    def parser(self, *, tools: bool, hold_calls: bool = False) -> Parser:
+        """A fresh parser for one reply. With `hold_calls` a call is reported when it is closed, all at once,
+
+        so that nothing reported is ever withdrawn; without, as it is sampled.
+        """
+        reader = ReplyReader(
+            reasoning=self.certificate.reasoning,
+            thinking=self._findings.starts_thinking,
+            tool_format=self._findings.tool_format if tools else None,
+            hold_calls=hold_calls,
+        )
+        return Parser(self._vocab, self._hidden, reader)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """For reading."""
+        return self._vocab.decode(ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Plain text: whatever it spells, no control ids come of it."""
+        return self._vocab.encode(self._vocab.escape(text))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds a {type(value).__name__}; it should be a JSON object")
+    return value
+
+
+def _template_sources(model_dir: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return {"default": path.read_text(encoding="utf-8")}
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given}
+    named = {entry["name"]: entry["template"] for entry in given or []}
+    if "default" not in named:
+        found = f", only templates named {', '.join(sorted(named))}" if named else ""
+        raise UsageError(
+            f"{model_dir} has no chat template{found}; put one into chat_template.jinja,"
+            " or use a model that was trained for chat"
+        )
+    return {name: text for name, text in named.items() if name in {"default", "tool_use"}}
+
+
+def _special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL:
+        for source in settings:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens.setdefault(name, text)
+    return tokens
+
+
+def _of(config: Mapping[str, Any], key: str) -> Any:
+    """Models of several parts keep the text model's values one level down."""
+    value = config.get(key)
+    return value if value is not None else (config.get("text_config") or {}).get(key)
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,35 @@
+"""What a reply is made of, said in no provider's dialect.
+
+A parser emits these as tokens arrive; a dialect's encoder turns them into its own stream. A call that
+was started and then turns out to be malformed gets no `ToolEnd`: it is withdrawn, and everything
+sampled for it follows as text.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class TextDelta(Struct, frozen=True):
+    text: str
+
+
+class ReasoningDelta(Struct, frozen=True):
+    text: str
+
+
+class ToolStart(Struct, frozen=True):
+    index: int
+    name: str
+
+
+class ToolArguments(Struct, frozen=True):
+    index: int
+    text: str
+
+
+class ToolEnd(Struct, frozen=True):
+    index: int
+
+
+Event = TextDelta | ReasoningDelta | ToolStart | ToolArguments | ToolEnd

@@ -1,0 +1,171 @@
+"""A model's own chat template: messages to text.
+
+Runs the Jinja source in a sandbox with what transformers offers templates: the special tokens by
+name, `tojson` that leaves the text alone, `raise_exception`, `strftime_now` (the time is frozen when
+the template is loaded), loop controls and the `generation` tag. Every string of a message or a tool
+is escaped on its way in. Refuses with `UsageError` the messages the template refuses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser as JinjaParser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.tokens.jsonscan import JsonScanner
+from afield.tokens.vocab import BREAK
+from afield.types import Message, ToolCall
+
+# What templates, which are foreign code, raise when they meet messages they were not written for.
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class Tool(Struct, frozen=True):
+    """A function the model may call. `raw` is the tool object as the client gave it: what is rendered."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    raw: dict[str, Any]
+
+
+class TemplateRefusal(UsageError):
+    """The template cannot render these messages."""
+
+
+class ChatTemplate:
+    """`sources` holds the template under "default" and, where the model has one, another under "tool_use"."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        variables: Mapping[str, Any],
+        now: datetime,
+        escape: Callable[[str], str],
+    ) -> None:
+        environment = _environment(now)
+        try:
+            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise UsageError(f"the chat template does not compile (line {error.lineno}): {error}") from error
+        self.source = "\n".join(sources[name] for name in sorted(sources))
+        self.hash = hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()
+        self._variables = dict(variables)
+        self._escape = escape
+        self._knows_developer = "developer" in self.source
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
+        """Escaped text; with `generation` it ends where the model goes on."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        try:
+            return self._templates[name].render(
+                {
+                    **self._variables,
+                    "messages": [self._message(message) for message in messages],
+                    "tools": [self._escaped(tool.raw) for tool in tools] or None,
+                    "documents": None,
+                    "add_generation_prompt": generation,
+                }
+            )
+        except RecursionError as error:
+            raise TemplateRefusal("the tools are nested too deeply to be rendered") from error
+        except _REFUSALS as error:
+            roles = ", ".join(message.role for message in messages) or "none"
+            raise TemplateRefusal(
+                f"the model's chat template refuses these messages (roles: {roles}): {error}"
+            ) from error
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        out: dict[str, Any] = {"role": role, "content": self._escape(message.content)}
+        if message.reasoning:
+            out["reasoning_content"] = out["thinking"] = self._escape(message.reasoning)
+        if message.tool_calls:
+            out["tool_calls"] = [self._call(call) for call in message.tool_calls]
+        if message.tool_call_id:
+            out["tool_call_id"] = self._escape(message.tool_call_id)
+        if message.name:
+            out["name"] = self._escape(message.name)
+        return out
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        arguments = self._escaped(_object_or_text(call.arguments))
+        out: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": self._escape(call.name), "arguments": arguments},
+        }
+        if call.id:
+            out["id"] = self._escape(call.id)
+        return out
+
+    def _escaped(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._escape(value)
+        if isinstance(value, list):
+            return [self._escaped(item) for item in value]
+        if isinstance(value, dict):
+            return {self._escape(str(key)): self._escaped(item) for key, item in value.items()}
+        return value
+
+
+def _object_or_text(arguments: str) -> Any:
+    """The JSON object, or the text as it is where it is none."""
+    scanner = JsonScanner()
+    end = scanner.feed(arguments, 0)
+    if not arguments.lstrip().startswith("{") or not scanner.done or arguments[end:].strip():
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the model wrote; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: JinjaParser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii:
+        text = re.sub(rf"[^\x00-\x7f{BREAK}]", lambda char: json.dumps(char.group())[1:-1], text)
+    return text

@@ -1,0 +1,137 @@
+"""Text to ids and back, for one `tokenizer.json`.
+
+Promises: text that went through `escape` never yields a control id, whatever it spells; each id has a
+fixed spelling in bytes, so that a stream of ids is turned into text at a constant cost per id.
+Escaping puts the break character into every control literal; `encode` cuts there and encodes the
+pieces apart. The break is half a surrogate pair, which no text can contain; one that a client
+smuggled in becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from afield.errors import UsageError
+
+BREAK = "\udc00"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    def __init__(self, data: bytes, path: Path) -> None:
+        try:
+            document = json.loads(data)
+            for token in document.get("added_tokens", []):
+                # Matching on normalised text would let content spell a control token in disguise.
+                token["normalized"] = False
+            self._tokenizer = Tokenizer.from_str(json.dumps(document))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is not a tokenizer that can be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.hash = hashlib.sha256(data).hexdigest()
+        self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {n: token.content for n, token in added.items()}
+        self.special_ids = frozenset(n for n, token in added.items() if token.special)
+        # Runs of blanks that some tokenizers list as added tokens are text like any other.
+        self.control = {text: n for n, text in self._added.items() if text.strip()}
+        self._literals = _Literals(text for text in self.control if len(text) > 1)
+        self.unescapable = tuple(sorted(text for text in self.control if len(text) == 1))
+        kinds = set(_decoder_kinds(document.get("decoder")))
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._context = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._pieces: dict[int, bytes] = {}
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def escape(self, text: str) -> str:
+        return self._literals.broken(_SURROGATE.sub("\ufffd", text))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of escaped text. Control literals outside what was escaped become control ids."""
+        ids: list[int] = []
+        for piece in text.split(BREAK):
+            if piece:
+                ids.extend(self._tokenizer.encode(piece, add_special_tokens=False).ids)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def piece(self, id: int) -> bytes:
+        """What an id spells in the middle of a text; nothing for an id the tokenizer does not know."""
+        piece = self._pieces.get(id)
+        if piece is None:
+            piece = self._pieces[id] = self._spell(id)
+        return piece
+
+    def _spell(self, id: int) -> bytes:
+        if (added := self._added.get(id)) is not None:
+            return added.encode()
+        token = self._tokenizer.id_to_token(id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTES[char] for char in token)
+            except KeyError:
+                return token.encode()
+        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte.group(1), 16)])
+        before = self.decode(self._context)
+        return self.decode([*self._context, id]).removeprefix(before).encode()
+
+
+class _Literals:
+    """Breaks control literals in text, and keeps them from arising where texts are joined."""
+
+    def __init__(self, literals: Iterable[str]) -> None:
+        self._all = sorted(literals)
+        by_first: dict[str, list[str]] = {}
+        for literal in self._all:
+            by_first.setdefault(literal[0], []).append(re.escape(literal[1:]))
+        starts = (f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items())
+        self._start = re.compile(f"({'|'.join(starts)})") if by_first else None
+        self._beginnings = {text[:n] for text in self._all for n in range(1, len(text))}
+        self._longest = max((len(text) - 1 for text in self._all), default=0)
+
+    def broken(self, text: str) -> str:
+        if self._start is None:
+            return text
+        text = self._start.sub(rf"\1{BREAK}", text)
+        # A template may trim a text, so its end is where its last visible character is.
+        end = len(text.rstrip())
+        for n in range(min(self._longest, end), 0, -1):
+            if text[end - n : end] in self._beginnings:
+                return text[:end] + BREAK + text[end:]
+        return text
+
+
+def _decoder_kinds(decoder: Any) -> Iterable[str]:
+    if decoder:
+        yield decoder["type"]
+        for inner in decoder.get("decoders", []):
+            yield from _decoder_kinds(inner)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself, or the next one from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
