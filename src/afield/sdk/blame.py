@@ -48,21 +48,27 @@ def attribute(error: BaseException, default: type[RolloutFailure] = TaskFailure)
 
 def describe(error: BaseException) -> str:
     """Its type and message, even when its `__str__` is broken."""
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
+    return _cut("".join(traceback.format_exception_only(type(error), error)).strip(), MESSAGE_CHARS)
 
 
 def storable(failure: Failure) -> Failure:
     """The same failure in a size and an encoding that can be stored."""
     return structs.replace(
         failure,
-        message=clean(failure.message[:MESSAGE_CHARS]),
-        traceback=clean(failure.traceback[-TRACEBACK_CHARS:]),
+        message=clean(_cut(failure.message, MESSAGE_CHARS)),
+        traceback=clean(_cut(failure.traceback, TRACEBACK_CHARS)),
     )
 
 
 def clean(text: str) -> str:
     """Without lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _cut(text: str, chars: int) -> str:
+    """Its beginning and its end: a traceback needs both."""
+    half = chars // 2
+    return text if len(text) <= chars else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _inside(error: BaseException) -> Iterator[BaseException]:
