@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from afield import assembly
 from afield.forest import Forest
 from afield.types import TurnStatus
-from tests.strategies import forests
+from strategies import forests
 
 
 def owned_tokens(assembled: assembly.Assembled) -> Counter[tuple[str, int]]:
