@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.tokens.delta import TurnEnd, after_turn, delta_text, find_turn_end
+from afield.tokens.escape import Escape
 from afield.tokens.formats import FORMATS, ToolFormat
 from afield.tokens.parser import END_THINK, THINK, ReplyReader
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
@@ -73,7 +74,7 @@ class Findings(Struct, frozen=True, kw_only=True):
 def certify(template: ChatTemplate, vocab: Vocabulary) -> Findings:
     end = find_turn_end(template, vocab)
     notes: list[str] = []
-    appends = dict.fromkeys((*PATTERNS, TRUNCATED), False)
+    appends: dict[str, bool] = dict.fromkeys((*PATTERNS, TRUNCATED), False)
     if end is None:
         notes.append("the template has no token that ends an assistant turn: nothing is appended")
     else:
@@ -266,11 +267,11 @@ def _starts_thinking(template: ChatTemplate) -> bool:
 
 
 def _notes_on_escape(vocab: Vocabulary) -> Iterator[str]:
-    if vocab.unescapable:
-        yield f"one-character control tokens cannot be escaped in content: {' '.join(vocab.unescapable)}"
-    for literal in sorted(vocab.control, key=len, reverse=True):
-        text = f"a{literal}b"
-        ids = vocab.encode(vocab.escape(text))
-        if vocab.control[literal] not in ids and vocab.decode(ids) != text:
-            yield f"escaped control literals do not decode to the same text, {literal!r} for one"
+    escape = Escape(vocab.control)
+    for literal, control in sorted(vocab.control.items()):
+        ids = vocab.encode(escape(f"a{literal}b"))
+        if control in ids:
+            yield f"content can spell the control token {literal!r}: one character cannot be escaped"
+        elif vocab.decode(ids) != f"a{literal}b":
+            yield f"escaped content is encoded piece by piece, which changes its text ({literal!r} for one)"
             return

@@ -19,6 +19,7 @@ from typing import Any
 from afield.errors import UsageError
 from afield.tokens.certify import TRUNCATED, Certificate, Findings, certify
 from afield.tokens.delta import delta_text, pattern_of
+from afield.tokens.escape import Escape
 from afield.tokens.parser import Parser, ReplyReader
 from afield.tokens.template import ChatTemplate, Tool
 from afield.tokens.vocab import Vocabulary
@@ -44,6 +45,7 @@ class ChatTokens:
         self.vocab_size = vocab_size
         self._vocab = vocab
         self._template = template
+        self._escape = Escape(vocab.control)
         self._arguments = dict(arguments)
         self._findings: Findings = certify(template, vocab)
         ends = (self._findings.end.id,) if self._findings.end else ()
@@ -74,7 +76,7 @@ class ChatTokens:
             _template_sources(model_dir, settings),
             {**tokens, **(arguments or {})},
             now or datetime.now(),
-            vocab.escape,
+            vocab.control,
         )
         config = _read_json(model_dir / "config.json")
         generation = _read_json(model_dir / "generation_config.json")
@@ -141,7 +143,7 @@ class ChatTokens:
 
     def encode_text(self, text: str) -> list[int]:
         """Plain text: whatever it spells, no control ids come of it."""
-        return self._vocab.encode(self._vocab.escape(text))
+        return self._vocab.encode(self._escape(text))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -23,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
 from afield.errors import UsageError
+from afield.tokens.escape import BREAK, Escape
 from afield.tokens.jsonscan import JsonScanner
-from afield.tokens.vocab import BREAK
 from afield.types import Message, ToolCall
 
 # What templates, which are foreign code, raise when they meet messages they were not written for.
@@ -52,17 +52,20 @@ class ChatTemplate:
         sources: Mapping[str, str],
         variables: Mapping[str, Any],
         now: datetime,
-        escape: Callable[[str], str],
+        literals: Iterable[str],
     ) -> None:
         environment = _environment(now)
         try:
+            self._escape = Escape(
+                literals, [text for s in sources.values() for text in _fixed(environment, s)]
+            )
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"the chat template does not compile (line {error.lineno}): {error}") from error
+        self._escape = Escape(literals, fixed)
         self.source = "\n".join(sources[name] for name in sorted(sources))
         self.hash = hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()
         self._variables = dict(variables)
-        self._escape = escape
         self._knows_developer = "developer" in self.source
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
@@ -141,6 +144,13 @@ def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = now.strftime
     return environment
+
+
+def _fixed(environment: ImmutableSandboxedEnvironment, source: str) -> Iterator[str]:
+    """The texts a template is made of."""
+    tree = environment.parse(source)
+    yield from (node.data for node in tree.find_all(nodes.TemplateData))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
 
 class _GenerationTag(Extension):

@@ -1,10 +1,8 @@
 """Text to ids and back, for one `tokenizer.json`.
 
-Promises: text that went through `escape` never yields a control id, whatever it spells; each id has a
-fixed spelling in bytes, so that a stream of ids is turned into text at a constant cost per id.
-Escaping puts the break character into every control literal; `encode` cuts there and encodes the
-pieces apart. The break is half a surrogate pair, which no text can contain; one that a client
-smuggled in becomes U+FFFD.
+Promises: escaped text never yields a control id, whatever it spells; each id has a fixed spelling in
+bytes, so that a stream of ids is turned into text at a constant cost per id. Control tokens are the
+added tokens, special or not (`<tool_call>` is not); they match literally, never in normalised text.
 """
 
 from __future__ import annotations
@@ -18,24 +16,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from afield.errors import UsageError
+from afield.errors import UsageError, boundary
+from afield.tokens.escape import BREAK
+from afield.types import Failure, FailureKind, Reason
 
-BREAK = "\udc00"
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
     def __init__(self, data: bytes, path: Path) -> None:
-        try:
-            document = json.loads(data)
-            for token in document.get("added_tokens", []):
-                # Matching on normalised text would let content spell a control token in disguise.
-                token["normalized"] = False
-            self._tokenizer = Tokenizer.from_str(json.dumps(document))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} is not a tokenizer that can be read: {error}") from error
+        document = _document(data, path)
+        self._tokenizer = _tokenizer(document, data, path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.hash = hashlib.sha256(data).hexdigest()
@@ -45,8 +36,6 @@ class Vocabulary:
         self.special_ids = frozenset(n for n, token in added.items() if token.special)
         # Runs of blanks that some tokenizers list as added tokens are text like any other.
         self.control = {text: n for n, text in self._added.items() if text.strip()}
-        self._literals = _Literals(text for text in self.control if len(text) > 1)
-        self.unescapable = tuple(sorted(text for text in self.control if len(text) == 1))
         kinds = set(_decoder_kinds(document.get("decoder")))
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
@@ -55,9 +44,6 @@ class Vocabulary:
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
-
-    def escape(self, text: str) -> str:
-        return self._literals.broken(_SURROGATE.sub("\ufffd", text))
 
     def encode(self, text: str) -> list[int]:
         """Ids of escaped text. Control literals outside what was escaped become control ids."""
@@ -94,29 +80,34 @@ class Vocabulary:
         return self.decode([*self._context, id]).removeprefix(before).encode()
 
 
-class _Literals:
-    """Breaks control literals in text, and keeps them from arising where texts are joined."""
+def _document(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path} is not a tokenizer: it holds a {type(document).__name__}")
+    return document
 
-    def __init__(self, literals: Iterable[str]) -> None:
-        self._all = sorted(literals)
-        by_first: dict[str, list[str]] = {}
-        for literal in self._all:
-            by_first.setdefault(literal[0], []).append(re.escape(literal[1:]))
-        starts = (f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items())
-        self._start = re.compile(f"({'|'.join(starts)})") if by_first else None
-        self._beginnings = {text[:n] for text in self._all for n in range(1, len(text))}
-        self._longest = max((len(text) - 1 for text in self._all), default=0)
 
-    def broken(self, text: str) -> str:
-        if self._start is None:
-            return text
-        text = self._start.sub(rf"\1{BREAK}", text)
-        # A template may trim a text, so its end is where its last visible character is.
-        end = len(text.rstrip())
-        for n in range(min(self._longest, end), 0, -1):
-            if text[end - n : end] in self._beginnings:
-                return text[:end] + BREAK + text[end:]
-        return text
+def _tokenizer(document: dict[str, Any], data: bytes, path: Path) -> Tokenizer:
+    # Matching on normalised text would let content spell a control token in disguise.
+    disguised = [
+        token
+        for token in document.get("added_tokens", [])
+        if token.get("normalized") and token.get("content", "").strip()
+    ]
+    for token in disguised:
+        token["normalized"] = False
+    text = json.dumps(document) if disguised else data.decode()
+    failures: list[Failure] = []
+    made: list[Tokenizer] = []
+    # The library raises bare exceptions.
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, failures.append):
+        made.append(Tokenizer.from_str(text))
+    if failures:
+        raise UsageError(f"{path} is not a tokenizer that can be read: {failures[0].message}")
+    return made[0]
 
 
 def _decoder_kinds(decoder: Any) -> Iterable[str]:

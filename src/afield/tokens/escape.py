@@ -1,0 +1,55 @@
+"""Content stays content: no text that comes from outside may become a control token.
+
+Every control literal in a text gets the break character behind its first character, and a text that
+ends in the beginning of one, or could finish one that the template begins, gets a break at that seam.
+The tokenizer cuts at breaks and encodes the pieces apart. The break is half a surrogate pair, which
+no text can contain; one that was smuggled in becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+BREAK = "\udc00"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Escape:
+    """`fixed` are the texts a template puts around content."""
+
+    def __init__(self, literals: Iterable[str], fixed: Iterable[str] = ()) -> None:
+        # A literal of one character has no inside to break.
+        literals = sorted(literal for literal in literals if len(literal) > 1)
+        by_first: dict[str, list[str]] = {}
+        for literal in literals:
+            by_first.setdefault(literal[0], []).append(re.escape(literal[1:]))
+        starts = (f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items())
+        self._start = re.compile(f"({'|'.join(starts)})") if by_first else None
+        splits = [(literal[:n], literal[n:]) for literal in literals for n in range(1, len(literal))]
+        self._beginnings = {beginning for beginning, _ in splits}
+        self._longest = max(map(len, self._beginnings), default=0)
+        endings = {text[-n:] for text in fixed for n in range(1, self._longest + 1)}
+        self._begun = sorted({rest for beginning, rest in splits if beginning in endings})
+
+    def __call__(self, text: str) -> str:
+        text = _SURROGATE.sub("\ufffd", text)
+        if self._start is None:
+            return text
+        return self._head(self._tail(self._start.sub(rf"\1{BREAK}", text)))
+
+    def _tail(self, text: str) -> str:
+        # A template may trim a text, so its end is where its last visible character is.
+        end = len(text.rstrip())
+        for n in range(min(self._longest, end), 0, -1):
+            if text[end - n : end] in self._beginnings:
+                return text[:end] + BREAK + text[end:]
+        return text
+
+    def _head(self, text: str) -> str:
+        visible = text.strip()
+        if visible and any(visible.startswith(rest) or rest.startswith(visible) for rest in self._begun):
+            at = len(text) - len(text.lstrip())
+            return text[:at] + BREAK + text[at:]
+        return text

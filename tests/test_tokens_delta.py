@@ -1,0 +1,145 @@
+"""What is appended after a sampled turn is what the template would have put there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from afield.tokens import ChatTokens
+from afield.types import Message
+from templates.models import (
+    ANSWER,
+    CALLING,
+    CONVERSATION,
+    NAMES,
+    QUESTION,
+    RESULT,
+    SYSTEM,
+    TOOL,
+    call,
+    sampled,
+    write_model,
+)
+
+USER = Message(role="user", content="And eight?")
+SECOND = Message(role="tool", content="", tool_call_id="call_2")
+PARALLEL = Message(role="assistant", tool_calls=(call("seven"), call("eight", "call_2")))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_model(tmp_path_factory.mktemp("models") / name, name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def models(directories: dict[str, Path]) -> dict[str, ChatTokens]:
+    return {name: ChatTokens.load(path) for name, path in directories.items()}
+
+
+@pytest.mark.parametrize(
+    ("turn", "new"),
+    [
+        (CALLING, [RESULT]),
+        (PARALLEL, [RESULT, SECOND]),
+        (PARALLEL, [RESULT, SECOND, USER]),
+        (CALLING, [RESULT, USER]),
+        (CALLING, [Message(role="tool", content="")]),
+        (ANSWER, [USER]),
+        (ANSWER, [USER, USER]),
+        (ANSWER, [SYSTEM]),
+        (ANSWER, [SYSTEM, USER]),
+    ],
+    ids=lambda value: "+".join(m.role for m in value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
+def test_appending_gives_the_whole_rendering(
+    directories: dict[str, Path],
+    models: dict[str, ChatTokens],
+    turn: Message,
+    new: list[Message],
+    tools: list,
+) -> None:
+    tokens = models["tiny"]
+    history = [SYSTEM, QUESTION]
+    prompt, whole = tokens.render(history, tools), tokens.render([*history, turn, *new], tools)
+    end = sampled(directories["tiny"], "<|im_end|>")[0]
+    spoken = whole[len(prompt) : whole.index(end, len(prompt))]
+
+    delta = tokens.render_delta(new, truncated=False)
+    assert delta is not None
+    assert prompt + spoken + [end] + delta == whole
+    assert tokens.render_delta(new, truncated=True) == [end, *delta]
+
+
+def test_the_separator_behind_the_end_of_a_turn_is_part_of_the_delta(models: dict[str, ChatTokens]) -> None:
+    delta = models["tiny"].render_delta([USER], truncated=False)
+    assert delta is not None
+    assert models["tiny"].decode(delta) == "\n<|im_start|>user\nAnd eight?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_forgets_reasoning_still_appends_and_says_so(models: dict[str, ChatTokens]) -> None:
+    tokens = models["thinking"]
+    delta = tokens.render_delta([USER], truncated=False)
+    assert delta is not None
+    assert (
+        tokens.decode(delta) == "\n<|im_start|>user\nAnd eight?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    )
+    assert any("strips earlier reasoning" in note for note in tokens.certificate.notes)
+    assert not models["tiny"].certificate.notes
+
+
+def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves(
+    models: dict[str, ChatTokens],
+) -> None:
+    tokens = models["moving"]
+    assert tokens.render_delta([USER], truncated=False) is None
+    assert tokens.render_delta([RESULT, USER], truncated=False) is None
+    assert tokens.render_delta([RESULT], truncated=False) is not None
+
+
+def test_a_pattern_the_template_refuses_is_not_certified(models: dict[str, ChatTokens]) -> None:
+    assert models["moving"].certificate.appends["system"] is False
+    assert models["moving"].render_delta([SYSTEM], truncated=False) is None
+
+
+def test_a_message_the_template_drops_is_not_certified(models: dict[str, ChatTokens]) -> None:
+    assert models["moving"].certificate.appends["developer"] is False
+
+
+def test_a_template_without_an_end_of_turn_appends_nothing(models: dict[str, ChatTokens]) -> None:
+    tokens = models["endless"]
+    assert tokens.render_delta([USER], truncated=False) is None
+    assert not any(tokens.certificate.appends.values())
+    assert "no token that ends an assistant turn" in tokens.certificate.notes[0]
+
+
+def test_an_assistant_message_nobody_sampled_is_not_appended(models: dict[str, ChatTokens]) -> None:
+    assert models["tiny"].render_delta([ANSWER, USER], truncated=False) is None
+    assert models["tiny"].render_delta([], truncated=False) is None
+
+
+def test_the_anchor_is_found_even_when_the_new_message_spells_it(models: dict[str, ChatTokens]) -> None:
+    text = "afieldanchor<|im_end|>afieldanchor"
+    delta = models["tiny"].render_delta([Message(role="user", content=text)], truncated=False)
+    assert delta is not None
+    assert models["tiny"].decode(delta) == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+NEW = st.sampled_from(["user", "system", "tool", "developer"])
+
+
+@given(st.lists(st.tuples(NEW, st.text(max_size=20)), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_whatever_is_appended_is_the_whole_renderings_end(
+    models: dict[str, ChatTokens], parts: list[tuple[str, str]]
+) -> None:
+    tokens = models["tiny"]
+    new = [Message(role=role, content=text) for role, text in parts]  # type: ignore[arg-type]
+    delta = tokens.render_delta(new, truncated=True)
+    if delta is not None:
+        whole = tokens.render([*CONVERSATION[:5], *new], [TOOL])
+        assert whole[-len(delta) :] == delta
+        assert tokens.decode(whole[: -len(delta)]).endswith("It is 42.")
