@@ -56,9 +56,7 @@ class ChatTemplate:
     ) -> None:
         environment = _environment(now)
         try:
-            self._escape = Escape(
-                literals, [text for s in sources.values() for text in _fixed(environment, s)]
-            )
+            fixed = [text for source in sources.values() for text in _fixed(environment, source)]
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"the chat template does not compile (line {error.lineno}): {error}") from error
