@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Sequence
@@ -300,6 +301,14 @@ def edited(model: Path, into: Path, **changes: torch.Tensor | None) -> Path:
     return into
 
 
+def configured(model: Path, into: Path, **changes: object) -> Path:
+    """A copy of a model directory with another configuration."""
+    shutil.copytree(model, into)
+    config = json.loads((into / "config.json").read_text())
+    (into / "config.json").write_text(json.dumps({**config, **changes}))
+    return into
+
+
 async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(
     model: Path, tmp_path: Path
 ) -> None:
@@ -355,6 +364,35 @@ async def test_a_path_that_is_no_model_is_refused_by_name(model: Path, tmp_path:
     ):
         async with TorchEngine(no_config):
             pass
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "'dynamic' positions",
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention' layers"),
+    ],
+)
+async def test_a_model_that_cannot_be_served_exactly_is_refused(
+    model: Path, tmp_path: Path, setting: dict[str, object], complaint: str
+) -> None:
+    path = configured(model, tmp_path / "strange", **setting)
+    with pytest.raises(UsageError, match=f"{complaint}, which the embedded engine cannot serve exactly"):
+        async with TorchEngine(path):
+            pass
+
+
+async def test_a_sliding_window_bounds_the_context(model: Path, tmp_path: Path) -> None:
+    layers = ["full_attention", "sliding_attention"]
+    path = configured(model, tmp_path / "m", layer_types=layers, use_sliding_window=True, sliding_window=64)
+    async with asyncio.timeout(BOUND_S), Ledger(TorchEngine(path)) as engine:
+        assert (await engine.info()).max_context == 64
+        await answer(engine, a_call("c", a_prompt(0, 30), max_tokens=100, stop_ids=()))
+    assert len(engine.entries[0].token_ids) == 34
+    assert worst_error(engine.entries[0], {0: path}) < TOLERANCE
 
 
 async def test_settings_that_make_no_sense_are_refused(model: Path) -> None:

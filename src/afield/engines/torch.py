@@ -229,7 +229,7 @@ class TorchEngine:
         if dtype not in TOLERANCE:
             raise UsageError(f"unknown dtype {name!r}; choose one of: float32, bfloat16, float16")
         model = read_model(self._path, dtype, device)
-        longest = longest_context(model)
+        longest = longest_context(model.config.get_text_config())
         context = longest if self._max_context is None else self._max_context
         if not 2 <= context <= longest:
             raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")

@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from afield.errors import UsageError
 
@@ -24,6 +24,8 @@ EXPECTED = "expected a directory with config.json, model.safetensors and tokeniz
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+# These rescale all positions by the longest row in the batch.
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -59,16 +61,32 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         raise UsageError(
             f"model path {str(path)!r} lacks the tensor {wrong[0]!r}; save the whole model there"
         )
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if strange := sorted(layers - SUPPORTED_LAYERS):
-        raise UsageError(f"model path {str(path)!r} has {strange[0]!r} layers; the embedded engine has none")
+    if unfit := _unfit(config.get_text_config()):
+        raise UsageError(
+            f"model path {str(path)!r} has {unfit}, which the embedded engine cannot serve exactly"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 
-def longest_context(model: PreTrainedModel) -> int:
+def _unfit(config: PreTrainedConfig) -> str | None:
+    """What in a configuration would make a token's distribution depend on more than the ids before it."""
+    layers = set(getattr(config, "layer_types", None) or ())
+    if strange := sorted(layers - SUPPORTED_LAYERS):
+        return f"{strange[0]!r} layers"
+    # One setting for all layers, or one for each kind of layer.
+    rope = getattr(config, "rope_parameters", None) or {}
+    settings = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    shifting = [s["rope_type"] for s in settings if s.get("rope_type") in BATCH_DEPENDENT_ROPE]
+    if shifting:
+        return f"{shifting[0]!r} positions"
+    if getattr(config, "max_position_embeddings", None) is None:
+        return "no max_position_embeddings"
+    return None
+
+
+def longest_context(config: PreTrainedConfig) -> int:
     """What the positions allow; up to the window, sliding layers see all there is."""
-    config = model.config.get_text_config()
-    limits = [config.max_position_embeddings]
+    limits: list[int] = [config.max_position_embeddings]
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         limits.append(config.sliding_window)
     return min(limits)
@@ -84,9 +102,16 @@ def parameters(model: PreTrainedModel) -> list[Parameter]:
 
 
 def read_weights(path: Path, wanted: list[Parameter]) -> list[Tensor]:
-    """The directory's tensors in the order of `wanted`, checked against it, not yet on its device."""
+    """The directory's tensors in the order of `wanted`, checked against it, of its type and on its device.
+
+    They are copies: the directory may change or go as soon as this returns.
+    """
     found = _read_all(path)
-    return [_pick(path, parameter, found) for parameter in wanted]
+    picked = [_pick(path, parameter, found) for parameter in wanted]
+    return [
+        tensor.to(parameter.tensor.device, parameter.tensor.dtype, copy=True)
+        for tensor, parameter in zip(picked, wanted, strict=True)
+    ]
 
 
 def _pick(path: Path, parameter: Parameter, found: Mapping[str, Tensor]) -> Tensor:
