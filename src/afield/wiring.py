@@ -63,16 +63,18 @@ def engine(spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None
     if name == "scripted":
         if not argument:
             raise UsageError("--engine scripted needs a file: scripted=FILE")
-        built: Engine = made.from_file(Path(argument), decode=load("tokens:ChatTokens").load(model).decode)
+        tokenizer = model / "tokenizer.json"
+        codec = load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
+        built: Engine = made(load("engines.scripted:read_script")(argument, codec))
     else:
         built = made(model, max_slots=slots, seed=seed)
     return load("engines.ledger:Ledger")(built, ledger) if ledger else built
 
 
-def runtime(config: TrainConfig, run: RunDir) -> Runtime:
+def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     made = choose("runtime", config.runtime, RUNTIMES)
     if config.runtime == "inline":
-        return made(load("sdk.serve:load_target")(config.agent))
+        return made(load("sdk.serve:load_object")(config.agent), deliver=carrier.deliver)
     return made(
         config.agent,
         workers=config.workers,
@@ -202,11 +204,12 @@ async def training(
         journal = stack.enter_context(Journal(run.journal))
         learner = asyncio.create_task(asyncio.to_thread(trainer, config))
         gateway = await stack.enter_async_context(gateway_process(config, run))
+        carrier = await stack.enter_async_context(transport(config, run))
         collector = Collector(
             plan(config, run),
             gateway=gateway,
-            runtime=await stack.enter_async_context(runtime(config, run)),
-            transport=await stack.enter_async_context(transport(config, run)),
+            runtime=await stack.enter_async_context(runtime(config, run, carrier)),
+            transport=carrier,
             journal=journal,
             watcher=watcher,
         )

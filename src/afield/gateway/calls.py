@@ -189,7 +189,8 @@ class Calls:
         intent: Turn,
     ) -> AsyncGenerator[Item]:
         partial = Partial()
-        parser = self._tokens.parser(tools=bool(request.tools))
+        # Calls are shown when they are closed, so that a client never sees one that turns out malformed.
+        parser = self._tokens.parser(tools=bool(request.tools), hold_calls=True)
         stops = StopStrings(request.stop)
         chunks = self._engine.generate(call)
         ended = False
@@ -254,7 +255,7 @@ class Calls:
         )
 
     def _replay(self, turn: Turn, place: lineage.Place) -> list[Item]:
-        parser = self._tokens.parser(tools=True)
+        parser = self._tokens.parser(tools=True, hold_calls=True)
         events = parser.feed(turn.token_ids) + parser.finish()
         return [
             Started(turn.id, place.prompt_ids),

@@ -120,7 +120,7 @@ def _turn(session: Session, turn: Turn, with_prompt: bool) -> dict[str, Any]:
     before = session.forest.ids(turn.parent) if turn.parent else []
     shown |= {"kind": "sampled", "prompt_len": len(before) + len(delta)}
     if with_prompt:
-        shown["prompt_ids"] = before + delta
+        shown["prompt_ids"] = [*before, *delta]
     return shown
 
 

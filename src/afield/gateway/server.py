@@ -49,8 +49,8 @@ async def serve(gateway: LocalGateway, listener: socket.socket, ready: Callable[
         await asyncio.sleep(0.01)
     ready()
     try:
-        await running
-    except asyncio.CancelledError:
+        await asyncio.shield(running)
+    finally:
         server.should_exit = True
         await running
-        raise
+        listener.close()

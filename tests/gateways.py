@@ -1,0 +1,84 @@
+"""A real gateway on a real port, in front of any engine, inside the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+
+from afield.gateway.client import HttpGateway
+from afield.gateway.server import bind, serve
+from afield.gateway.service import LocalGateway
+from afield.seams import Engine, SessionSpec
+from afield.tokens import ChatTokens
+from afield.tokens.vocab import Vocabulary
+
+POLICY = Path(__file__).parent.parent / "src" / "afield" / "demo" / "policy"
+ADMIN = "test-admin-key"
+
+
+class Running:
+    def __init__(self, gateway: LocalGateway, client: HttpGateway, url: str) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.url = url
+        self.agents: list[openai.AsyncOpenAI] = []
+
+    async def agent(
+        self, session_id: str = "r.1", *, max_retries: int = 0, **spec: Any
+    ) -> openai.AsyncOpenAI:
+        """A session, and the OpenAI client an agent would use in it."""
+        ticket = await self.client.open(SessionSpec(id=session_id, **spec))
+        made = openai.AsyncOpenAI(
+            base_url=ticket.openai_base_url, api_key=ticket.api_key, max_retries=max_retries
+        )
+        self.agents.append(made)
+        return made
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str = ADMIN,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body) if body is not None else None
+        headers = {"authorization": f"Bearer {key}"} if headers is None else headers
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(method, self.url + path, data=data, headers=headers) as response,
+        ):
+            return response.status, msgspec.json.decode(await response.read())
+
+
+@asynccontextmanager
+async def running(engine: Engine, store: Path, model: Path = POLICY) -> AsyncIterator[Running]:
+    listener = bind("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    tokens = ChatTokens.load(model)
+    gateway = LocalGateway(tokens=tokens, engine=engine, store=store, admin_key=ADMIN, public_url=url)
+    async with engine, gateway:
+        ready = asyncio.Event()
+        server = asyncio.create_task(serve(gateway, listener, ready.set))
+        try:
+            await asyncio.wait_for(ready.wait(), 20)
+            async with HttpGateway(url, ADMIN) as client:
+                up = Running(gateway, client, url)
+                yield up
+                for agent in up.agents:
+                    await agent.close()
+        finally:
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+
+
+def vocabulary(model: Path = POLICY) -> Vocabulary:
+    path = model / "tokenizer.json"
+    return Vocabulary(path.read_bytes(), path)
