@@ -112,6 +112,13 @@ def test_a_refusal_is_not_tried_again(server: Server) -> None:
     assert len(server.requests) == 1
 
 
+def test_a_redirect_is_not_taken_for_a_delivery(server: Server) -> None:
+    server.answer = answers(302)
+    one = invocation(outcome_url=server.url)
+    with pytest.raises(Unavailable, match="302"):
+        deliver(one, record(one), sleep=no_sleep)
+
+
 def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
     with Server() as gone:
         url = gone.url

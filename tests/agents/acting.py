@@ -1,6 +1,7 @@
 """An agent that does what its task says: the tests' way to make one fail in a chosen manner."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,9 @@ def act(task: dict) -> float:  # noqa: C901
         case "spin":
             while True:
                 pass
+        case "lock":
+            # Backtracks for ever without letting go of the interpreter's lock.
+            re.match(r"(a+)+$", "a" * 80 + "b")
         case "child":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             with Path(task["pids"]).open("a") as file:

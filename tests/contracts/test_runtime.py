@@ -205,7 +205,7 @@ async def test_a_stopped_agent_is_killed_with_its_children(apart: Place, tmp_pat
     await until(lambda: not any(map(alive, pids(tmp_path / "pids") + pids(tmp_path / "mark"))))
 
 
-@pytest.mark.parametrize("do", ["hang", "spin", "child"])
+@pytest.mark.parametrize("do", ["hang", "spin", "lock", "child"])
 @pytest.mark.parametrize("fresh", [False, True])
 async def test_leaving_the_runtime_leaves_nothing_behind(tmp_path: Path, do: str, fresh: bool) -> None:
     async with FilesTransport(tmp_path / "store") as transport:
@@ -305,7 +305,7 @@ async def test_launching_outside_the_runtime_is_refused(tmp_path: Path) -> None:
         await process(tmp_path).launch(Attempt("r", 1), {})
 
 
-@pytest.mark.parametrize("do", ["hang", "spin", "child"])
+@pytest.mark.parametrize("do", ["hang", "spin", "lock", "child"])
 async def test_nothing_is_left_after_the_controller_is_killed(tmp_path: Path, do: str) -> None:
     controller = tmp_path / "controller.py"
     controller.write_text(

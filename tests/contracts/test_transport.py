@@ -1,7 +1,6 @@
 """What every transport promises. A backend is done when it passes this."""
 
 import json
-import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -232,15 +231,17 @@ async def test_a_writer_that_died_before_its_commit_leaves_the_attempt_open(file
     assert await files.deliver(one, record(one))
 
 
-async def test_losing_the_hints_loses_no_outcome(files: FilesTransport) -> None:
+async def test_losing_the_hints_loses_no_outcome(
+    files: FilesTransport, caplog: pytest.LogCaptureFixture
+) -> None:
     root = file_root(files.address()["outcome_url"])
-    with sqlite3.connect(root / filestore.HINTS) as db:
-        db.execute("DROP TABLE hints")
-    db.close()
-    (root / filestore.HINTS).chmod(0o400)
+    for path in root.glob(f"{filestore.HINTS}*"):
+        path.write_bytes(b"not a database" * 1000)
     one = invocation()
     assert await files.deliver(one, record(one))
+    assert await files.hints(EXP, 0) == []
     assert await files.sweep(EXP) == [Attempt("r", 1)]
+    assert "found by a sweep" in caplog.text
 
 
 async def test_an_unknown_format_version_is_refused(files: FilesTransport) -> None:

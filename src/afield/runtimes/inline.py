@@ -7,10 +7,11 @@ fence, but its code runs on until it returns. What takes this process down takes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from afield.errors import TaskFailure, WireError
+from afield.errors import TaskFailure, Unavailable, WireError
 from afield.runtimes.attempts import Attempts, broken
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import entry_of
@@ -38,12 +39,14 @@ class InlineRuntime:
         def deliver(invocation: Invocation, record: OutcomeRecord) -> bool:
             if self._deliver is None:
                 return deliver_to_address(invocation, record)
+            if loop.is_closed():
+                raise Unavailable(f"{record.session_id} outlived the event loop of its runtime")
             delivery = _awaited(self._deliver(invocation, record))
             return asyncio.run_coroutine_threadsafe(delivery, loop).result(DELIVERY_S)
 
         def ended(session_id: str) -> None:
-            # The loop is gone when an agent outlives its notebook cell; nobody waits then.
-            if not loop.is_closed():
+            # The loop is closed when an agent outlives its notebook cell; nobody waits then.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._attempts.settle, session_id, Exit())
 
         self._runner = Runner(self._entry, deliver=deliver, ended=ended)

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 import msgspec
 
-from afield.errors import InfrastructureFailure, RolloutFailure
+from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
 from afield.runtimes.attempts import Attempts, broken
 from afield.runtimes.worker import Worker, command_for
 from afield.seams.runtime import Exit
@@ -73,7 +73,10 @@ class ProcessRuntime:
         self._open = False
 
     async def __aenter__(self) -> Self:
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()

@@ -57,6 +57,7 @@ class Worker:
         self.retired = False
         self.ready = False
         self.problem: InfrastructureFailure | None = None
+        self._condemned = False
         self._buried = False
         self._log = log
         self._process: Process | None = None
@@ -80,6 +81,8 @@ class Worker:
                 )
             os.close(writing)
             writing = -1
+            if self._condemned:
+                self.kill()
             port = await self._port(ready, command.timeout_s)
         except OSError as error:
             raise InfrastructureFailure(f"{self.name} cannot be started: {error}", Reason.LAUNCH) from error
@@ -130,8 +133,8 @@ class Worker:
             return None
 
     def kill(self) -> None:
-        """The whole group at once. Repeating is harmless."""
-        self.ready = False
+        """The whole group at once, or as soon as it has started. Repeating is harmless."""
+        self.ready, self._condemned = False, True
         if self._process is not None and not self._buried:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -158,7 +161,7 @@ class Worker:
             f"{self._url}/invocations", data=body, headers=headers, timeout=timeout
         ) as response:
             if response.status != 200:
-                raise _refused(attempt, response.status, await response.text())
+                raise _refused(attempt, response.status, await response.text(errors="replace"))
 
     async def active(self, http: aiohttp.ClientSession) -> set[str]:
         async with http.get(f"{self._url}/ping", timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as response:

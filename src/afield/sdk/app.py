@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from afield import wire
-from afield.errors import UsageError, WireError
+from afield.errors import Unavailable, UsageError, WireError
 from afield.sdk.entry import Entry, entry_of, mark
 from afield.sdk.result import Aggregate, check_aggregate
 from afield.sdk.runner import Runner
@@ -82,6 +82,8 @@ class Entrypoints:
         except WireError as error:
             hint = f"send the task's row as a JSON object with a valid '{wire.ROLLOUT_FIELD}'"
             return refusal(400, "invalid_payload", str(error), hint)
+        except Unavailable as error:
+            return refusal(503, "busy", str(error), "try again when other rollouts have ended")
 
 
 class App(Entrypoints):

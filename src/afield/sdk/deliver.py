@@ -7,6 +7,7 @@ after that Unavailable is raised, and the caller says so loudly.
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,13 @@ from afield.wire import CommitRecord, Hint, Invocation, OutcomeRecord
 DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 REQUEST_S = 30.0
 OBJECT_EXISTS = frozenset({"PreconditionFailed", "ConditionalRequestConflict", "412", "409"})
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirected POST becomes a GET that succeeds and delivers nothing."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
 
 
 class _Passing(Unavailable):
@@ -73,7 +81,7 @@ def _to_http(url: str, invocation: Invocation, record: OutcomeRecord) -> bool:
         method="POST",
     )
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as response:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=REQUEST_S) as response:
             response.read()
             return True
     except urllib.error.HTTPError as error:
@@ -83,7 +91,7 @@ def _to_http(url: str, invocation: Invocation, record: OutcomeRecord) -> bool:
             return False
         refused = f"{url} answered {error.code} to the outcome of {invocation.session_id}: {said}"
         raise (_Passing if error.code >= 500 or error.code in (408, 429) else Unavailable)(refused) from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise _Passing(f"{url} does not take the outcome of {invocation.session_id}: {error}") from error
 
 

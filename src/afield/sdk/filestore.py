@@ -122,18 +122,20 @@ def hint(root: Path, exp_id: str, session_id: str) -> None:
         log.warning("no hint for %s (%s); its commit will be found by a sweep", session_id, error)
 
 
-def take_hints(db: sqlite3.Connection, exp_id: str) -> list[str]:
+def hinted(db: sqlite3.Connection, exp_id: str) -> bool:
+    """Whether there is something to take. A reader blocks nobody and waits for nobody."""
+    return db.execute("SELECT 1 FROM hints WHERE exp_id = ? LIMIT 1", (exp_id,)).fetchone() is not None
+
+
+def take_hints(root: Path, exp_id: str) -> list[str]:
     """Hinted session ids, each taken by one caller only."""
-    # Reading first leaves the write lock to those who have something to say.
-    if db.execute("SELECT 1 FROM hints WHERE exp_id = ? LIMIT 1", (exp_id,)).fetchone() is None:
-        return []
-    with db:
+    with contextlib.closing(open_hints(root)) as db, db:
         rows = db.execute("DELETE FROM hints WHERE exp_id = ? RETURNING session_id", (exp_id,)).fetchall()
     return list(dict.fromkeys(session_id for (session_id,) in rows))
 
 
 def open_hints(root: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(root / HINTS, timeout=BUSY_S, check_same_thread=False)
+    db = sqlite3.connect(root / HINTS, timeout=BUSY_S)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")

@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import Struct
 
 from afield import wire
-from afield.errors import TaskFailure, WireError, boundary
+from afield.errors import TaskFailure, Unavailable, WireError, boundary
 from afield.sdk.blame import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import Entry
@@ -75,7 +75,7 @@ class Runner:
             return list(self._active)
 
     def accept(self, payload: object) -> Accepted:
-        """Start a rollout. Raises WireError before any work when the payload is not one."""
+        """Start a rollout. Raises before any work: WireError when the payload is not one, or Unavailable."""
         invocation = wire.read_payload(payload)
         accepted = Accepted(session_id=invocation.session_id, data_key=invocation.data_key)
         with self._lock:
@@ -88,12 +88,12 @@ class Runner:
         self._began(accepted.session_id)
         context = contextvars.copy_context()
         # A daemon: an agent that never returns must not keep its process from ending.
-        threading.Thread(
-            target=context.run,
-            args=(self._work, invocation, payload),
-            name=f"rollout {accepted.session_id}",
-            daemon=True,
-        ).start()
+        thread = threading.Thread(target=context.run, args=(self._work, invocation, payload), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._end(accepted.session_id)
+            raise Unavailable(f"no thread for {accepted.session_id}: {error}; run fewer at once") from error
         return accepted
 
     def close(self) -> None:
@@ -109,21 +109,25 @@ class Runner:
             record = self._perform(invocation, payload)
             self._bring(invocation, record)
         finally:
-            with self._lock:
-                self._done[session_id] = self._active.pop(session_id)
-                while len(self._done) > REMEMBERED:
-                    self._done.popitem(last=False)
-                if not self._active:
-                    self.changed = time.time()
-            self._ended(session_id)
+            self._end(session_id)
+
+    def _end(self, session_id: str) -> None:
+        with self._lock:
+            self._done[session_id] = self._active.pop(session_id)
+            while len(self._done) > REMEMBERED:
+                self._done.popitem(last=False)
+            if not self._active:
+                self.changed = time.time()
+        self._ended(session_id)
 
     def _perform(self, invocation: Invocation, payload: dict[str, Any]) -> OutcomeRecord:
         started = time.time()
-        # Echoed as it came, whatever the agent does to its copy; the session's key stays out of the store.
-        echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
+        echo: dict[str, Any] = {}
         results: list[Result] = []
         failures: list[Failure] = []
         with boundary(FailureKind.TASK, Reason.RAISED, failures.append), attributed():
+            # Echoed as it came, whatever the agent does to it; the session's key stays out of the store.
+            echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
                 value = asyncio.run_coroutine_threadsafe(_awaited(value), self._agents_loop()).result()

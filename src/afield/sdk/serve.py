@@ -13,13 +13,14 @@ import importlib
 import importlib.util
 import logging
 import os
+import select
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import uvicorn
 
@@ -134,20 +135,35 @@ def _announce(port: int, ready_fd: int | None) -> None:
 
 
 def _end_with_stdin() -> None:
-    """Keeps stdin for itself: the agent and its children get an empty one."""
-    watched = os.dup(0)
-    empty = os.open(os.devnull, os.O_RDONLY)
+    """Leaves stdin to a process that watches it; the agent and its children get an empty one.
+
+    A process, because a thread would wait for ever on an agent that holds the interpreter's lock.
+    """
+    watched, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
-    threading.Thread(target=_watch, args=(watched,), name="watch-stdin", daemon=True).start()
+    # Its writing end stays open here, and so ends with this process.
+    ours, _ = os.pipe()
+    us, lead = os.getpid(), os.getpgrp() == os.getpid()
+    if os.fork() == 0:
+        _watch(watched, ours, -us if lead else us)
+    os.close(watched)
+    os.close(ours)
 
 
-def _watch(descriptor: int) -> None:
-    while os.read(descriptor, 4096):
-        pass
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+def _watch(stdin: int, served: int, victim: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    low, high = sorted((stdin, served))
+    # Everything else it inherited; a descriptor kept open here would hide that the server ended.
+    for start, end in ((0, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(start, end)
+    while True:
+        ended, _, _ = select.select([stdin, served], [], [])
+        if served in ended:
+            os._exit(0)
+        if not os.read(stdin, 4096):
+            os.kill(victim, signal.SIGKILL)
+            os._exit(0)
 
 
 if __name__ == "__main__":

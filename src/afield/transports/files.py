@@ -7,8 +7,8 @@ agents race for. A directory that cannot be written is refused when the transpor
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
-import threading
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,8 @@ from afield.seams.transport import Fence
 from afield.types import Attempt
 from afield.wire import CommitRecord, Invocation, OutcomeRecord
 
+log = logging.getLogger("afield.transports")
+
 POLL_S = 0.02
 
 
@@ -26,7 +28,6 @@ class FilesTransport:
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
         self._db: sqlite3.Connection | None = None
-        self._reading = threading.Lock()
 
     async def __aenter__(self) -> Self:
         try:
@@ -39,7 +40,9 @@ class FilesTransport:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await asyncio.to_thread(self._close)
+        if self._db is not None:
+            self._db.close()
+            self._db = None
 
     def address(self) -> dict[str, Any]:
         return {"outcome_url": self._root.as_uri()}
@@ -54,17 +57,29 @@ class FilesTransport:
         return await asyncio.to_thread(self._fence, exp_id, attempt, reason)
 
     async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
+        if self._db is None:
+            raise UsageError("the files transport is used before 'async with' or after it")
         deadline = time.monotonic() + wait_s
-        while True:
-            sessions = await asyncio.to_thread(self._take, exp_id)
+        while not (sessions := await self._hinted(exp_id)):
             left = deadline - time.monotonic()
-            if sessions or left <= 0:
-                return [Attempt.from_session_id(s) for s in sessions]
+            if left <= 0:
+                break
             await asyncio.sleep(min(POLL_S, left))
+        return [Attempt.from_session_id(s) for s in sessions]
 
     async def sweep(self, exp_id: str) -> list[Attempt]:
         sessions = await asyncio.to_thread(filestore.committed, self._root, exp_id)
         return [Attempt.from_session_id(s) for s in sessions]
+
+    async def _hinted(self, exp_id: str) -> list[str]:
+        try:
+            # Looking costs less than a thread would; taking may wait for a writer and gets one.
+            if self._db is None or not filestore.hinted(self._db, exp_id):
+                return []
+            return await asyncio.to_thread(filestore.take_hints, self._root, exp_id)
+        except sqlite3.Error as error:
+            log.warning("no hints from %s (%s); a sweep finds what they would tell", self._root, error)
+            return []
 
     def _decision(self, exp_id: str, attempt: Attempt) -> OutcomeRecord | Fence | None:
         commit = filestore.read_commit(self._root, exp_id, attempt.session_id)
@@ -82,16 +97,3 @@ class FilesTransport:
                 f"the commit of {attempt.session_id} in {self._root} vanished; is something deleting it?"
             )
         return standing
-
-    def _take(self, exp_id: str) -> list[str]:
-        with self._reading:
-            if self._db is None:
-                raise UsageError("the files transport is used before 'async with' or after it")
-            return filestore.take_hints(self._db, exp_id)
-
-    def _close(self) -> None:
-        # The lock: a `hints` that was cancelled may still have its query running in a thread.
-        with self._reading:
-            if self._db is not None:
-                self._db.close()
-                self._db = None
