@@ -80,6 +80,40 @@ def test_the_separator_behind_the_end_of_a_turn_is_part_of_the_delta(models: dic
     assert models["tiny"].decode(delta) == "\n<|im_start|>user\nAnd eight?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_separator_the_template_writes_only_between_turns_is_there(tmp_path: Path) -> None:
+    write_model(tmp_path, "tiny")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>"
+        "{% if not loop.last or add_generation_prompt %} ++ {% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokens = ChatTokens.load(tmp_path)
+    delta = tokens.render_delta([USER], truncated=False)
+    assert delta is not None
+    assert tokens.decode(delta) == " ++ user: And eight?<|im_end|> ++ assistant: "
+
+
+def test_a_template_that_rewrites_what_was_said_is_not_appended_to(tmp_path: Path) -> None:
+    write_model(tmp_path, "tiny")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ messages | length }} messages\n"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokens = ChatTokens.load(tmp_path)
+    assert tokens.render_delta([USER], truncated=False) is None
+
+
+def test_a_message_that_only_this_template_refuses_is_left_to_the_whole_rendering(tmp_path: Path) -> None:
+    write_model(tmp_path, "tiny")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ raise_exception('no') if m.content == 'bad' }}"
+        "{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokens = ChatTokens.load(tmp_path)
+    assert tokens.render_delta([USER], truncated=False) is not None
+    assert tokens.render_delta([Message(role="user", content="bad")], truncated=False) is None
+
+
 def test_a_template_that_forgets_reasoning_still_appends_and_says_so(models: dict[str, ChatTokens]) -> None:
     tokens = models["thinking"]
     delta = tokens.render_delta([USER], truncated=False)

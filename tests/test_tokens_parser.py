@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as models_of_tokenizers
 
 from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.types import Message, ToolCall
@@ -312,6 +314,26 @@ def test_a_character_is_held_back_until_it_is_whole(tiny: Tiny) -> None:
     assert [parser.feed([token]) for token in snake] == [[], [], [], [TextDelta("🐍")]]
     assert parser.feed(snake[:3]) == []
     assert parser.finish() == [TextDelta("\ufffd")]
+
+
+def test_tokenizers_that_are_not_byte_level_stream_as_well(tmp_path: Path) -> None:
+    """Words with a mark for the blank before them, and bytes for what is not among them."""
+    words = ["▁the", "▁fox", "es", "▁"]
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        word: 256 + n for n, word in enumerate(words)
+    }
+    tokenizer = Tokenizer(models_of_tokenizers.BPE(vocabulary, [], byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
+    tokens = ChatTokens.load(tmp_path)
+    parser = tokens.parser(tools=False)
+    events = [event for token in [256, 257, 258, *"é!".encode(), 260] for event in parser.feed([token])]
+    assert joined(events + parser.finish()) == [TextDelta(" the foxesé!")]
+    assert tokens.stop_ids == (260,)
 
 
 def test_control_tokens_and_unknown_ids_never_show(tiny: Tiny) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,31 @@ def test_messages_a_template_refuses_are_a_usage_error(directories: dict[str, Pa
     tokens = ChatTokens.load(directories["moving"])
     with pytest.raises(TemplateRefusal, match=r"roles: user, system.*the system message comes first"):
         tokens.render([QUESTION, Message(role="system", content="no")], [])
+
+
+def test_tools_nested_without_end_are_a_usage_error(tiny: ChatTokens) -> None:
+    parameters: dict[str, Any] = {}
+    for _ in range(5000):
+        parameters = {"properties": parameters}
+    deep = Tool("deep", "", parameters, {"type": "function", "function": {"parameters": parameters}})
+    with pytest.raises(UsageError, match="nested too deeply"):
+        tiny.render([QUESTION], [deep])
+    with pytest.raises(UsageError, match="nested too deeply"):
+        tiny.root_key([deep])
+
+
+def test_several_threads_may_render_and_read_at_once(tiny: ChatTokens) -> None:
+    def work(n: int) -> tuple[list[int], list[int] | None, str]:
+        said = [Message(role="user", content=f"number {n} <|im_end|>")]
+        ids = tiny.render(said, [TOOL])
+        parser = tiny.parser(tools=True)
+        parser.feed(ids)
+        parser.finish()
+        return ids, tiny.render_delta(said, truncated=True), parser.reply.content
+
+    alone = [work(n) for n in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(40), timeout=60)) == alone
 
 
 def test_a_developer_message_is_a_system_message_to_a_template_that_knows_none(tiny: ChatTokens) -> None:

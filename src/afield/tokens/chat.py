@@ -21,7 +21,7 @@ from afield.tokens.certify import TRUNCATED, Certificate, Findings, certify
 from afield.tokens.delta import delta_text, pattern_of
 from afield.tokens.escape import Escape
 from afield.tokens.parser import Parser, ReplyReader
-from afield.tokens.template import ChatTemplate, Tool
+from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message
 
@@ -103,7 +103,10 @@ class ChatTokens:
             [tool.raw for tool in tools],
             self._arguments,
         ]
-        canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        try:
+            canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        except RecursionError as error:
+            raise TemplateRefusal("the tools are nested too deeply to be rendered") from error
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -118,7 +121,10 @@ class ChatTokens:
         end, appends = self._findings.end, self.certificate.appends
         if end is None or not appends.get(pattern_of(new)) or (truncated and not appends[TRUNCATED]):
             return None
-        text = delta_text(self._template, end, new)
+        try:
+            text = delta_text(self._template, end, new)
+        except TemplateRefusal:
+            text = None
         if text is None:
             return None
         ids = self._vocab.encode(text)

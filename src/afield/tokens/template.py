@@ -40,8 +40,8 @@ class Tool(Struct, frozen=True):
     raw: dict[str, Any]
 
 
-class TemplateRefusal(UsageError):
-    """The template cannot render these messages."""
+class TemplateRefusal(UsageError, ValueError):
+    """These messages or tools cannot be rendered."""
 
 
 class ChatTemplate:
