@@ -1,4 +1,4 @@
-"""The SDK as an agent's author meets it: decorators, results, failures, graders."""
+"""The SDK as an agent's author meets it: decorators, results and failures."""
 
 import math
 import subprocess
@@ -21,24 +21,13 @@ from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import OutcomeRecord
 from agents.invoking import EXP, invocation, payload
+from agents.running import run_inline
 
 pytestmark = pytest.mark.anyio
 
 
-async def run(agent: Callable[..., Any], row: dict[str, Any] | None = None) -> OutcomeRecord:
-    """What comes of one attempt of this agent."""
-    transport = MemoryTransport()
-    async with InlineRuntime(agent, transport.deliver) as runtime:
-        with anyio.fail_after(30):
-            await runtime.launch(Attempt("r", 1), payload(row or {}, invocation()))
-            await runtime.wait(Attempt("r", 1))
-    record = await transport.decision(EXP, Attempt("r", 1))
-    assert isinstance(record, OutcomeRecord)
-    return record
-
-
 async def failure_of(agent: Callable[..., Any]) -> Failure:
-    record = await run(agent)
+    record = await run_inline(agent)
     assert record.outcome.failure is not None
     return record.outcome.failure
 
@@ -92,7 +81,7 @@ async def test_a_decorated_function_is_still_a_plain_function() -> None:
         return task["n"] * 2
 
     assert double({"n": 2}) == 4
-    assert (await run(double, {"n": 3})).outcome.reward == 6
+    assert (await run_inline(double, {"n": 3})).outcome.reward == 6
 
 
 async def test_the_task_is_the_row_without_rollout_and_the_context_is_the_second_parameter() -> None:
@@ -103,7 +92,7 @@ async def test_the_task_is_the_row_without_rollout_and_the_context_is_the_second
         seen.extend([task, rollout])
         return 1.0
 
-    await run(agent, {"question": "?"})
+    await run_inline(agent, {"question": "?"})
     task, rollout = seen
     assert task == {"question": "?"}
     assert rollout.openai_base_url == "http://127.0.0.1:9/s/r.1/v1"
@@ -115,7 +104,7 @@ async def test_a_second_parameter_with_a_default_stays_the_authors_own() -> None
     def agent(task: dict, retries: int = 3) -> float:
         return retries
 
-    assert (await run(agent)).outcome.reward == 3
+    assert (await run_inline(agent)).outcome.reward == 3
 
 
 @pytest.mark.parametrize("wrong", [lambda: 1, lambda a, b, c: 1, lambda task, *, key: 1])
@@ -137,7 +126,7 @@ async def test_the_echo_is_the_row_as_it_came_and_holds_no_key() -> None:
         task["list"].append(1)
         return 1.0
 
-    record = await run(agent, {"list": []})
+    record = await run_inline(agent, {"list": []})
     assert record.payload == {"list": []}
     assert 0 < record.started <= record.ended
 
@@ -165,7 +154,7 @@ async def test_the_echo_is_the_row_as_it_came_and_holds_no_key() -> None:
     ],
 )
 async def test_what_counts_as_a_reward(value: object, reward: float) -> None:
-    assert (await run(returning(value))).outcome.reward == reward
+    assert (await run_inline(returning(value))).outcome.reward == reward
 
 
 @pytest.mark.parametrize(
@@ -202,7 +191,7 @@ async def test_the_failure_shows_the_value_that_was_no_number() -> None:
     ],
 )
 async def test_several_rewards_are_aggregated_the_way_the_author_says(aggregate: Any, reward: float) -> None:
-    outcome = (await run(returning({"rewards": {"a": 1, "b": 3}}, aggregate=aggregate))).outcome
+    outcome = (await run_inline(returning({"rewards": {"a": 1, "b": 3}}, aggregate=aggregate))).outcome
     assert outcome.reward == reward
     assert outcome.rewards == {"a": 1.0, "b": 3.0}
 
@@ -221,7 +210,7 @@ async def test_several_rewards_without_an_aggregation_say_what_to_do() -> None:
 
 async def test_metrics_stop_reason_and_extra_are_kept_and_the_records_own_fields_protected() -> None:
     value = {"reward": 1, "metrics": {"steps": 3}, "stop_reason": "solved", "session_id": "forged", "v": 99}
-    record = await run(returning({**value, "notes": ["a", {"b": None}]}))
+    record = await run_inline(returning({**value, "notes": ["a", {"b": None}]}))
     assert record.outcome.metrics == {"steps": 3.0}
     assert record.outcome.stop_reason == "solved"
     assert record.session_id == "r.1" and record.v == 1
@@ -355,53 +344,3 @@ INFRASTRUCTURE = (FailureKind.INFRASTRUCTURE, Reason.ENGINE)
 async def test_a_model_that_does_not_answer_is_not_blamed_on_the_agent(error: Any, expected: Any) -> None:
     failure = await failure_of(raising(error))
     assert (failure.kind, failure.reason) == expected
-
-
-# --- graders -------------------------------------------------------------------------------------
-
-
-class Exact(afield.Reward):
-    def __call__(self, *, answer: str, expected: str) -> float:
-        return answer == expected
-
-
-class Judge(afield.Reward):
-    name = "judge"
-
-    async def __call__(self, **kwargs: Any) -> dict[str, float]:
-        return {"clear": 1, "short": kwargs["short"]}
-
-
-class Crashing(afield.Reward):
-    def __call__(self, **kwargs: Any) -> float:
-        return 1 / 0
-
-
-async def test_a_grader_gives_finite_floats_sync_and_async() -> None:
-    reward = Exact()(answer="4", expected="4")
-    assert reward == 1.0 and isinstance(reward, float)
-    assert await Judge()(short=True) == {"clear": 1.0, "short": 1.0}
-    assert (Exact().name, Judge().name) == ("Exact", "judge")
-
-
-async def test_a_grader_that_crashes_is_not_blamed_on_the_agent() -> None:
-    with pytest.raises(afield.VerifierFailure, match="ZeroDivisionError"):
-        Crashing()()
-    with pytest.raises(afield.VerifierFailure, match="KeyError"):
-        await Judge()()
-    with pytest.raises(afield.VerifierFailure, match="'fast'"):
-        await Judge()(short="fast")
-
-    @afield.agent
-    def agent(task: dict) -> float:
-        return Crashing()(task=task)
-
-    assert (await failure_of(agent)).kind is FailureKind.VERIFIER
-
-
-def test_a_grader_without_a_call_says_so() -> None:
-    class Empty(afield.Reward):
-        pass
-
-    with pytest.raises(NotImplementedError, match="Empty defines no __call__"):
-        Empty()()

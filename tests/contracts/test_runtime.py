@@ -285,6 +285,33 @@ async def test_a_target_that_is_never_ready_fails_the_launch(tmp_path: Path) -> 
             await Place(runtime, transport).launch({"do": "reward"})
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_an_attempt_can_be_stopped_while_its_process_starts(tmp_path: Path, fresh: bool) -> None:
+    slow = tmp_path / "slow.py"
+    mark = tmp_path / "mark"
+    slow.write_text(
+        f"import os, time\nopen({str(mark)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(600)\n"
+    )
+    refused: list[RolloutFailure] = []
+    async with process(tmp_path, f"{slow}:agent", fresh=fresh) as runtime:
+
+        async def launch() -> None:
+            try:
+                await runtime.launch(Attempt("r", 1), payload({}, invocation()))
+            except RolloutFailure as failure:
+                refused.append(failure)
+
+        with anyio.fail_after(BOUND_S):
+            async with anyio.create_task_group() as group:
+                group.start_soon(launch)
+                await until(lambda: bool(pids(mark)))
+                await runtime.stop(Attempt("r", 1))
+        assert [f.reason for f in refused] == [Reason.CANCELLED]
+        if fresh:
+            await until(lambda: not any(map(alive, pids(mark))))
+    await until(lambda: not any(map(alive, pids(mark))))
+
+
 @pytest.mark.parametrize("given", [False, True])
 async def test_a_dropped_variable_does_not_reach_the_agent(
     tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
