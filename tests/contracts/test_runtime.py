@@ -274,6 +274,20 @@ async def test_a_target_that_cannot_start_fails_the_launch_with_what_it_printed(
         assert len(list((tmp_path / "logs").iterdir())) <= 6
 
 
+async def test_a_target_that_keeps_dying_does_not_spin(tmp_path: Path) -> None:
+    dying = tmp_path / "dying.py"
+    dying.write_text(
+        "import os, threading\nprint('born')\nthreading.Timer(0.1, os._exit, (7,)).start()\nagent = len\n"
+    )
+    async with process(tmp_path, f"{dying}:agent", workers=2) as runtime:
+        for n in range(1, 4):
+            with anyio.fail_after(BOUND_S), contextlib.suppress(InfrastructureFailure):
+                await runtime.launch(Attempt("r", n), payload({}, invocation(n=n)))
+            ended = await runtime.wait(Attempt("r", n))
+            assert ended.failure and "exit code 7" in ended.failure.message
+        assert len(list((tmp_path / "logs").iterdir())) <= 12
+
+
 async def test_a_target_that_is_never_ready_fails_the_launch(tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import time\nprint('thinking', flush=True)\ntime.sleep(600)\n")

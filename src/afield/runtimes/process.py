@@ -10,6 +10,7 @@ store knows better.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -28,6 +29,8 @@ KEEPALIVE_S = 10.0
 REAP_S = 10.0
 # How long after its connection broke a dead process is noticed at the latest.
 NOTICE_S = 1.0
+MISS_S = 0.5
+LONGEST_MISS_S = 30.0
 T = TypeVar("T")
 
 
@@ -67,8 +70,9 @@ class ProcessRuntime:
         self._where: dict[str, Worker] = {}
         self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
         self._started = 0
-        self._failed_starts = 0
+        self._misses = 0
         self._problem: InfrastructureFailure | None = None
+        self._retry_at = 0.0
         self._news = asyncio.Event()
         self._open = False
 
@@ -143,12 +147,13 @@ class ProcessRuntime:
             return failure
         worker.accepted.add(session_id)
         worker.served += 1
+        self._misses = 0
         return None
 
     async def _share(self, session_id: str) -> Worker:
         """A place in the least loaded warm worker."""
-        seen = self._failed_starts
-        if self._problem is None:
+        missed = self._problem
+        if self._misses == 0 or asyncio.get_running_loop().time() >= self._retry_at:
             self._top_up()
         while True:
             self._check_wanted(session_id)
@@ -156,7 +161,7 @@ class ProcessRuntime:
             if able:
                 return self._enter(min(able, key=lambda w: len(w.sessions)), session_id)
             if not any(not w.retired for w in self._workers):
-                if self._failed_starts > seen and self._problem is not None:
+                if self._problem is not None and self._problem is not missed:
                     raise _again(self._problem)
                 self._top_up()
             await self._news.wait()
@@ -166,7 +171,7 @@ class ProcessRuntime:
         while self._concurrency is not None and len(self._workers) >= self._concurrency:
             await self._news.wait()
             self._check_wanted(session_id)
-        worker = self._enter(self._spawn(), session_id)
+        worker = self._enter(self._spawn(session_id), session_id)
         while not worker.ready:
             self._check_wanted(session_id)
             if worker.problem is not None:
@@ -216,13 +221,12 @@ class ProcessRuntime:
         """Start what is missing of the warm workers."""
         serving = sum(not worker.retired for worker in self._workers)
         for _ in range(self._size - serving if self._open else 0):
-            self._spawn()
+            self._started += 1
+            # The process id keeps the logs of a run that is resumed apart.
+            self._spawn(f"worker-{os.getpid()}-{self._started}")
 
-    def _spawn(self) -> Worker:
-        self._started += 1
-        worker = Worker(
-            f"worker {self._started} of {self._target}", self._log_dir / f"worker-{self._started:04d}.log"
-        )
+    def _spawn(self, name: str) -> Worker:
+        worker = Worker(f"{name} of {self._target}", self._log_dir / f"{name}.log")
         self._workers[worker] = self._task(self._live(worker))
         return worker
 
@@ -231,14 +235,12 @@ class ProcessRuntime:
         polling: asyncio.Task[None] | None = None
         try:
             await worker.start(self._command)
-            self._problem = None
             self._tell()
             polling = self._task(self._poll(worker))
             ended = await worker.ended()
             self._bury(worker, ended)
         except InfrastructureFailure as problem:
-            self._failed_starts += 1
-            self._problem = worker.problem = problem
+            self._miss(worker, problem)
         finally:
             if polling is not None:
                 polling.cancel()
@@ -246,12 +248,22 @@ class ProcessRuntime:
             self._workers.pop(worker, None)
             self._tell()
             await worker.ended_within(REAP_S)
-        # One that died idle is replaced by the next launch: a target that keeps dying must not spin.
+        # One that never served is replaced by a later launch: a target that keeps dying must not spin.
         if worker.served:
             self._top_up()
 
+    def _miss(self, worker: Worker, problem: InfrastructureFailure) -> None:
+        """A process that was of no use. Each one in a row makes the next one wait longer."""
+        self._problem = worker.problem = problem
+        wait_s = min(MISS_S * 2**self._misses, LONGEST_MISS_S)
+        self._retry_at = asyncio.get_running_loop().time() + wait_s
+        self._misses += 1
+
     def _bury(self, worker: Worker, ended: str) -> None:
         tail = worker.tail()
+        if not worker.served and not worker.retired:
+            said = f"{worker.name} died with {ended} before it served; its log ends: {tail}"
+            self._miss(worker, InfrastructureFailure(said, Reason.LAUNCH))
         for session_id in list(worker.sessions):
             said = f"{worker.name} (pid {worker.pid}) died with {ended} while {session_id} ran"
             self._attempts.settle(session_id, broken(f"{said}; its log ends: {tail}", Reason.DIED, tail))

@@ -122,6 +122,9 @@ class Worker:
         # The group may outlive its leader: what the agent started is killed as well.
         self.kill()
         self._buried = True
+        with contextlib.suppress(FileNotFoundError):
+            if self._log.stat().st_size == 0:
+                self._log.unlink()
         return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
     async def ended_within(self, seconds: float) -> str | None:
@@ -144,8 +147,8 @@ class Worker:
             with self._log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 return file.read().decode("utf-8", "replace").strip()
-        except OSError as error:
-            return f"(no log: {error})"
+        except OSError:
+            return "(empty)"
 
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
         headers = {
