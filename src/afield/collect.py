@@ -37,7 +37,6 @@ from afield.types import (
 )
 
 DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}
-SWEEP_S = 5.0
 HINT_WAIT_S = 1.0
 
 
@@ -54,6 +53,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     concurrency: int = 64
     deadline_s: float = 300.0
     silence_s: float = 60.0
+    sweep_s: float = 5.0
     retries: Mapping[FailureKind, int] = field(default_factory=lambda: dict(DEFAULT_RETRIES))
     sampling: Sampling = Sampling()
     budget: Budget = Budget()
@@ -282,7 +282,7 @@ class Collector:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(self._plan.sweep_s)
             for attempt in await self._transport.sweep(self._plan.exp_id):
                 self._notice(attempt)
 

@@ -27,7 +27,9 @@ RECIPE = {
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "demo", help="watch an agent learn in about a minute", description=__doc__.split(": ", 1)[1]
+        "demo",
+        help="watch an agent learn in about a minute",
+        description="Watch a real agent learn, on this machine, offline.",
     )
     command.add_argument("--agent", default="openai", help=f"which agent: {', '.join(AGENTS)}")
     add_run_arguments(command)

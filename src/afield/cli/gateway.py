@@ -20,7 +20,9 @@ from afield.errors import UsageError
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "gateway", help="serve a model to agents, token-exact", description=__doc__.split(": ", 1)[1]
+        "gateway",
+        help="serve a model to agents, token-exact",
+        description="Serve a model to agents, and its turns to trainers.",
     )
     command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face model directory")
     command.add_argument(

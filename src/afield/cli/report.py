@@ -70,6 +70,7 @@ def draw(run: RunDir) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     lines = [line for line in run.read_metrics() if line["reward"] is not None]
     figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
@@ -79,7 +80,7 @@ def draw(run: RunDir) -> None:
     low = min([0.0, *(line["reward"] for line in lines)])
     high = max([1.0, *(line["reward"] for line in lines)])
     axes.set(xlabel="training step", ylabel="mean reward", ylim=(low - 0.02, high + 0.02), title=run.id)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(run.plot)

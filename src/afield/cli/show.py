@@ -18,7 +18,9 @@ from afield.types import Finished, Turn
 
 
 def add(commands: Any) -> None:
-    command = commands.add_parser("show", help="look at a run", description=__doc__.split(": ", 1)[1])
+    command = commands.add_parser(
+        "show", help="look at a run", description="Look at a run, or at one rollout turn by turn."
+    )
     command.add_argument("name", nargs="?", default="latest", metavar="RUN", help="id, path, or latest")
     command.add_argument("session", nargs="?", metavar="SESSION", help="a rollout or session id of it")
     command.add_argument("--tokens", action="store_true", help="every sampled token and its log-probability")

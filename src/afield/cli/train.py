@@ -24,7 +24,9 @@ OVERRIDABLE = ("steps", "keep_weights", "workers", "concurrency")
 
 
 def add(commands: Any) -> None:
-    command = commands.add_parser("train", help="train your agent", description=__doc__.split(": ", 1)[1])
+    command = commands.add_parser(
+        "train", help="train your agent", description="Train your own agent on your own tasks."
+    )
     command.add_argument(
         "agent", nargs="?", metavar="FILE.py:NAME", help="your agent; or package.module:name"
     )

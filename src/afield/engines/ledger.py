@@ -8,7 +8,7 @@ compared with it to prove that nothing was lost or altered on the way to the tra
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -64,7 +64,7 @@ class Ledger:
     async def load(self, version: int, path: str) -> None:
         await self._engine.load(version, path)
 
-    def generate(self, call: Call) -> AsyncIterator[Chunk]:
+    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         return watch(call, self._engine.generate(call), self._write)
 
     def _write(self, entry: Entry) -> None:
@@ -82,7 +82,7 @@ def read_ledger(path: str | Path) -> list[Entry]:
 
 
 async def watch(
-    call: Call, chunks: AsyncIterator[Chunk], write: Callable[[Entry], None]
+    call: Call, chunks: AsyncGenerator[Chunk], write: Callable[[Entry], None]
 ) -> AsyncGenerator[Chunk]:
     """The same chunks; an entry is written when the call ends, however it does."""
     seen: list[Chunk] = []
@@ -103,8 +103,7 @@ async def watch(
     finally:
         if owed is not None:
             write(_entry(call, seen, owed))
-        if isinstance(chunks, AsyncGenerator):
-            await chunks.aclose()
+        await chunks.aclose()
 
 
 def _entry(call: Call, chunks: list[Chunk], served: Served) -> Entry:

@@ -9,7 +9,7 @@ or changes its version in the middle of an answer when the script says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
@@ -92,10 +92,10 @@ class ScriptedEngine:
             self._version = version
             self.loaded.append((version, path))
 
-    def generate(self, call: Call) -> AsyncIterator[Chunk]:
+    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         return watch(call, self._chunks(call), self.ledger.append)
 
-    async def _chunks(self, call: Call) -> AsyncIterator[Chunk]:
+    async def _chunks(self, call: Call) -> AsyncGenerator[Chunk]:
         check_call(call, await self.info())
         answer = self._answer(call)
         tokens, finish = _as_sampled(answer, call, self._max_context - len(call.prompt_ids))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -164,7 +164,7 @@ class TorchEngine:
             vocab_size=decoder.vocab_size,
         )
 
-    async def generate(self, call: Call) -> AsyncIterator[Chunk]:
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         check_call(call, await self.info())
         mailbox = _Mailbox(self._outbox)
         request = Request(call, mailbox, self._seed)

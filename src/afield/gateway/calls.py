@@ -217,8 +217,7 @@ class Calls:
             log.error("session %s turn %s: %s", session.id, intent.id, error)
             raise engine_down(str(error)) from error
         finally:
-            if isinstance(chunks, AsyncGenerator):
-                await chunks.aclose()
+            await chunks.aclose()
             if not ended:
                 await asyncio.shield(self._abort(session, intent, partial, n))
 

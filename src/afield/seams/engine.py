@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol, Self
 
 from msgspec import Struct
@@ -54,8 +54,8 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo: ...
 
-    def generate(self, call: Call) -> AsyncIterator[Chunk]:
-        """Chunks until one carries a finish. Closing the iterator early abandons the call.
+    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        """Chunks until one carries a finish. Closing the generator early abandons the call.
 
         With `call.stream` unset the engine may answer in one chunk. A prompt the engine cannot take
         raises ValueError before the first chunk; an engine that breaks raises Unavailable.
