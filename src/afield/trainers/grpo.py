@@ -95,10 +95,8 @@ def check_rows(rows: Iterable[Row], *, vocabulary: int, context: int | None) -> 
                 raise UsageError(
                     f"{where}: tokens {turn.start} to {turn.end} are not sampled ones after a prompt"
                 )
-            if bad := [p for p in row.trajectory.logprobs[turn.start : turn.end] if not -math.inf < p <= 0]:
-                raise UsageError(
-                    f"{where}: recorded log-probability {bad[0]} is not a finite number of at most 0"
-                )
+            if bad := [p for p in row.trajectory.logprobs[turn.start : turn.end] if not math.isfinite(p)]:
+                raise UsageError(f"{where}: recorded log-probability {bad[0]} is not a finite number")
 
 
 # --- rows to tensors -----------------------------------------------------------------------------
@@ -203,6 +201,7 @@ class Measures:
 
     def compare(self, batch: Pass, logp: Tensor) -> None:
         """Policy against sampler, before any update; refuses what is not a number."""
+        logp = logp.detach()
         if (wrong := torch.nonzero(~torch.isfinite(logp)).flatten()).numel():
             row, place = batch.rows[int(batch.row[wrong[0]])], int(batch.position[wrong[0]])
             turn = next(turn.id for turn in row.trajectory.turns if turn.start <= place < turn.end)
