@@ -171,7 +171,7 @@ def test_whatever_is_appended_is_the_whole_renderings_end(
     models: dict[str, ChatTokens], parts: list[tuple[str, str]]
 ) -> None:
     tokens = models["tiny"]
-    new = [Message(role=role, content=text) for role, text in parts]  # type: ignore[arg-type]
+    new = [Message(role=role, content=text) for role, text in parts]
     delta = tokens.render_delta(new, truncated=True)
     if delta is not None:
         whole = tokens.render([*CONVERSATION[:5], *new], [TOOL])

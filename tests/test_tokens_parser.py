@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as models_of_tokenizers
@@ -303,6 +303,7 @@ def test_any_ids_give_the_text_the_tokenizer_gives(tiny: Tiny, ids: list[int]) -
 @given(text=st.text())
 @settings(max_examples=200, deadline=None)
 def test_any_text_comes_back(tiny: Tiny, text: str) -> None:
+    assume(not text.lstrip().startswith("<think>"))
     ids = tiny.tokens.encode_text(text)
     assert tiny.read(ids, cuts=range(1, len(ids)), tools=False)[0].content == text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from afield.errors import UsageError
@@ -78,9 +78,8 @@ def test_any_plain_conversation_is_what_transformers_makes_of_it(
     directories: dict[str, Path], tiny: ChatTokens, contents: list[str], with_tools: bool
 ) -> None:
     roles = ["user", "assistant"] * 2
-    messages = [Message(role=role, content=text) for role, text in zip(roles, contents, strict=False)]  # type: ignore[arg-type]
-    contents_have_literals = any(literal in text for text in contents for literal in CONTROL + MARKERS)
-    assert not contents_have_literals
+    messages = [Message(role=role, content=text) for role, text in zip(roles, contents, strict=False)]
+    assume(not any(literal in text for text in contents for literal in CONTROL + MARKERS))
     expected = oracle(directories["tiny"]).apply_chat_template(
         [as_transformers_takes_it(message) for message in messages],
         tools=[RAW_TOOL] if with_tools else None,

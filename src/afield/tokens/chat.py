@@ -131,9 +131,10 @@ class ChatTokens:
         return ids if truncated else ids[1:]
 
     def parser(self, *, tools: bool, hold_calls: bool = False) -> Parser:
-        """A fresh parser for one reply. With `hold_calls` a call is reported when it is closed, all at once,
+        """A fresh parser for one reply.
 
-        so that nothing reported is ever withdrawn; without, as it is sampled.
+        A call is reported as it is sampled, and withdrawn should it turn out malformed; with
+        `hold_calls` it is reported when it is closed, all at once, and nothing is ever withdrawn.
         """
         reader = ReplyReader(
             reasoning=self.certificate.reasoning,
