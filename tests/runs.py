@@ -74,8 +74,8 @@ def until(ready: Callable[[], Any], what: str, seconds: float = 60) -> Any:
     raise AssertionError(f"never happened within {seconds} s: {what}")
 
 
-def children(pid: int) -> dict[int, str]:
-    """Processes that `pid` started, and theirs, with their command lines."""
+def children(pid: int, *, deep: bool = True) -> dict[int, str]:
+    """Processes that `pid` started, and theirs if `deep`, with their command lines."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -86,7 +86,7 @@ def children(pid: int) -> dict[int, str]:
                 continue
             if parent == pid:
                 found[int(entry.name)] = line
-    for child in list(found):
+    for child in list(found) if deep else ():
         found |= children(child)
     return found
 

@@ -9,6 +9,7 @@ the field that is wrong. Keys of stored objects are made here and nowhere else.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -20,6 +21,7 @@ from afield.errors import WireError
 from afield.types import Attempt, Failure, Outcome, Rollout, Sampling, Task, check_id
 
 VERSION = 1
+MAX_PART = 200
 ROLLOUT_FIELD = "_rollout"
 T = TypeVar("T")
 
@@ -75,7 +77,11 @@ class Invocation(Struct, frozen=True, kw_only=True):
 
 
 def data_key(exp_id: str, input_id: str, session_id: str) -> str:
-    return f"{exp_id}/{quote(input_id, safe='')}/{session_id}.json"
+    """A task's id is free text; as part of a key it must not climb, collide or outgrow a file name."""
+    part = quote(input_id, safe="")
+    if part in {".", "..", "commits"} or len(part) > MAX_PART:
+        part = f"task-{hashlib.sha256(input_id.encode()).hexdigest()}"
+    return f"{exp_id}/{part}/{session_id}.json"
 
 
 def commit_key(exp_id: str, session_id: str) -> str:
@@ -102,7 +108,7 @@ def read_payload(payload: object) -> Invocation:
     return convert(part, Invocation, f"'{ROLLOUT_FIELD}'")
 
 
-class OutcomeRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OutcomeRecord(Struct, frozen=True, kw_only=True):
     """The data object of an attempt: the outcome, who it belongs to, and what the agent was given."""
 
     v: int = VERSION
@@ -128,7 +134,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-class CommitRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class CommitRecord(Struct, frozen=True, kw_only=True):
     """What decides an attempt: committed with its data, or fenced. The first writer wins."""
 
     v: int = VERSION

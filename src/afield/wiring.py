@@ -123,16 +123,42 @@ def check_choices(config: TrainConfig) -> None:
     choose("trainer", config.trainer, TRAINERS)
     choose("engine", config.engine.partition("=")[0], ENGINES)
     load("tokens:ChatTokens").load(Path(config.model))
+    agent, _, name = config.agent.rpartition(":")
+    if not agent or not name:
+        raise UsageError(f"agent {config.agent!r} must be path/to/file.py:name or package.module:name")
+    if agent.endswith(".py") and not Path(agent).is_file():
+        raise UsageError(f"there is no file {agent}")
     if config.transport == "memory" and config.runtime != "inline":
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")
 
 
-@asynccontextmanager
-async def gateway_process(config: TrainConfig, run: RunDir) -> AsyncIterator[Any]:
-    """A gateway with its engine in a process of its own, and the Gateway seam to it.
+class GatewayChild:
+    """A gateway with its engine in a process of its own.
 
-    The child watches its standard input: it ends when we do, even after a kill -9.
+    It watches its standard input: it ends when we do, even after a kill -9.
     """
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    async def ready(self) -> dict[str, str]:
+        """Its address and admin key, once it serves."""
+        assert self._process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise UsageError(
+                f"the gateway did not start in {START_TIMEOUT_S:g} s; see {self._log}"
+            ) from error
+        if not line:
+            text = await asyncio.to_thread(self._log.read_text, errors="replace")
+            raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
+        return json.loads(line)
+
+
+@asynccontextmanager
+async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[GatewayChild]:
     command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
     command += [
         "--model",
@@ -159,24 +185,9 @@ async def gateway_process(config: TrainConfig, run: RunDir) -> AsyncIterator[Any
             start_new_session=True,
         )
     try:
-        told = await _ready(process, log_path)
-        made = load("gateway.client:HttpGateway")
-        async with made(told["url"], told["admin_key"]) as client:
-            yield client
+        yield GatewayChild(process, log_path)
     finally:
         await _end(process)
-
-
-async def _ready(process: asyncio.subprocess.Process, log: Path) -> dict[str, str]:
-    assert process.stdout is not None
-    try:
-        line = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-    except TimeoutError as error:
-        raise UsageError(f"the gateway did not start within {START_TIMEOUT_S:g} s; see {log}") from error
-    if not line:
-        text = await asyncio.to_thread(log.read_text, errors="replace")
-        raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
-    return json.loads(line)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -202,13 +213,19 @@ async def training(
     """Everything a training run consists of, started; and ended again, in the reverse order."""
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(run.journal))
+        # All three are slow to start and do so at the same time; agents end before their gateway does.
         learner = asyncio.create_task(asyncio.to_thread(trainer, config))
-        gateway = await stack.enter_async_context(gateway_process(config, run))
+        child = await stack.enter_async_context(gateway_child(config, run))
         carrier = await stack.enter_async_context(transport(config, run))
+        agents = await stack.enter_async_context(runtime(config, run, carrier))
+        told = await child.ready()
+        client = load("gateway.client:HttpGateway")(told["url"], told["admin_key"])
+        gateway = await stack.enter_async_context(client)
+        await agents.check()
         collector = Collector(
             plan(config, run),
             gateway=gateway,
-            runtime=await stack.enter_async_context(runtime(config, run, carrier)),
+            runtime=agents,
             transport=carrier,
             journal=journal,
             watcher=watcher,

@@ -10,6 +10,7 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -38,15 +39,14 @@ class Screen:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        say = self._console.print
-        say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {self._config.agent}", soft_wrap=True)
-        say("starting gateway, engine, agents and trainer ...")
+        self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {self._config.agent}")
+        self._say("starting gateway, engine, agents and trainer ...")
         return self
 
     def ready(self) -> None:
         took = time.monotonic() - self._began
         per_step = self._config.tasks_per_step * self._config.rollouts
-        self._console.print(f"ready after {took:.1f} s; {self._config.steps} steps of {per_step} rollouts")
+        self._say(f"ready after {took:.1f} s; {self._config.steps} steps of {per_step} rollouts")
         if self._console.is_terminal:
             self._live = Live(self._view(), console=self._console, refresh_per_second=4)
             self._live.start()
@@ -69,9 +69,7 @@ class Screen:
         if self._failures[what] <= SHOWN_FAILURES:
             then = "retried" if will_retry else "kept as data"
             first = (failure.message.strip().splitlines() or ["no message"])[0][:160]
-            self._console.print(
-                f"{outcome.session_id}: {what}: {first} ({then})", markup=False, style="yellow"
-            )
+            self._say(f"[yellow]{escape(f'{outcome.session_id}: {what}: {first} ({then})')}[/]")
 
     def rollout_finished(self, finished: Finished) -> None:
         self._in_step += 1
@@ -86,18 +84,22 @@ class Screen:
         if self._live:
             self._refresh()
         else:
-            self._console.print(describe(line, self._config.steps), markup=False)
+            self._say(escape(describe(line, self._config.steps)))
 
     def farewell(self, summary: Summary) -> None:
-        say = self._console.print
+        say = self._say
         say(
             f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
-        say(f"everything is in {self._run.path}", soft_wrap=True)
-        say(f"  curve      {self._run.plot}", soft_wrap=True)
+        say(f"everything is in {self._run.path}")
+        say(f"  curve      {self._run.plot}")
         say(f"  look at it afield show {self._run.id}")
         say("  next       afield train my_agent.py:agent --tasks tasks.jsonl --model DIR")
+
+    def _say(self, text: str) -> None:
+        """Lines are never broken: a path stays one word for whoever copies or greps it."""
+        self._console.print(text, soft_wrap=True)
 
     # --- drawing ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -91,7 +92,12 @@ def start(
         tasks = tasks if tasks is not None else read_tasks(Path(config.tasks or _missing_tasks()))
         run = create(runs, kind, config, tasks)
     with run.locked():
-        return asyncio.run(train(config, run, tasks, as_json=args.json))
+        try:
+            return asyncio.run(train(config, run, tasks, as_json=args.json))
+        except UsageError:
+            if not args.resume and run.last_state() is None:
+                shutil.rmtree(run.path, ignore_errors=True)  # it never began; the message says why
+            raise
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

@@ -60,6 +60,9 @@ class InlineRuntime:
         if self._runner is not None:
             self._runner.close()
 
+    async def check(self) -> None:
+        """The agent is a function of this process: it is there."""
+
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if self._runner is None:
             raise RuntimeError("launch is called inside 'async with runtime'")

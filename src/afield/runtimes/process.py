@@ -108,6 +108,18 @@ class ProcessRuntime:
 
     # --- the verbs -------------------------------------------------------------------------------
 
+    async def check(self) -> None:
+        """Until the warm workers are up, or a probe was; what stops them is in the error."""
+        started = list(self._workers) or [self._spawn(f"check-{os.getpid()}")]
+        while not all(worker.ready or worker.problem for worker in started):
+            await self._news.wait()
+        for worker in started:
+            if worker.problem is not None:
+                raise UsageError(f"the agent {self._target} cannot be started: {worker.problem}")
+            if self._fresh:
+                worker.retired = True
+                worker.kill()
+
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if not self._open:
             raise RuntimeError("launch is called inside 'async with runtime'")

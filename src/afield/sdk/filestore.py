@@ -8,7 +8,6 @@ Shared by the agents that deliver and the transport that reads.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import sqlite3
@@ -23,7 +22,6 @@ from afield.wire import CommitRecord, Invocation, OutcomeRecord
 log = logging.getLogger("afield.sdk")
 
 HINTS = "hints.sqlite"
-NAME_BYTES = 200
 BUSY_S = 10.0
 SCHEMA = """CREATE TABLE IF NOT EXISTS hints
     (id INTEGER PRIMARY KEY, exp_id TEXT NOT NULL, session_id TEXT NOT NULL)"""
@@ -37,11 +35,11 @@ def deliver(root: Path, invocation: Invocation, record: OutcomeRecord) -> bool:
     commit = CommitRecord(session_id=invocation.session_id, data_key=invocation.data_key)
     data = wire.encode(record)
     with writing(root, invocation.session_id):
-        if _commit_path(root, invocation.commit_key).exists():
+        if _path(root, invocation.commit_key).exists():
             return False
-        path = _data_path(root, invocation.data_key)
+        path = _path(root, invocation.data_key)
         mine = put_if_absent(path, data) or path.read_bytes() == data
-        won = put_if_absent(_commit_path(root, invocation.commit_key), wire.encode(commit))
+        won = put_if_absent(_path(root, invocation.commit_key), wire.encode(commit))
     hint(root, invocation.exp_id, invocation.session_id)
     return won and mine
 
@@ -49,15 +47,13 @@ def deliver(root: Path, invocation: Invocation, record: OutcomeRecord) -> bool:
 def put_commit(root: Path, exp_id: str, commit: CommitRecord) -> bool:
     """Decide an attempt, unless it is decided already."""
     with writing(root, commit.session_id):
-        return put_if_absent(
-            _commit_path(root, wire.commit_key(exp_id, commit.session_id)), wire.encode(commit)
-        )
+        return put_if_absent(_path(root, wire.commit_key(exp_id, commit.session_id)), wire.encode(commit))
 
 
 def read_commit(root: Path, exp_id: str, session_id: str) -> CommitRecord | None:
     key = wire.commit_key(exp_id, session_id)
     try:
-        data = _commit_path(root, key).read_bytes()
+        data = _path(root, key).read_bytes()
     except FileNotFoundError:
         return None
     return wire.decode(data, CommitRecord, key)
@@ -65,7 +61,7 @@ def read_commit(root: Path, exp_id: str, session_id: str) -> CommitRecord | None
 
 def read_record(root: Path, commit: CommitRecord) -> OutcomeRecord:
     try:
-        data = _data_path(root, commit.data_key).read_bytes()
+        data = _path(root, commit.data_key).read_bytes()
     except FileNotFoundError:
         raise WireError(
             f"the commit of {commit.session_id} names {commit.data_key}, which is missing"
@@ -75,7 +71,7 @@ def read_record(root: Path, commit: CommitRecord) -> OutcomeRecord:
 
 def committed(root: Path, exp_id: str) -> list[str]:
     """The session ids of all decided attempts of an experiment."""
-    folder = _commit_path(root, wire.commit_key(exp_id, "any")).parent
+    folder = _path(root, wire.commit_key(exp_id, "any")).parent
     return sorted(p.name.removesuffix(".json") for p in folder.glob("*.json")) if folder.exists() else []
 
 
@@ -149,16 +145,8 @@ def open_hints(root: Path) -> sqlite3.Connection:
 # --- paths ---------------------------------------------------------------------------------------
 
 
-def _commit_path(root: Path, key: str) -> Path:
+def _path(root: Path, key: str) -> Path:
     return root.joinpath(*key.split("/"))
-
-
-def _data_path(root: Path, key: str) -> Path:
-    """Where a data object lies. A task may be named '..', 'commits', or longer than a file name can be."""
-    exp_id, input_id, name = key.split("/")
-    if input_id in {".", "..", "commits"} or len(input_id) > NAME_BYTES:
-        input_id = f"task-{hashlib.sha256(input_id.encode()).hexdigest()}"
-    return root / exp_id / input_id / name
 
 
 def _sync_directory(folder: Path) -> None:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.watch_stdin:
         _end_with_stdin()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("afield").setLevel(logging.INFO)
     try:
         app = load(options.target)
         listener = _listen(options.host, options.port)
@@ -63,8 +64,8 @@ class _Server(uvicorn.Server):
         self._announce()
 
 
-def load(target: str) -> Entrypoints:
-    """The app a target names; a function is put into one."""
+def load_object(target: str) -> Any:
+    """What a target names, whatever it is."""
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"target {target!r} must be path/to/file.py:name or package.module:name")
@@ -73,11 +74,15 @@ def load(target: str) -> Entrypoints:
     if found is None:
         has = sorted(n for n, v in vars(module).items() if not n.startswith("_") and _ours(v, module))
         raise UsageError(f"{place} has no {name!r}; it has: {', '.join(has) or 'nothing to serve'}")
+    return found
+
+
+def load(target: str) -> Entrypoints:
+    """The app a target names; a function is put into one."""
+    found = load_object(target)
     if isinstance(found, Entrypoints):
         if found.runner is None:
-            raise UsageError(
-                f"{target}: decorate a function with @{name}.rollout_entrypoint; the app has none"
-            )
+            raise UsageError(f"{target}: decorate a function with @app.rollout_entrypoint; the app has none")
         return found
     return App(entry_of(found))
 

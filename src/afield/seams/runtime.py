@@ -23,6 +23,10 @@ class Runtime(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
+    async def check(self) -> None:
+        """Before the first launch: raises UsageError if the agent cannot be started here at all."""
+        ...
+
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         """Start an attempt; returns once the agent has taken the payload.
 

@@ -1,0 +1,118 @@
+"""The commands as a user meets them: help, wrong input, exit codes, pipes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from gateways import POLICY
+from runs import AGENTS, afield, start, summary, train_arguments, write_tasks
+
+ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
+AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "gateway", "show"])
+def test_every_command_explains_itself(tmp_path: Path, command: str) -> None:
+    code, out, err = afield(tmp_path, command, "--help")
+    assert (code, err) == (0, "")
+    assert "usage: afield" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", AGENT, "--tasks", "nowhere.jsonl", "--model", POLICY], "there is no task file"),
+        (["train", AGENT, "--tasks", "bad.jsonl", "--model", POLICY], "bad.jsonl line 3"),
+        (["train", AGENT, "--tasks", "empty.jsonl", "--model", POLICY], "has no tasks"),
+        (["train", AGENT, "--tasks", "twice.jsonl", "--model", POLICY], "twice.jsonl line 2"),
+        (["train", AGENT, "--tasks", "reserved.jsonl", "--model", POLICY], "reserved.jsonl line 1"),
+        (["train", AGENT, "--tasks", "good.jsonl", "--model", "no/such/model"], "no/such/model"),
+        (["train", AGENT, "--tasks", "good.jsonl"], "model is missing"),
+        (["train", AGENT, "--model", POLICY], "no tasks"),
+        (["train", "--tasks", "good.jsonl", "--model", POLICY], "agent is missing"),
+        (["train", "nowhere.py:agent", "--tasks", "good.jsonl", "--model", POLICY], "there is no file"),
+        (["train", f"{AGENTS / 'slow_agent.py'}:agnet", "--tasks", "good.jsonl", "--model", POLICY], "agnet"),
+        (
+            ["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--runtime", "proces"],
+            "inline, process",
+        ),
+        (["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--transport", "sq"], "files, memory"),
+        (["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--trainer", "ppo"], "grpo"),
+        (["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--steps", "0"], "steps"),
+        (["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--rollouts", "1"], "quorum"),
+        (
+            ["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--config", "typo.toml"],
+            "temperature",
+        ),
+        (["train", AGENT, "--config", "gone.toml"], "gone.toml"),
+        (["train", "--resume", "nothing"], "unknown run 'nothing'"),
+        (["demo", "--agent", "crewai"], "openai, strands, langgraph"),
+        (["show"], "there is no run"),
+        (["gateway", "--model", "nowhere"], "nowhere"),
+        (["gateway", "--model", POLICY, "--host", "0.0.0.0", "--port", "0"], "--admin-key"),
+        (["gateway", "--model", POLICY, "--engine", "vlm", "--port", "0"], "scripted, torch"),
+    ],
+)
+def test_bad_input_is_named_with_its_remedy(tmp_path: Path, arguments: list[object], says: str) -> None:
+    good = [json.dumps(row) for row in ROWS]
+    (tmp_path / "bad.jsonl").write_text("\n".join([*good[:2], '{"id": "x", ', *good[2:]]))
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "twice.jsonl").write_text("\n".join([good[0], good[0]]))
+    (tmp_path / "reserved.jsonl").write_text(json.dumps({"_rollout": {}}))
+    (tmp_path / "typo.toml").write_text("[train]\ntemprature = 0.5\n")
+    write_tasks(tmp_path / "good.jsonl", ROWS)
+    code, out, err = afield(tmp_path, *arguments)
+    assert code == 2, out + err
+    assert says in err
+    assert "Traceback" not in err or "importing" in err
+    assert not list((tmp_path / "runs").glob("*/metrics.jsonl"))
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = afield(tmp_path, "gateway", "--model", POLICY, "--port", port)
+    assert code == 2
+    assert f"port {port}" in err and "--port" in err
+
+
+def test_train_show_and_pipes_work_for_a_users_own_agent(tmp_path: Path) -> None:
+    sizes = ("--steps", 2, "--tasks-per-step", 2, "--rollouts", 2)
+    code, out, err = afield(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *sizes))
+    assert code == 0, err
+    assert len(out.strip().splitlines()) == 1
+    told = summary(out)
+    run = Path(told["run"])
+    assert told["steps"] == 2 and told["rollouts"] == 8 and told["turns_per_rollout"] == 2.0
+    for name in ("rewards.png", "metrics.jsonl", "summary.json", "run.json", "rollouts/step-0002.jsonl"):
+        assert (run / name).stat().st_size > 0
+    assert json.loads((run / "summary.json").read_text()) == told
+
+    code, out, err = afield(tmp_path, "show")
+    assert code == 0 and run.name in out
+    rollout = out.strip().rpartition(" ")[2]
+    code, out, err = afield(tmp_path, "show", run.name, rollout, "--tokens")
+    assert code == 0, err
+    assert "[user] Are you sure?" in out and "T2" in out
+    code, out, err = afield(tmp_path, "show", run.name, rollout, "--json")
+    assert json.loads(out)["rollout"]["id"] == rollout
+    code, out, err = afield(tmp_path, "show", run.name, "--json")
+    assert len(json.loads(out)["metrics"]) == 2
+    code, out, err = afield(tmp_path, "show", run.name, "nobody")
+    assert code == 2 and "nobody" in err
+
+    code, out, err = afield(tmp_path, "train", "--resume", run.name, "--lr", 0.5)
+    assert code == 2 and "lr" in err
+
+    shown = start(tmp_path, "show", run.name, rollout, "--tokens")
+    assert shown.stdout and shown.stderr
+    shown.stdout.close()
+    assert "Traceback" not in shown.stderr.read()
+    shown.stderr.close()
+    shown.wait(20)
