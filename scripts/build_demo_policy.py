@@ -1,8 +1,8 @@
 """Build the demo's start checkpoint, `src/afield/demo/policy/`: tokenizer, template, a small transformer.
 
 The warm start follows the format of the demo's agents always, and is right only part of the time: it
-picks the right tool, the right item and the right number each with a probability given below, so that
-about a fifth of its answers are correct and there is something to learn. Every prompt is rendered
+mixes up tools, it mixes up items, and it often rounds the number it found. About a fifth of its answers are
+correct, so there is something to learn. Every prompt is rendered
 through the checkpoint's own chat template with the system prompts and tool schemas the agents really
 send. The seed is fixed; a rebuild gives a policy of equal quality.
 """
@@ -34,13 +34,16 @@ from afield.demo.agents import langgraph_agent, openai_agent, strands_agent
 POLICY = Path(__file__).resolve().parent.parent / "src/afield/demo/policy"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 SPECIAL += ["<tool_response>", "</tool_response>", "<think>", "</think>"]
-NUMBERS = range(10, 100)
 TOOL = {"price": "get_price", "stock": "get_stock"}
+EXACT = {"price": "It costs ${number}.", "stock": "There are {number} left."}
+VAGUE = {"price": "It costs about ${number}.", "stock": "There are about {number} left."}
 
 # How often a demonstration is right, decision by decision.
-RIGHT_TOOL, RIGHT_ITEM, RIGHT_NUMBER = 0.8, 0.55, 0.5
+RIGHT_TOOL, RIGHT_ITEM, EXACT_NUMBER = 0.9, 0.7, 0.35
 # How often one starts with an answer out of nowhere (not trained) and looks it up when told to.
 NUDGED = 0.04
+# Noise on the weights, as a share of their size, while the warm start takes its gradients.
+SHAKE = 0.1
 
 
 class Harness(NamedTuple):
@@ -70,14 +73,13 @@ class Demonstration(NamedTuple):
     asked: tuple[str, str]  # field, item
     looked_up: tuple[str, str]
     found: int
-    answered: int
+    exact: bool
     guess: int | None
 
 
 def demonstrate(rng: random.Random) -> Demonstration:
     field, item = rng.choice(list(TOOL)), rng.choice(shop.ITEMS)
     other = next(f for f in TOOL if f != field)
-    found = rng.choice(NUMBERS)
     return Demonstration(
         harness=rng.randrange(len(harnesses())),
         asked=(field, item),
@@ -85,9 +87,9 @@ def demonstrate(rng: random.Random) -> Demonstration:
             field if rng.random() < RIGHT_TOOL else other,
             item if rng.random() < RIGHT_ITEM else rng.choice([i for i in shop.ITEMS if i != item]),
         ),
-        found=found,
-        answered=found if rng.random() < RIGHT_NUMBER else rng.choice([n for n in NUMBERS if n != found]),
-        guess=rng.choice(NUMBERS) if rng.random() < NUDGED else None,
+        found=rng.choice(shop.NUMBERS),
+        exact=rng.random() < EXACT_NUMBER,
+        guess=rng.choice(shop.NUMBERS) if rng.random() < NUDGED else None,
     )
 
 
@@ -104,14 +106,19 @@ def call(field: str, item: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
+def vague(asked: str, found: int) -> str:
+    return VAGUE[asked].format(number=min(90, max(10, round(found, -1))))
+
+
 def conversation(demo: Demonstration) -> list[dict[str, Any]]:
     (asked, item), harness = demo.asked, harnesses()[demo.harness]
     messages = [{"role": "system", "content": harness.system}, user(shop.QUESTIONS[asked].format(item=item))]
     if demo.guess is not None:
-        messages += [assistant(shop.ANSWERS[asked].format(number=demo.guess)), user(harness.nudge)]
+        messages += [assistant(VAGUE[asked].format(number=demo.guess)), user(harness.nudge)]
     messages.append(call(*demo.looked_up))
     messages.append({"role": "tool", "content": str(demo.found)})
-    messages.append(assistant(shop.ANSWERS[asked].format(number=demo.answered)))
+    answer = EXACT[asked].format(number=demo.found) if demo.exact else vague(asked, demo.found)
+    messages.append(assistant(answer))
     return messages
 
 
@@ -119,9 +126,9 @@ def conversation(demo: Demonstration) -> list[dict[str, Any]]:
 
 
 def build_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE. Pieces may span words, but not lines, numbers or JSON string values."""
+    """Byte-level BPE. Pieces may span words, but end with a line, a number or a JSON string value."""
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r'\n|\d{1,2}|(?<=": ")[^"\n\d]+|(?:(?!(?<=": "))[^\n\d])+')
+    pieces = Regex(r'\d{1,2}|(?<=": ")[^"\n\d]+|(?:(?!(?<=": "))[^\n\d])*\n|(?:(?!(?<=": "))[^\n\d])+')
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(pieces, "isolated"),
@@ -137,7 +144,7 @@ def build_tokenizer(texts: list[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    numbers = [f"{number}\n" for number in NUMBERS for _ in texts]
+    numbers = [f"{number}\n" for number in range(10, 100) for _ in texts]
     plain = [functools.reduce(lambda text, token: text.replace(token, "\n"), SPECIAL, text) for text in texts]
     tokenizer.train_from_iterator([*plain, *numbers], trainer)
     return tokenizer
@@ -224,7 +231,15 @@ def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
+@torch.no_grad()
+def shake(model: Any, level: float) -> list[torch.Tensor]:
+    noise = [level * p.square().mean().sqrt() * torch.randn_like(p) for p in model.parameters()]
+    torch._foreach_add_(list(model.parameters()), noise)
+    return noise
+
+
 def warm_start(model: Any, renderer: Renderer, rng: random.Random, steps: int, lr: float) -> None:
+    """Gradients are taken at weights a little off, so that the format survives the first steps of training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     for step in range(steps):
         rows = [renderer.row(demonstrate(rng)) for _ in range(64)]
@@ -235,12 +250,15 @@ def warm_start(model: Any, renderer: Renderer, rng: random.Random, steps: int, l
             group["lr"] = (
                 lr * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
             )
+        noise = shake(model, SHAKE)
         needed = mask[:, 1:].any(dim=0).nonzero().flatten()
         logits = model(ids, logits_to_keep=needed).logits
         chosen = mask[:, 1:][:, needed]
         loss = torch.nn.functional.cross_entropy(logits[chosen], ids[:, 1:][:, needed][chosen])
         optimizer.zero_grad()
         loss.backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), noise)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:

@@ -1,8 +1,8 @@
 """The demo's task: questions about a small shop, answered by looking into its database.
 
 A task's row is the whole world of one question: what is asked, what the shop holds, the right answer.
-Prices and stock are drawn anew for every task, so an answer can be looked up but never remembered, and
-all numbers of a shop differ, so that a wrong look-up never gives the right answer by luck.
+Prices and stock are drawn anew for every task, so an answer can be looked up but never remembered. All
+numbers of a shop differ and none is round, so that neither a wrong look-up nor a guess is right by luck.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ITEMS = tuple(
     f"{colour} {thing}" for thing in ("mug", "lamp", "chair", "clock") for colour in ("red", "teal")
 )
 QUESTIONS = {"price": "How much is the {item}?", "stock": "How many {item}s are left?"}
-ANSWERS = {"price": "It costs ${number}.", "stock": "There are {number} left."}
+NUMBERS = tuple(number for number in range(11, 100) if number % 10)
 
 
 def tasks(seed: int, n: int) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def tasks(seed: int, n: int) -> list[dict[str, Any]]:
 
 
 def _task(rng: random.Random, seed: int, number: int, item: str, field: str) -> dict[str, Any]:
-    values = rng.sample(range(10, 100), 2 * len(ITEMS))
+    values = rng.sample(NUMBERS, 2 * len(ITEMS))
     shelves = [
         {"item": name, "price": price, "stock": stock}
         for name, price, stock in zip(ITEMS, values[::2], values[1::2], strict=True)

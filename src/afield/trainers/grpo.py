@@ -247,7 +247,8 @@ class GRPO:
 
     A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before
     the first. A step in which nothing has a gradient leaves weights and optimiser as they are.
-    Policy versions are taken to count this trainer's steps, for `staleness` only.
+    Policy versions are taken to count this trainer's steps, for `staleness` only. `eps` is AdamW's; near
+    the size of a small model's gradients it keeps weights that hardly matter from being moved by noise.
     """
 
     def __init__(
@@ -262,6 +263,7 @@ class GRPO:
         importance_cap: float = 2.0,
         grad_clip: float = 1.0,
         weight_decay: float = 0.0,
+        eps: float = 1e-8,
         floor: float = 0.0,
         scale: bool = True,
         seed: int = 0,
@@ -272,7 +274,7 @@ class GRPO:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.model = load_model(self.model_path, self.device)
         self.reference = load_model(self.model_path, self.device) if kl else None
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, eps=eps, weight_decay=weight_decay)
         self.random = torch.Generator().manual_seed(seed)
         self.steps = 0
         self.clip = clip
