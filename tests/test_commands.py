@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateways import POLICY
-from runs import AGENTS, afield, start, summary, train_arguments, write_tasks
+from processes import AGENTS, afield, start, summary, train_arguments, write_tasks
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
 AGENT = f"{AGENTS / 'slow_agent.py'}:agent"

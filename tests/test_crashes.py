@@ -10,7 +10,7 @@ from pathlib import Path
 
 from afield.journal import Journal
 from afield.rundir import RunDir
-from runs import afield, alive, children, finish, kill, start, summary, train_arguments, until
+from processes import afield, alive, children, finish, kill, start, summary, train_arguments, until
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0.4} for i in range(12)]
 SIZES = ("--tasks-per-step", 4, "--rollouts", 4, "--concurrency", 8)

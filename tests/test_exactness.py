@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from afield.engines.ledger import Entry, read_ledger
 from afield.rundir import RunDir
 from afield.types import Finished, Trajectory
-from runs import afield, summary
+from processes import afield, summary
 
 STEPS = 3
 
