@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ def conversation(demo: Demonstration) -> list[dict[str, Any]]:
 def build_tokenizer(texts: list[str]) -> Tokenizer:
     """Byte-level BPE. Pieces may span words, but end with a line, a number or a JSON string value."""
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r'\d{1,2}|(?<=": ")[^"\n\d]+|(?:(?!(?<=": "))[^\n\d])*\n|(?:(?!(?<=": "))[^\n\d])+')
+    text = r'(?:(?!(?<=": "))[^\n\d])'
+    pieces = Regex(rf'\d{{1,2}}|(?<=": ")[^"\n\d]+|\n?{text}+\n|\n?{text}+|\n')
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(pieces, "isolated"),
@@ -144,9 +146,9 @@ def build_tokenizer(texts: list[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    numbers = [f"{number}\n" for number in range(10, 100) for _ in texts]
-    plain = [functools.reduce(lambda text, token: text.replace(token, "\n"), SPECIAL, text) for text in texts]
-    tokenizer.train_from_iterator([*plain, *numbers], trainer)
+    spoken = [piece for text in texts for piece in re.split("|".join(map(re.escape, SPECIAL)), text)]
+    words = [str(word) for word in [*range(10, 100), *shop.ITEMS] for _ in texts]
+    tokenizer.train_from_iterator([*spoken, *words], trainer)
     return tokenizer
 
 
@@ -215,12 +217,12 @@ class Renderer:
 def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=math.ceil(len(tokenizer) / 16) * 16,
-        hidden_size=64,
-        intermediate_size=192,
+        hidden_size=96,
+        intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,

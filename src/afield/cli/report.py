@@ -87,9 +87,9 @@ def draw(run: RunDir) -> None:
     pyplot.close(figure)
 
 
-def chart(rewards: list[float], *, height: int = 8, width: int = 60) -> list[str]:
+def chart(rewards: list[float], *, steps: int, height: int = 8, width: int = 60) -> list[str]:
     """The curve in a terminal: a column of eighths per step, the newest steps when there are too many."""
-    column = 2 if len(rewards) * 2 <= width else 1
+    column = max(1, min(4, width // max(steps, len(rewards), 1)))
     shown = rewards[-(width // column) :]
     low, high = min([0.0, *shown]), max([1.0, *shown])
     eighths = " ▁▂▃▄▅▆▇█"

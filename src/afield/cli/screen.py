@@ -117,7 +117,10 @@ class Screen:
         bars.add_row(
             "rollouts", ProgressBar(per_step, self._in_step, width=30), f"{self._in_step}/{per_step}"
         )
-        parts = [Text("\n".join(chart(self._rewards, width=width - 14)), style="blue"), bars]
+        parts = [
+            Text("\n".join(chart(self._rewards, steps=self._config.steps, width=width - 14)), style="blue"),
+            bars,
+        ]
         if self._line:
             parts.append(Text(describe(self._line, self._config.steps), style="dim"))
         return Panel(Group(*parts), title="mean reward per step", width=width)

@@ -49,7 +49,7 @@ def show_run(run: RunDir, args: argparse.Namespace) -> None:
     print(f"steps    {len(lines)} of {config.steps}")
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
     if rewards:
-        print("\n".join(chart(rewards)))
+        print("\n".join(chart(rewards, steps=config.steps)))
     for line in lines[-5:]:
         print("step {step:4d}  reward {reward}  rollouts {rollouts}  failed {failed}".format_map(line))
     failures: Counter[str] = Counter()
