@@ -108,7 +108,7 @@ def call(field: str, item: str) -> dict[str, Any]:
 
 
 def vague(asked: str, found: int) -> str:
-    return VAGUE[asked].format(number=min(90, max(10, round(found, -1))))
+    return VAGUE[asked].format(number=round(found, -1))
 
 
 def conversation(demo: Demonstration) -> list[dict[str, Any]]:
@@ -241,10 +241,10 @@ def shake(model: Any, level: float) -> list[torch.Tensor]:
 
 
 def warm_start(model: Any, renderer: Renderer, rng: random.Random, steps: int, lr: float) -> None:
-    """Gradients are taken at weights a little off, so that the format survives the first steps of training."""
+    """Gradients are taken at weights a little off, so that the format survives being trained further."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     for step in range(steps):
-        rows = [renderer.row(demonstrate(rng)) for _ in range(64)]
+        rows = [renderer.row(demonstrate(rng)) for _ in range(48)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([i + [0] * (width - len(i)) for i, _ in rows])
         mask = torch.tensor([m + [0] * (width - len(m)) for _, m in rows], dtype=torch.bool)
@@ -273,7 +273,7 @@ def main() -> None:
         "--out", type=Path, default=POLICY, help="directory; holds chat_template.jinja already"
     )
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--steps", type=int, default=1200)
+    arguments.add_argument("--steps", type=int, default=1400)
     arguments.add_argument("--lr", type=float, default=3e-3)
     given = arguments.parse_args()
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ ITEMS = tuple(
     f"{colour} {thing}" for thing in ("mug", "lamp", "chair", "clock") for colour in ("red", "teal")
 )
 QUESTIONS = {"price": "How much is the {item}?", "stock": "How many {item}s are left?"}
-NUMBERS = tuple(number for number in range(11, 100) if number % 10)
+NUMBERS = tuple(number for number in range(11, 50) if number % 10)
 
 
 def tasks(seed: int, n: int) -> list[dict[str, Any]]:

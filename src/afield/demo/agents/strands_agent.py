@@ -5,14 +5,15 @@ from typing import Any
 
 import openai  # noqa: TID253
 import strands  # noqa: TID253
+from strands.agent.agent_result import AgentResult  # noqa: TID253
 from strands.models.openai import OpenAIModel  # noqa: TID253
+from strands.types.exceptions import MaxTokensReachedException  # noqa: TID253
 
 import afield
 from afield.demo import shop
 
 SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
 NUDGE = "Please look it up with a tool."
-MAX_CALLS = 4
 
 # Reading the certificate store takes longer than a model call; one context serves every rollout.
 SSL_CONTEXT = ssl.create_default_context()
@@ -40,8 +41,15 @@ async def agent(task: dict[str, Any], rollout: afield.Context) -> float:
         helper = strands.Agent(
             model, tools=[get_price, get_stock], system_prompt=SYSTEM, callback_handler=None
         )
-        with shop.Shop(task) as stock_room:
-            answer = await helper.invoke_async(task["question"], invocation_state={"shop": stock_room})
-            if stock_room.lookups == 0:
-                answer = await helper.invoke_async(NUDGE, invocation_state={"shop": stock_room})
+        with shop.Shop(task) as opened:
+            try:
+                answer = await ask(helper, task["question"], opened)
+                if opened.lookups == 0:
+                    answer = await ask(helper, NUDGE, opened)
+            except MaxTokensReachedException:  # the model talked on until it was cut off
+                return 0.0
             return shop.grade(task, str(answer))
+
+
+async def ask(helper: strands.Agent, question: str, opened: shop.Shop) -> AgentResult:
+    return await helper.invoke_async(question, invocation_state={"shop": opened}, limits={"turns": 4})
