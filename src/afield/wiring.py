@@ -191,8 +191,6 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:
@@ -200,6 +198,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+    if process.stdin:
+        process.stdin.close()
 
 
 @asynccontextmanager

@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
             async with gateway:
                 await serve(gateway, listener, lambda: announce(args, url, admin_key, tokens))
 
-    asyncio.run(main())
+    with listener:
+        asyncio.run(main())
     return 0
 
 

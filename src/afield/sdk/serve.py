@@ -82,7 +82,8 @@ def load(target: str) -> Entrypoints:
     found = load_object(target)
     if isinstance(found, Entrypoints):
         if found.runner is None:
-            raise UsageError(f"{target}: decorate a function with @app.rollout_entrypoint; the app has none")
+            name = target.rpartition(":")[2]
+            raise UsageError(f"{target}: decorate a function with @{name}.rollout_entrypoint; it has none")
         return found
     return App(entry_of(found))
 
