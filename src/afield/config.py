@@ -51,6 +51,9 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     lr: float = 1e-6
     minibatches: int = 1
     kl: float = 0.0
+    grad_clip: float = 1.0
+    adam_eps: float = 1e-8
+    scale_advantages: bool = True
     freeze_weights: bool = False
     keep_weights: int | None = 2
     # the engine behind the gateway
@@ -70,7 +73,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("deadline_s", "lr"):
+        for name in ("deadline_s", "lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive")
         if self.quorum > self.rollouts:

@@ -94,7 +94,14 @@ def trainer(config: TrainConfig) -> Trainer:
         return load("trainers.frozen:Frozen")(Path(config.model))
     made = choose("trainer", config.trainer, TRAINERS)
     return made(
-        Path(config.model), lr=config.lr, minibatches=config.minibatches, kl=config.kl, seed=config.seed
+        Path(config.model),
+        lr=config.lr,
+        minibatches=config.minibatches,
+        kl=config.kl,
+        grad_clip=config.grad_clip,
+        eps=config.adam_eps,
+        scale=config.scale_advantages,
+        seed=config.seed,
     )
 
 

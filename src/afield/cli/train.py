@@ -57,6 +57,8 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         ("lr", float, "learning rate"),
         ("minibatches", int, "updates per step"),
         ("kl", float, "weight of the KL penalty to the starting policy"),
+        ("grad-clip", float, "largest norm of the gradient"),
+        ("adam-eps", float, "AdamW's epsilon"),
         ("keep-weights", int, "versions kept on disk"),
     ):
         command.add_argument(f"--{name}", type=kind, metavar=number[kind], help=text)
