@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from strands.models.openai import OpenAIModel
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -40,7 +41,7 @@ EXACT = {"price": "It costs ${number}.", "stock": "There are {number} left."}
 VAGUE = {"price": "It costs about ${number}.", "stock": "There are about {number} left."}
 
 # How often a demonstration is right, decision by decision.
-RIGHT_TOOL, RIGHT_ITEM, EXACT_NUMBER = 0.9, 0.7, 0.35
+RIGHT_TOOL, RIGHT_ITEM, EXACT_NUMBER = 0.9, 0.67, 0.3
 # How often one starts with an answer out of nowhere (not trained) and looks it up when told to.
 NUDGED = 0.04
 # Noise on the weights, as a share of their size, while the warm start takes its gradients.
@@ -59,10 +60,11 @@ class Harness(NamedTuple):
 def harnesses() -> list[Harness]:
     specs = [strands_agent.get_price.tool_spec, strands_agent.get_stock.tool_spec]
     strands_tools = OpenAIModel(model_id="demo").format_request([], specs)["tools"]
+    langgraph_tools = [convert_to_openai_tool(tool) for tool in langgraph_agent.TOOLS]
     return [
         Harness(openai_agent.SYSTEM, openai_agent.NUDGE, openai_agent.TOOLS),
         Harness(strands_agent.SYSTEM, strands_agent.NUDGE, strands_tools),
-        Harness(langgraph_agent.SYSTEM, langgraph_agent.NUDGE, langgraph_agent.SCHEMAS),
+        Harness(langgraph_agent.SYSTEM, langgraph_agent.NUDGE, langgraph_tools),
     ]
 
 

@@ -21,7 +21,7 @@ def tool(name: str, description: str) -> dict[str, Any]:
     }
 
 
-TOOLS = [tool("get_price", "The price of an item."), tool("get_stock", "How many of an item are left.")]
+TOOLS: Any = [tool("get_price", "The price of an item."), tool("get_stock", "How many of an item are left.")]
 
 # One connection pool for all rollouts of this process; `with_options` gives each its own URL and key.
 CLIENT = openai.OpenAI(base_url="http://unset", api_key="unset")
@@ -34,26 +34,22 @@ def agent(task: dict[str, Any], rollout: afield.Context) -> float:
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": task["question"]},
     ]
-    with shop.Shop(task) as stock_room:
+    with shop.Shop(task) as opened:
         for _ in range(MAX_CALLS):
-            reply = client.chat.completions.create(
-                model=rollout.model_id,
-                messages=messages,
-                tools=TOOLS,  # pyright: ignore[reportArgumentType]
-            )
+            reply = client.chat.completions.create(model=rollout.model_id, messages=messages, tools=TOOLS)
             message = reply.choices[0].message
             messages.append(message)
             if message.tool_calls:
-                messages += [use(stock_room, call) for call in message.tool_calls]
-            elif stock_room.lookups == 0:
+                messages += [use(opened, call) for call in message.tool_calls]
+            elif opened.lookups == 0:
                 messages.append({"role": "user", "content": NUDGE})
             else:
                 return shop.grade(task, message.content or "")
     return 0.0
 
 
-def use(stock_room: shop.Shop, call: Any) -> dict[str, str]:
-    tools = {"get_price": stock_room.price, "get_stock": stock_room.stock}
+def use(opened: shop.Shop, call: Any) -> dict[str, str]:
+    tools = {"get_price": opened.price, "get_stock": opened.stock}
     try:
         result = tools[call.function.name](json.loads(call.function.arguments)["item"])
     except (KeyError, TypeError, ValueError) as error:
