@@ -13,8 +13,9 @@ import msgspec
 import openai
 
 from afield.gateway.client import HttpGateway
-from afield.gateway.server import bind, serve
+from afield.gateway.server import serve
 from afield.gateway.service import LocalGateway
+from afield.sdk.listen import listen
 from afield.seams import Engine, SessionSpec
 from afield.tokens import ChatTokens
 from afield.tokens.vocab import Vocabulary
@@ -60,7 +61,7 @@ class Running:
 
 @asynccontextmanager
 async def running(engine: Engine, store: Path, model: Path = POLICY) -> AsyncIterator[Running]:
-    listener = bind("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tokens = ChatTokens.load(model)
     gateway = LocalGateway(tokens=tokens, engine=engine, store=store, admin_key=ADMIN, public_url=url)

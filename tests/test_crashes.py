@@ -106,3 +106,29 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     code, _out, err = afield(tmp_path, "train", "--resume", "--json")
     assert code == 0, err
     assert set(trained_rollouts(run)) == expected_rollouts(run)
+
+
+def test_a_gateway_that_dies_ends_the_run_with_one_line_and_costs_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 3, *SIZES))
+    run = until(lambda: only_run(tmp_path), "a run directory")
+    until(lambda: run.last_state(), "a first step", 90)
+    (gateway,) = [p for p, line in children(process.pid, deep=False).items() if "afield gateway" in line]
+    kill(gateway)
+    code, _, err = finish(process, 60)
+    assert code == 1
+    assert "the gateway ended" in err and "Traceback" not in err
+    code, _, err = afield(tmp_path, "train", "--resume", "--json")
+    assert code == 0, err
+    assert set(trained_rollouts(run)) == expected_rollouts(run)
+
+
+def test_sigterm_stops_cleanly(tmp_path: Path) -> None:
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 3, *SIZES))
+    run = until(lambda: only_run(tmp_path), "a run directory")
+    until(lambda: turns_of(run), "a first turn")
+    family = children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process, 60)
+    assert code == 143
+    assert "Traceback" not in err
+    assert not any(map(alive, family))

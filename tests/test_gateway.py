@@ -16,7 +16,7 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Missing
 from afield.forest import Forest
 from afield.seams import Call, Chunk, SessionSpec
-from afield.types import Budget, FinishReason, Sampling, TurnStatus
+from afield.types import Budget, FinishReason, Policy, Sampling, TurnStatus
 from gateways import ADMIN, Running, running, vocabulary
 
 pytestmark = pytest.mark.anyio
@@ -350,10 +350,10 @@ async def test_wait_ends_when_the_session_does(up: Running) -> None:
 
 
 async def test_policy_versions_only_grow(up: Running) -> None:
-    await up.client.publish(2, "/somewhere")
-    await up.client.publish(2, "/somewhere")
+    await up.client.publish(Policy("m", 2), "/somewhere")
+    await up.client.publish(Policy("m", 2), "/somewhere")
     with pytest.raises(Conflict):
-        await up.client.publish(1, "/somewhere")
+        await up.client.publish(Policy("m", 1), "/somewhere")
 
 
 async def test_control_tokens_inside_content_stay_text(up: Running) -> None:

@@ -355,7 +355,7 @@ def test_a_port_in_use_is_an_error_that_names_it() -> None:
             str(port),
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and f"127.0.0.1:{port}" in done.stderr
+    assert done.returncode == 2 and f"port {port} on 127.0.0.1" in done.stderr
 
 
 def test_it_ends_when_its_stdin_does() -> None:

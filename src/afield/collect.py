@@ -18,7 +18,7 @@ from typing import Protocol
 from msgspec import Struct, field
 
 from afield import wire
-from afield.errors import RETRIED, AfieldError, Missing, RolloutFailure
+from afield.errors import RETRIED, AfieldError, Missing, RolloutFailure, WireError, first_cause
 from afield.journal import Journal, Note
 from afield.seams import Gateway, Record, Runtime, SessionSpec, Transport
 from afield.types import (
@@ -100,14 +100,17 @@ class Collector:
 
     async def collect(self, wishes: Sequence[GroupWish]) -> list[Group]:
         """All these groups, complete, in the order they were asked for."""
-        async with asyncio.TaskGroup() as tasks:
-            listeners = [tasks.create_task(self._listen()), tasks.create_task(self._sweep())]
-            try:
-                async with asyncio.TaskGroup() as collecting:
-                    running = [collecting.create_task(self._group(wish)) for wish in wishes]
-            finally:
-                for listener in listeners:
-                    listener.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                listeners = [tasks.create_task(self._listen()), tasks.create_task(self._sweep())]
+                try:
+                    async with asyncio.TaskGroup() as collecting:
+                        running = [collecting.create_task(self._group(wish)) for wish in wishes]
+                finally:
+                    for listener in listeners:
+                        listener.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from errors
         return [task.result() for task in running]
 
     async def _group(self, wish: GroupWish) -> Group:
@@ -128,11 +131,9 @@ class Collector:
 
     async def _rollout(self, rollout: Rollout) -> Finished:
         async with self._slots:
-            note = self._journal.finished(rollout.id)
-            if note is None:
-                note = await self._until_it_counts(rollout)
-                self._journal.finish(rollout.id, note)
+            note = self._journal.finished(rollout.id) or await self._until_it_counts(rollout)
             record = await self._record(note.outcome)
+            self._journal.finish(rollout.id, note)
         finished = Finished(
             rollout=rollout,
             outcome=note.outcome,
@@ -174,9 +175,12 @@ class Collector:
 
     async def _adopt(self, rollout: Rollout, attempt: Attempt) -> Outcome | None:
         """An attempt a collector before us began: its outcome if it was committed, else it is given up."""
-        stands = await self._transport.fence(rollout.exp_id, attempt, "the collector was restarted")
+        try:
+            stands = await self._transport.fence(rollout.exp_id, attempt, "the collector was restarted")
+        except WireError:  # what it left behind cannot be read; the next attempt takes its place
+            stands = None
         if isinstance(stands, wire.OutcomeRecord):
-            return stands.outcome
+            return _checked(stands.outcome, attempt)
         await self._runtime.stop(attempt)
         await self._quietly_abort(attempt, "the collector was restarted")
         return None

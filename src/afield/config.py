@@ -19,6 +19,8 @@ from msgspec import Struct, structs
 from afield.errors import UsageError
 from afield.types import Task
 
+PATHS = ("agent", "model", "tasks")
+
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a training run is made of; saved as run.json and read back by --resume."""
@@ -73,6 +75,12 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+        if self.temperature < 0 or (self.temperature == 0 and not self.freeze_weights):
+            raise ValueError(f"temperature = {self.temperature} must be positive: a trainer needs chance")
         for name in ("deadline_s", "lr", "grad_clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive")
@@ -82,7 +90,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -> TrainConfig:
     """`given` are the command line's values; those that are None were not given."""
-    values = defaults | (_read_toml(file, "train") if file else {})
+    values = defaults | (_from_file(file) if file else {})
     values |= {key: value for key, value in given.items() if value is not None}
     return _build(values, str(file) if file else "the command line")
 
@@ -104,6 +112,22 @@ def _build(values: Mapping[str, Any], source: str) -> TrainConfig:
         raise UsageError(f"{source}: {error}") from error
 
 
+def _from_file(file: Path) -> dict[str, Any]:
+    """The [train] table; its paths count from where the file lies."""
+    values = _read_toml(file, "train")
+    return values | {key: located(key, values[key], file.parent) for key in PATHS if key in values}
+
+
+def located(key: str, value: Any, base: Path) -> Any:
+    """A path made absolute, so that a run can be resumed from anywhere."""
+    if not isinstance(value, str):
+        return value
+    if key != "agent":
+        return str((base / value).absolute())
+    place, colon, name = value.rpartition(":")
+    return f"{(base / place).absolute()}{colon}{name}" if place.endswith(".py") else value
+
+
 def _read_toml(path: Path, table: str) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -113,7 +137,10 @@ def _read_toml(path: Path, table: str) -> dict[str, Any]:
         raise UsageError(f"cannot read {path}: {error}") from error
     if extra := sorted(set(document) - {table}):
         raise UsageError(f"{path} has unknown top-level keys {extra}; everything goes under [{table}]")
-    return document.get(table, {})
+    values = document.get(table, {})
+    if not isinstance(values, dict):
+        raise UsageError(f"{path}: {table} must be a table, [{table}], not {values!r}")
+    return values
 
 
 def read_tasks(path: Path) -> list[Task]:
@@ -124,8 +151,8 @@ def read_tasks(path: Path) -> list[Task]:
         raise UsageError(f"{path} is a directory; give a JSONL file with one task per line")
     tasks: dict[str, Task] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -141,13 +168,13 @@ def read_tasks(path: Path) -> list[Task]:
     return list(tasks.values())
 
 
-def _task(path: Path, number: int, line: str) -> Task:
+def _task(path: Path, number: int, line: bytes) -> Task:
     try:
-        row = msgspec.json.decode(line.encode())
+        row = msgspec.json.decode(line)
         if not isinstance(row, dict):
             raise ValueError(f"expected an object, got {type(row).__name__}")
         return Task(str(row.get("id", f"line-{number}")), row)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} line {number}: {error}") from error
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from afield.types import Failure, FailureKind, Reason
 
@@ -79,6 +79,13 @@ class InfrastructureFailure(RolloutFailure):
 
 
 RETRIED = frozenset({FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRASTRUCTURE})
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """What went wrong first, for errors that came out of a group of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error
 
 
 @contextmanager

@@ -78,17 +78,21 @@ class Forest:
     def length(self, turn_id: str) -> int:
         return self._lengths[turn_id]
 
-    def find(self, digests: Sequence[str], hints: Iterable[str] = ()) -> tuple[int, Turn] | None:
+    def find(
+        self, digests: Sequence[str], hints: Iterable[str] = (), missed: frozenset[str] = frozenset()
+    ) -> tuple[int, Turn] | None:
         """The deepest turn whose conversation is a prefix of the request, and how many messages it covers.
 
         Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
-        it is on the path; without one the latest twin is taken.
+        it is on the path; without one the latest twin is taken, one of those that were not `missed`
+        by their client if there is any.
         """
         for depth in range(len(digests), 0, -1):
             if twins := self._by_digest.get(digests[depth - 1]):
                 if len(twins) > 1:
                     named = {hint for hint in hints if hint in self._turns}
                     twins = [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
+                    twins = [t for t in twins if t not in missed] or twins
                 return depth, self._turns[twins[-1]]
         return None
 
@@ -113,7 +117,10 @@ def chain(root: str, messages: Sequence[Message]) -> list[str]:
 
 
 def extend_digest(previous: str, message: Message) -> str:
-    body = json.dumps(canonical(message), sort_keys=True, separators=(",", ":"))
+    try:
+        body = json.dumps(canonical(message), sort_keys=True, separators=(",", ":"))
+    except RecursionError:  # arguments nested beyond any use are compared as they were written
+        body = repr(message)
     return hashlib.blake2b(previous.encode() + b"\0" + body.encode(), digest_size=16).hexdigest()
 
 
@@ -125,7 +132,7 @@ def canonical(message: Message) -> list[object]:
 def _as_json(text: str) -> object:
     try:
         return [json.loads(text, parse_float=_number)]
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -22,7 +22,7 @@ from afield.collect import Collector, GroupWish
 from afield.journal import Journal
 from afield.rundir import STATE, RunDir, StepState
 from afield.seams import Gateway, StepReport, Trainer
-from afield.types import ID_PATTERN, Finished, Group, Task
+from afield.types import ID_PATTERN, Finished, Group, Policy, Task
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
@@ -52,7 +52,6 @@ class StepLine(Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     collect_s: float
     train_s: float
-    publish_s: float
     trainer: dict[str, float]
 
 
@@ -67,6 +66,7 @@ class Loop:
         gateway: Gateway,
         journal: Journal,
         run: RunDir,
+        policy: str,
         on_step: Callable[[StepLine], None],
     ) -> None:
         self._recipe = recipe
@@ -76,6 +76,7 @@ class Loop:
         self._gateway = gateway
         self._journal = journal
         self._run = run
+        self._policy = policy
         self._on_step = on_step
 
     async def run(self) -> None:
@@ -86,12 +87,13 @@ class Loop:
             await self._step(step)
 
     def _restore(self) -> StepState:
-        state = self._run.last_state() or StepState(0, 0, ())
-        if state.step:
-            self._trainer.restore(self._run.checkpoint(state.step))
+        state = self._run.last_state()
+        self._run.rewind(state)
+        if state is None:
+            return StepState(0, 0, (), {})
+        self._trainer.restore(self._run.checkpoint(state.step))
         self._journal.rewind(state.step)
         self._journal.train(state.step, state.trained)
-        self._run.rewind_metrics(state.step)
         return state
 
     async def _step(self, step: int) -> None:
@@ -106,23 +108,22 @@ class Loop:
             report = await asyncio.to_thread(self._trainer.step, usable)
         finished = [f for group in groups for f in group.finished]
         await asyncio.to_thread(self._run.write_rollouts, step, finished)
-        version = step if not self._recipe.frozen else 0
-        await asyncio.to_thread(self._checkpoint, step, version, usable)
-        trained = time.monotonic()
-        await self._publish(version)
         line = describe(
             step=step,
-            version=version,
+            version=step if not self._recipe.frozen else 0,
             groups=groups,
             dropped=dropped,
             report=report,
-            seconds=(collected - began, trained - collected, time.monotonic() - trained),
+            seconds=(collected - began, time.monotonic() - collected),
         )
+        await asyncio.to_thread(self._checkpoint, line, usable)
         self._run.append_metrics(msgspec.to_builtins(line))
+        await self._publish(line.version)
         self._on_step(line)
 
-    def _checkpoint(self, step: int, version: int, groups: Sequence[Group]) -> None:
+    def _checkpoint(self, line: StepLine, groups: Sequence[Group]) -> None:
         """Write everything under another name first; the rename is what makes the step done."""
+        step, version = line.step, line.version
         finished = [f for group in groups for f in group.finished]
         ids = tuple(f.rollout.id for f in finished if f.outcome.reward_or_floor(0.0) is not None)
         final = self._run.checkpoint(step)
@@ -133,7 +134,8 @@ class Loop:
         if version == step:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
             self._trainer.export(self._run.weights(version))
-        (partial / STATE).write_bytes(msgspec.json.encode(StepState(step, version, ids)))
+        state = StepState(step, version, ids, msgspec.to_builtins(line))
+        (partial / STATE).write_bytes(msgspec.json.encode(state))
         partial.rename(final)
         self._journal.train(step, ids)
         recipe = self._recipe
@@ -143,7 +145,7 @@ class Loop:
         path = self._run.weights(version)
         if not path.exists():
             await asyncio.to_thread(self._trainer.export, path)
-        await self._gateway.publish(version, str(path))
+        await self._gateway.publish(Policy(self._policy, version), str(path))
 
 
 def schedule(tasks: Sequence[Task], step: int, recipe: Recipe, exp_id: str) -> list[GroupWish]:
@@ -176,7 +178,7 @@ def describe(
     groups: Sequence[Group],
     dropped: dict[str, str],
     report: StepReport,
-    seconds: tuple[float, float, float],
+    seconds: tuple[float, float],
 ) -> StepLine:
     finished = [f for group in groups for f in group.finished]
     rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
@@ -197,7 +199,6 @@ def describe(
         sampled_tokens=sum(t.owned for f in finished for t in f.trajectories),
         collect_s=round(seconds[0], 3),
         train_s=round(seconds[1], 3),
-        publish_s=round(seconds[2], 3),
         trainer=dict(report.metrics),
     )
 

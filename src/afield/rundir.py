@@ -2,7 +2,7 @@
 
     runs/<id>/
       run.json          the values it was started with, for --resume
-      tasks.jsonl       the tasks, as given
+      tasks.jsonl       the tasks, each with its id and input
       metrics.jsonl     one line per step
       rollouts/         step-0001.jsonl: one line per rollout, with outcome, turns and trajectories
       checkpoints/      step-0001/: all the trainer needs to go on; the newest few are kept
@@ -21,7 +21,7 @@ import json
 import re
 import shutil
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,18 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.types import Finished
+from afield.types import Finished, Task
 
 STATE = "state.json"
 
 
 class StepState(Struct, frozen=True):
-    """Beside a checkpoint: which step it ends, which policy it is, and what it learnt from."""
+    """Beside a checkpoint: which step it ends, which policy it is, what it learnt from, its metrics."""
 
     step: int
     version: int
     trained: tuple[str, ...]
+    metrics: dict[str, Any]
 
 
 class RunDir:
@@ -112,11 +113,10 @@ class RunDir:
 
     def last_state(self) -> StepState | None:
         """The newest step that is done."""
-        states = [self.state(step) for step in self._checkpoints()]
-        return states[-1] if states else None
-
-    def state(self, step: int) -> StepState:
-        return msgspec.json.decode((self.checkpoint(step) / STATE).read_bytes(), type=StepState)
+        steps = self._checkpoints()
+        if not steps:
+            return None
+        return msgspec.json.decode((self.checkpoint(steps[-1]) / STATE).read_bytes(), type=StepState)
 
     def _checkpoints(self) -> list[int]:
         found = (self.path / "checkpoints").glob("step-*")
@@ -125,11 +125,12 @@ class RunDir:
 
     def prune(self, *, keep_checkpoints: int, keep_weights: int | None) -> None:
         for step in self._checkpoints()[:-keep_checkpoints]:
-            shutil.rmtree(self.checkpoint(step), ignore_errors=True)
+            _remove(self.checkpoint(step))
         if keep_weights is not None:
-            versions = sorted(int(p.name[1:]) for p in (self.path / "weights").glob("v[0-9]*"))
+            found = (self.path / "weights").iterdir()
+            versions = sorted(int(p.name[1:]) for p in found if re.fullmatch(r"v\d+", p.name))
             for version in versions[:-keep_weights]:
-                shutil.rmtree(self.weights(version), ignore_errors=True)
+                _remove(self.weights(version))
 
     # --- records ---------------------------------------------------------------------------------
 
@@ -138,23 +139,29 @@ class RunDir:
             out.write(json.dumps(line) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        """A line that a crash cut short is left out; its step is in its checkpoint."""
+        lines: list[dict[str, Any]] = []
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
+            with suppress(ValueError):
+                lines.append(json.loads(line))
+        return lines
 
-    def rewind_metrics(self, step: int) -> None:
-        """Drop what was written about steps that are not done."""
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else []:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # a line the crash cut short
-            if row["step"] <= step:
-                kept.append(line)
-        if kept or self.metrics.exists():
-            write_whole(self.metrics, "".join(line + "\n" for line in kept).encode())
+    def rewind(self, state: StepState | None) -> None:
+        """Drop what was written about steps that are not done, and add what is missing of the last one."""
+        done = state.step if state else 0
+        kept = [line for line in self.read_metrics() if line["step"] < done]
+        lines = [*kept, *([state.metrics] if state else [])]
+        write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        for step in self.steps():
+            if step > done:
+                self.rollouts(step).unlink()
+
+    def write_tasks(self, tasks: Iterable[Task]) -> None:
+        write_whole(self.tasks, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
+
+    def read_tasks(self) -> list[Task]:
+        lines = self.tasks.read_bytes().split(b"\n")
+        return [msgspec.json.decode(line, type=Task) for line in lines if line]
 
     def write_rollouts(self, step: int, finished: Iterable[Finished]) -> None:
         lines = [msgspec.json.encode(f) for f in finished]
@@ -169,6 +176,14 @@ class RunDir:
         """Steps with rollouts on disk."""
         found = (self.path / "rollouts").glob("step-*.jsonl")
         return sorted(int(path.stem.removeprefix("step-")) for path in found)
+
+
+def _remove(directory: Path) -> None:
+    """Renamed first, so that nobody takes a half-removed one for whole."""
+    going = directory.with_name(directory.name + ".removed")
+    shutil.rmtree(going, ignore_errors=True)
+    directory.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:

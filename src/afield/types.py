@@ -158,7 +158,6 @@ class Reason(StrEnum):
     DIED = "died"
     ENGINE = "engine"
     UPLOAD = "upload"
-    INCOMPLETE = "incomplete"
     CANCELLED = "cancelled"
 
 

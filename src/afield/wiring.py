@@ -18,7 +18,7 @@ from typing import Any
 
 from afield.collect import Collector, Plan, Watcher
 from afield.config import TrainConfig, agent_environment
-from afield.errors import UsageError
+from afield.errors import Unavailable, UsageError
 from afield.journal import Journal
 from afield.loop import Loop, Recipe, StepLine
 from afield.rundir import RunDir
@@ -130,6 +130,7 @@ def check_choices(config: TrainConfig) -> None:
     choose("trainer", config.trainer, TRAINERS)
     choose("engine", config.engine.partition("=")[0], ENGINES)
     load("tokens:ChatTokens").load(Path(config.model))
+    plan(config, RunDir(Path("check")))
     agent, _, name = config.agent.rpartition(":")
     if not agent or not name:
         raise UsageError(f"agent {config.agent!r} must be path/to/file.py:name or package.module:name")
@@ -149,15 +150,17 @@ class GatewayChild:
         self._process = process
         self._log = log
 
+    async def died(self) -> Unavailable:
+        code = await self._process.wait()
+        return Unavailable(f"the gateway ended with code {code}; see {self._log}, then go on with --resume")
+
     async def ready(self) -> dict[str, str]:
         """Its address and admin key, once it serves."""
         assert self._process.stdout is not None
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
         except TimeoutError as error:
-            raise UsageError(
-                f"the gateway did not start in {START_TIMEOUT_S:g} s; see {self._log}"
-            ) from error
+            raise Unavailable(f"no gateway after {START_TIMEOUT_S:g} s; see {self._log}") from error
         if not line:
             text = await asyncio.to_thread(self._log.read_text, errors="replace")
             raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
@@ -216,12 +219,13 @@ async def training(
     tasks: Sequence[Task],
     watcher: Watcher,
     on_step: Callable[[StepLine], None],
-) -> AsyncIterator[Loop]:
+) -> AsyncIterator[Training]:
     """Everything a training run consists of, started; and ended again, in the reverse order."""
     async with AsyncExitStack() as stack:
         journal = stack.enter_context(Journal(run.journal))
         # All three are slow to start and do so at the same time; agents end before their gateway does.
         learner = asyncio.create_task(asyncio.to_thread(trainer, config))
+        stack.push_async_callback(asyncio.wait, [learner])
         child = await stack.enter_async_context(gateway_child(config, run))
         carrier = await stack.enter_async_context(transport(config, run))
         agents = await stack.enter_async_context(runtime(config, run, carrier))
@@ -237,7 +241,7 @@ async def training(
             journal=journal,
             watcher=watcher,
         )
-        yield Loop(
+        loop = Loop(
             recipe(config),
             tasks=tasks,
             collector=collector,
@@ -245,8 +249,31 @@ async def training(
             gateway=gateway,
             journal=journal,
             run=run,
+            policy=told["model"],
             on_step=on_step,
         )
+        yield Training(loop, child)
+
+
+class Training:
+    """A training run that is set up. It ends when it is done, or when its gateway does."""
+
+    def __init__(self, loop: Loop, child: GatewayChild) -> None:
+        self._loop = loop
+        self._child = child
+
+    async def run(self) -> None:
+        running = asyncio.create_task(self._loop.run())
+        died = asyncio.create_task(self._child.died())
+        try:
+            await asyncio.wait((running, died), return_when=asyncio.FIRST_COMPLETED)
+            if died.done() and not running.done():
+                raise died.result()
+            await running
+        finally:
+            for task in (running, died):
+                task.cancel()
+            await asyncio.gather(running, died, return_exceptions=True)
 
 
 def recipe(config: TrainConfig) -> Recipe:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.cli.train import add_run_arguments, start
+from afield.config import TrainConfig
 from afield.errors import UsageError
 from afield.types import Task
 
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
         help="watch an agent learn in about a minute",
         description="Watch a real agent learn, on this machine, offline.",
     )
-    command.add_argument("--agent", default="openai", help=f"which agent: {', '.join(AGENTS)}")
+    command.add_argument("--agent", help=f"which agent: {', '.join(AGENTS)} (default: openai)")
     add_run_arguments(command)
     command.set_defaults(run=run)
 
@@ -43,12 +44,14 @@ def run(args: argparse.Namespace) -> int:
     from afield import demo as package
     from afield.demo import shop
 
-    if args.agent not in AGENTS:
+    if args.agent not in (None, *AGENTS):
         raise UsageError(f"unknown agent {args.agent!r}; choose one of: {', '.join(AGENTS)}")
     here = Path(package.__file__).parent
-    seed = args.seed or 0
-    wanted = (args.steps or RECIPE["steps"]) * (args.tasks_per_step or RECIPE["tasks_per_step"])
-    args.agent = None if args.resume else f"{here / 'agents' / f'{args.agent}_agent.py'}:agent"
-    defaults = {**RECIPE, "model": str(here / "policy")}
-    tasks = None if args.resume else [Task(row["id"], row) for row in shop.tasks(seed, wanted)]
-    return start(args, "demo", defaults, tasks)
+    if args.agent or not args.resume:
+        args.agent = f"{here / 'agents' / f'{args.agent or AGENTS[0]}_agent.py'}:agent"
+
+    def make_tasks(config: TrainConfig) -> list[Task]:
+        rows = shop.tasks(config.seed, config.steps * config.tasks_per_step)
+        return [Task(row["id"], row) for row in rows]
+
+    return start(args, "demo", {**RECIPE, "model": str(here / "policy")}, make_tasks)

@@ -16,6 +16,7 @@ from typing import Any
 
 from afield.config import Environment
 from afield.errors import UsageError
+from afield.sdk.listen import listen
 
 
 def add(commands: Any) -> None:
@@ -46,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
     from afield import wiring
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    bind, serve = wiring.load("gateway.server:bind"), wiring.load("gateway.server:serve")
-    admin_key = admin_key_for(args.host, args.admin_key or Environment.read().admin_key)
-    listener = bind(args.host, args.port)
+    serve = wiring.load("gateway.server:serve")
+    given = args.admin_key or Environment.read().admin_key
+    admin_key = given or made_up_key(args.host)
+    listener = listen(args.host, args.port)
     host = f"[{args.host}]" if ":" in args.host else args.host
     url = args.public_url or f"http://{host}:{listener.getsockname()[1]}"
     if args.exit_with_parent:
@@ -70,19 +72,19 @@ def run(args: argparse.Namespace) -> int:
                 durable=args.durable,
             )
             async with gateway:
-                await serve(gateway, listener, lambda: announce(args, url, admin_key, tokens))
+                await serve(gateway, listener, lambda: announce(args, url, admin_key, not given, tokens))
 
     with listener:
         asyncio.run(main())
     return 0
 
 
-def announce(args: argparse.Namespace, url: str, admin_key: str, tokens: Any) -> None:
+def announce(args: argparse.Namespace, url: str, admin_key: str, made_up: bool, tokens: Any) -> None:
     if args.json:
         print(json.dumps({"url": url, "admin_key": admin_key, "model": tokens.name}), flush=True)
         return
     print(f"afield gateway serves {tokens.name} at {url}")
-    if not args.admin_key:
+    if made_up:
         print(f"admin key: {admin_key}")
     certificate = tokens.certificate
     kept = [name for name, keeps in certificate.appends.items() if keeps]
@@ -90,9 +92,8 @@ def announce(args: argparse.Namespace, url: str, admin_key: str, tokens: Any) ->
     print(f"appends that keep the prefix: {', '.join(kept) or 'none'}", flush=True)
 
 
-def admin_key_for(host: str, given: str | None) -> str:
-    if given:
-        return given
+def made_up_key(host: str) -> str:
+    """Good enough where only this machine can connect; elsewhere somebody has to choose one."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,16 +1,17 @@
 """`afield COMMAND`: parse, dispatch, and turn errors into a message and an exit code.
 
-0 done, 1 something failed, 2 bad input, 130 stopped by Ctrl-C.
+0 done, 1 something failed, 2 bad input, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 
 from afield import __version__
 from afield.cli import demo, gateway, show, train
-from afield.errors import AfieldError, UsageError
+from afield.errors import AfieldError, UsageError, first_cause
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,14 +30,22 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)
-    except UsageError as error:
-        print(f"afield: {error}", file=sys.stderr)
-        return 2
+    except BaseExceptionGroup as errors:
+        cause = first_cause(errors)
+        if isinstance(cause, AfieldError):
+            return complain(cause)
+        raise
     except AfieldError as error:
-        print(f"afield: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return complain(error)
     except KeyboardInterrupt:
         return 130
+    except asyncio.CancelledError:
+        return 143
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone; say nothing more
         return 141
+
+
+def complain(error: AfieldError) -> int:
+    print(f"afield: {error}", file=sys.stderr)
+    return 2 if isinstance(error, UsageError) else 1

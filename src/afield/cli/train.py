@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from afield.cli.report import draw, summarise
 from afield.cli.screen import Screen
-from afield.config import Environment, TrainConfig, read_tasks, train_config
+from afield.config import PATHS, Environment, TrainConfig, located, read_tasks, train_config
 from afield.errors import UsageError
 from afield.rundir import RunDir, find_run, write_whole
 from afield.types import Task
@@ -78,11 +79,14 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return start(args, "train", {})
+    return start(args, "train", {}, lambda config: read_tasks(Path(config.tasks or _missing_tasks())))
 
 
 def start(
-    args: argparse.Namespace, kind: str, defaults: dict[str, Any], tasks: list[Task] | None = None
+    args: argparse.Namespace,
+    kind: str,
+    defaults: dict[str, Any],
+    make_tasks: Callable[[TrainConfig], list[Task]],
 ) -> int:
     """A new run, or an old one again; then train until it is done."""
     runs = Environment.read().runs
@@ -91,27 +95,20 @@ def start(
         config, tasks = resume(run, args)
     else:
         config = train_config(args.config, given(args), **defaults)
-        tasks = tasks if tasks is not None else read_tasks(Path(config.tasks or _missing_tasks()))
+        tasks = make_tasks(config)
         run = create(runs, kind, config, tasks)
     with run.locked():
         try:
             return asyncio.run(train(config, run, tasks, as_json=args.json))
         except UsageError:
-            if not args.resume and run.last_state() is None:
+            if not args.resume and not run.steps():
                 shutil.rmtree(run.path, ignore_errors=True)  # it never began; the message says why
             raise
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     values = {k: v for k, v in vars(args).items() if k in TrainConfig.__struct_fields__ and v is not None}
-    for name in ("model", "tasks"):
-        if values.get(name):
-            values[name] = str(Path(values[name]).absolute())
-    if agent := values.get("agent"):
-        path, colon, name = agent.rpartition(":")
-        if path.endswith(".py"):
-            values["agent"] = f"{Path(path).absolute()}{colon}{name}"
-    return values
+    return values | {key: located(key, values[key], Path()) for key in PATHS if key in values}
 
 
 def create(runs: Path, kind: str, config: TrainConfig, tasks: list[Task]) -> RunDir:
@@ -121,14 +118,15 @@ def create(runs: Path, kind: str, config: TrainConfig, tasks: list[Task]) -> Run
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run = RunDir(runs / f"{kind}-{stamp}-{secrets.token_hex(2)}")
     run.path.mkdir(parents=True)
-    lines = [msgspec.json.encode({**task.input, "id": task.id}) for task in tasks]
-    write_whole(run.tasks, b"".join(line + b"\n" for line in lines))
+    run.write_tasks(tasks)
     write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)))
     return run
 
 
 def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Task]]:
     """A run goes on with the values it was started with; a few may change."""
+    if args.config:
+        raise UsageError("a resumed run keeps its configuration; --config is for a new one")
     try:
         config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
     except (OSError, msgspec.MsgspecError) as error:
@@ -137,7 +135,7 @@ def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Tas
     saved = msgspec.to_builtins(config)
     if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
-    return msgspec.convert(saved | changes, TrainConfig), read_tasks(run.tasks)
+    return msgspec.convert(saved | changes, TrainConfig), run.read_tasks()
 
 
 async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json: bool) -> int:
@@ -150,9 +148,9 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
     screen = Screen(config, run, to_stderr=as_json)
     try:
         with screen:
-            async with wiring.training(config, run, tasks, screen, screen.step_done) as loop:
+            async with wiring.training(config, run, tasks, screen, screen.step_done) as training:
                 screen.ready()
-                await loop.run()
+                await training.run()
     except asyncio.CancelledError:
         done = run.last_state()
         at = f"after step {done.step}" if done else "before the first step was done"

@@ -107,6 +107,7 @@ class App:
         assert task is not None
         session.in_flight.add(task)
         watch = asyncio.create_task(_cancel_when_gone(receive, task))
+        out = EventStream(send)
         turn_id: str | None = None
         try:
             async with aclosing(self._gateway.calls.run(session, request)) as items:
@@ -114,7 +115,7 @@ class App:
                 assert isinstance(started, Started)
                 turn_id = started.turn_id
                 if request.stream:
-                    await self._stream(session, started, items, wish, send)
+                    await self._stream(session, started, items, wish, out)
                 else:
                     done = [item async for item in items][-1]
                     assert isinstance(done, Done)
@@ -123,15 +124,20 @@ class App:
         except asyncio.CancelledError:
             if turn_id and turn_id in session.forest:
                 await asyncio.shield(self._gateway.sessions.withhold(session, turn_id))
-            raise
+            if watch.done():
+                raise
+            ended = conflict(f"session {session.id} was ended while this call ran")
+            if not out.started:
+                raise ended from None
+            await out.emit([chat.encode_error(ended)])
+            await out.close()
         finally:
             session.in_flight.discard(task)
             watch.cancel()
 
     async def _stream(
-        self, session: Session, started: Started, items: Any, wish: chat.Wish, send: Send
+        self, session: Session, started: Started, items: Any, wish: chat.Wish, out: EventStream
     ) -> None:
-        out = EventStream(send)
         view = chat.Stream(session.id, started, session.last_activity, wish, self._gateway.tokens)
         try:
             async for item in items:

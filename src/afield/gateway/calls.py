@@ -20,9 +20,9 @@ from afield.errors import Unavailable
 from afield.forest import extend_digest
 from afield.gateway import lineage
 from afield.gateway.refusal import bad_request, context_exceeded, engine_down
-from afield.gateway.sessions import Session, Sessions
+from afield.gateway.sessions import ENGINE_FAILED, Session, Sessions
 from afield.gateway.stops import StopStrings
-from afield.gateway.store import Store, TurnRow
+from afield.gateway.store import Store, TurnRow, to_its_end
 from afield.seams import Call, Chunk, Engine, EngineInfo
 from afield.tokens import ChatTokens, Event, Parser, Tool
 from afield.types import FinishReason, Message, ToolCall, Turn, TurnStatus, VersionSpan
@@ -116,52 +116,128 @@ class Calls:
                 "call without tools, or use a model whose tool format is known (hermes)",
             )
         place = await self._place(session, request)
-        if twin := await self._sessions.redeliver(session, place.parent, place.delta_ids):
-            log.info("session %s: turn %s is delivered again to a client that missed it", session.id, twin.id)
-            for item in self._replay(twin, place):
+        limit = self._limit(session, request, place)
+        if items := await self._missed(session, request, place, limit):
+            for item in items:
                 yield item
             return
-        call = self._call(session, request, place)
-        session.calls += 1
-        session.last_activity = self._clock()
-        n = session.calls
-        intent = self._intent(session, request, place, call, n)
-        await self._store.put_turn(session.id, TurnRow(n, LAST, intent))
-        session.rows[n] = TurnRow(n, LAST, intent)
-        async with aclosing(self._sample(session, request, place, call, n, intent)) as items:
-            async for item in items:
+        n = session.charge(self._clock())
+        async with aclosing(self._sample(session, request, place, limit, n)) as sampled:
+            async for item in sampled:
                 yield item
 
     async def _place(self, session: Session, request: ModelRequest) -> lineage.Place:
-        arguments = (session.forest, self._tokens, request.messages, request.tools)
+        missed = frozenset(session.row.undelivered)
+        arguments = (session.forest, self._tokens, request.messages, request.tools, missed)
         try:
             if sum(len(m.content) for m in request.messages) > INLINE_CHARACTERS:
                 return await asyncio.to_thread(lineage.place, *arguments)
             return lineage.place(*arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad_request(f"the chat template refuses these messages: {error}") from error
 
-    def _call(self, session: Session, request: ModelRequest, place: lineage.Place) -> Call:
+    def _limit(self, session: Session, request: ModelRequest, place: lineage.Place) -> int:
+        """How many tokens the call may sample: what context, session and client allow."""
         spec = session.row.spec
-        limit = min(self._info.max_context, spec.budget.context or self._info.max_context)
-        room = limit - len(place.prompt_ids)
+        context = min(self._info.max_context, spec.budget.context or self._info.max_context)
+        room = context - len(place.prompt_ids)
         if room < 1:
-            raise context_exceeded(len(place.prompt_ids), limit)
-        left = None if spec.budget.tokens is None else spec.budget.tokens - session.sampled_tokens
-        bounds = (room, left, request.max_tokens, spec.sampling.max_tokens)
-        turn_id = f"t{session.calls + 1}"
+            raise context_exceeded(len(place.prompt_ids), context)
+        bounds = (room, request.max_tokens, spec.sampling.max_tokens)
+        return min(bound for bound in bounds if bound is not None)
+
+    async def _missed(
+        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int
+    ) -> list[Item]:
+        """The answer a client missed and asks for again, so that its retry samples nothing new."""
+        wanted = (place.root, place.parent, place.delta_ids, limit)
+        for turn in [session.forest[turn_id] for turn_id in session.row.undelivered]:
+            if (turn.root, turn.parent, turn.delta_ids, turn.sampling.max_tokens) != wanted:
+                continue
+            parser, stops = self._readers(request)
+            events = stops.filter(parser.feed(turn.token_ids))
+            events += [] if stops.hit else stops.filter(parser.finish(), last=True)
+            reply = with_call_ids(stops.cut(parser.reply), turn.id)
+            if reply == turn.messages[-1] and await self._sessions.redeliver(session, turn.id):
+                log.info("session %s: turn %s goes to a client that missed it", session.id, turn.id)
+                started = Started(turn.id, place.prompt_ids)
+                piece = Piece(turn.token_ids, turn.logprobs, events)
+                return [started, piece, Done(turn, reply, len(place.prompt_ids))]
+        return []
+
+    def _readers(self, request: ModelRequest) -> tuple[Parser, StopStrings]:
+        # Calls are shown when they are closed, so that a client never sees one that turns out malformed.
+        parser = self._tokens.parser(tools=bool(request.tools), hold_calls=True)
+        return parser, StopStrings(request.stop)
+
+    async def _sample(
+        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, n: int
+    ) -> AsyncGenerator[Item]:
+        intent = self._intent(session, request, place, limit, n)
+        partial = Partial()
+        parser, stops = self._readers(request)
+        chunks = self._engine.generate(self._call(session, request, place, limit, intent.id))
+        broke: tuple[str, ...] = ()
+        ended = False
+        try:
+            await to_its_end(self._note_intent(session, intent, n))
+            yield Started(intent.id, place.prompt_ids)
+            async for chunk in chunks:
+                partial.fold(chunk, self._clock())
+                session.spend(len(chunk.token_ids), self._clock())
+                events = stops.filter(parser.feed(chunk.token_ids))
+                partial.finish = chunk.finish or self._why_cut(session, stops)
+                if not partial.finish:
+                    yield Piece(chunk.token_ids, chunk.logprobs, events)
+                    continue
+                events += [] if stops.hit else stops.filter(parser.finish(), last=True)
+                reply = with_call_ids(stops.cut(parser.reply), intent.id)
+                turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
+                ended = True  # whatever comes now, the commit is carried through
+                await to_its_end(self._record(session, turn, n))
+                yield Piece(chunk.token_ids, chunk.logprobs, events)
+                yield Done(turn, reply, len(place.prompt_ids))
+                return
+            raise Unavailable("the engine's stream ended without a finish")
+        except ValueError as error:
+            if partial.ids:
+                raise
+            raise bad_request(f"the engine refuses this prompt: {error}") from error
+        except Unavailable as error:
+            broke = (ENGINE_FAILED,)
+            session.charged -= 1
+            log.error("session %s turn %s: %s", session.id, intent.id, error)
+            raise engine_down(str(error)) from error
+        finally:
+            await chunks.aclose()
+            if not ended:
+                partial.finish = FinishReason.ABORTED
+                turn = self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
+                await to_its_end(self._record(session, turn, n))
+
+    def _why_cut(self, session: Session, stops: StopStrings) -> FinishReason | None:
+        """Reasons of ours to end a call that the engine would go on with."""
+        if stops.hit:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if session.out_of_tokens else None
+
+    def _call(
+        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, turn_id: str
+    ) -> Call:
+        spec = session.row.spec
+        watched = bool(request.stop) or spec.budget.tokens is not None
         return Call(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
             prompt_ids=place.prompt_ids,
             sampling=spec.sampling,
-            max_tokens=min(b for b in bounds if b is not None),
+            max_tokens=limit,
             stop_ids=self._tokens.stop_ids,
-            stream=request.stream or bool(request.stop),
+            stream=request.stream or watched,
         )
 
     def _intent(
-        self, session: Session, request: ModelRequest, place: lineage.Place, call: Call, n: int
+        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, n: int
     ) -> Turn:
         return Turn(
             id=f"t{n}",
@@ -169,69 +245,20 @@ class Calls:
             parent=place.parent,
             delta_ids=place.delta_ids,
             status=TurnStatus.DANGLING,
-            sampling=structs.replace(call.sampling, max_tokens=call.max_tokens),
+            sampling=structs.replace(session.row.spec.sampling, max_tokens=limit),
             tier=place.tier,
             dialect=request.dialect,
             messages=place.new,
             digest=place.digest,
-            tools_digest=place.root,
+            tools_digest=place.tools_digest,
             links=place.links,
             started=self._clock(),
         )
 
-    async def _sample(
-        self,
-        session: Session,
-        request: ModelRequest,
-        place: lineage.Place,
-        call: Call,
-        n: int,
-        intent: Turn,
-    ) -> AsyncGenerator[Item]:
-        partial = Partial()
-        # Calls are shown when they are closed, so that a client never sees one that turns out malformed.
-        parser = self._tokens.parser(tools=bool(request.tools), hold_calls=True)
-        stops = StopStrings(request.stop)
-        chunks = self._engine.generate(call)
-        ended = False
-        try:
-            yield Started(intent.id, place.prompt_ids)
-            async for chunk in chunks:
-                partial.fold(chunk, self._clock())
-                events = stops.filter(parser.feed(chunk.token_ids))
-                if chunk.finish or stops.hit:
-                    partial.finish = chunk.finish or FinishReason.STOP
-                    events += [] if stops.hit else stops.filter(parser.finish(), last=True)
-                if not partial.finish:
-                    yield Piece(chunk.token_ids, chunk.logprobs, events)
-                    continue
-                turn, reply = await self._commit(session, intent, partial, parser, stops, n)
-                ended = True
-                yield Piece(chunk.token_ids, chunk.logprobs, events)
-                yield Done(turn, reply, len(place.prompt_ids))
-                return
-            raise Unavailable("the engine's stream ended without a finish")
-        except ValueError as error:
-            raise bad_request(f"the engine refuses this prompt: {error}") from error
-        except Unavailable as error:
-            log.error("session %s turn %s: %s", session.id, intent.id, error)
-            raise engine_down(str(error)) from error
-        finally:
-            await chunks.aclose()
-            if not ended:
-                await asyncio.shield(self._abort(session, intent, partial, n))
-
-    async def _commit(
-        self, session: Session, intent: Turn, partial: Partial, parser: Parser, stops: StopStrings, n: int
-    ) -> tuple[Turn, Message]:
-        reply = with_call_ids(stops.cut(parser.reply), intent.id)
-        turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
-        await asyncio.shield(self._record(session, turn, n))
-        return turn, reply
-
-    async def _abort(self, session: Session, intent: Turn, partial: Partial, n: int) -> None:
-        partial.finish = FinishReason.ABORTED
-        await self._record(session, self._ended(intent, partial, TurnStatus.ABORTED, None), n)
+    async def _note_intent(self, session: Session, intent: Turn, n: int) -> None:
+        row = TurnRow(n, LAST, intent)
+        await self._store.put_turn(session.id, row)
+        session.rows[n] = row
 
     async def _record(self, session: Session, turn: Turn, n: int) -> None:
         session.commits += 1
@@ -239,7 +266,14 @@ class Calls:
         await self._store.put_turn(session.id, row)
         session.record(row)
 
-    def _ended(self, intent: Turn, partial: Partial, status: TurnStatus, reply: Message | None) -> Turn:
+    def _ended(
+        self,
+        intent: Turn,
+        partial: Partial,
+        status: TurnStatus,
+        reply: Message | None,
+        tags: tuple[str, ...] = (),
+    ) -> Turn:
         return structs.replace(
             intent,
             token_ids=tuple(partial.ids),
@@ -249,18 +283,10 @@ class Calls:
             status=status,
             messages=(*intent.messages, reply) if reply else intent.messages,
             digest=extend_digest(intent.digest, reply) if reply else intent.digest,
+            tags=tags,
             first_token=partial.first_token,
             ended=self._clock(),
         )
-
-    def _replay(self, turn: Turn, place: lineage.Place) -> list[Item]:
-        parser = self._tokens.parser(tools=True, hold_calls=True)
-        events = parser.feed(turn.token_ids) + parser.finish()
-        return [
-            Started(turn.id, place.prompt_ids),
-            Piece(turn.token_ids, turn.logprobs, events),
-            Done(turn, turn.messages[-1], len(place.prompt_ids)),
-        ]
 
 
 def with_call_ids(reply: Message, turn_id: str) -> Message:

@@ -15,6 +15,7 @@ import msgspec
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket
+from afield.types import Policy
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
@@ -51,15 +52,9 @@ class HttpGateway:
     async def finalize(self, session_id: str) -> Record:
         return await self._ask("POST", f"/sessions/{session_id}/finalize", Record)
 
-    async def publish(self, version: int, path: str) -> None:
-        await self._ask("POST", "/policy", dict[str, int], {"version": version, "path": path})
-
-    async def healthy(self) -> bool:
-        try:
-            async with self._http.get(f"{self._url}/health") as response:
-                return response.status == 200
-        except aiohttp.ClientError:
-            return False
+    async def publish(self, policy: Policy, path: str) -> None:
+        body = {"version": policy.version, "path": path}
+        await self._ask("POST", "/policy", dict[str, int], body)
 
     async def _ask(self, method: str, path: str, into: type[T], body: object = None) -> T:
         data = msgspec.json.encode(body) if body is not None else None

@@ -15,7 +15,7 @@ from afield.gateway.refusal import Refusal, bad_request, not_found
 from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
 from afield.seams import SessionSpec
-from afield.types import Turn
+from afield.types import Policy, Turn
 
 Answer = tuple[int, Any]
 MAX_WAIT_S = 300.0
@@ -138,7 +138,7 @@ async def trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: 
 
 async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
     asked = json_body(body, PolicyBody)
-    await gateway.publish(asked.version, asked.path)
+    await gateway.publish(Policy(gateway.tokens.name, asked.version), asked.path)
     return 200, {"version": asked.version}
 
 

@@ -59,7 +59,7 @@ def key_of(scope: Scope) -> str:
 def json_body(body: bytes, into: type[T]) -> T:
     try:
         return msgspec.json.decode(body or b"{}", type=into)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(str(error)) from error
 
 

@@ -8,6 +8,8 @@ price of another row. A fresh root that leaves a known conversation carries a li
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 
@@ -29,6 +31,7 @@ class Place(Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...]
     new: tuple[Message, ...]
     digest: str
+    tools_digest: str
     tier: str
     links: tuple[Link, ...] = ()
 
@@ -44,10 +47,18 @@ def hints(messages: Sequence[Message]) -> set[str]:
     return {found[1] for i in ids if (found := CALL_ID.fullmatch(i))}
 
 
-def place(forest: Forest, tokens: ChatTokens, messages: Sequence[Message], tools: Sequence[Tool]) -> Place:
+def place(
+    forest: Forest,
+    tokens: ChatTokens,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    missed: frozenset[str],
+) -> Place:
+    """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
     root = tokens.root_key(tools)
     digests = chain(root, messages)
-    match = forest.find(digests, hints(messages))
+    match = forest.find(digests, hints(messages), missed)
+    tools_digest = digest_of(tools)
     links: tuple[Link, ...] = ()
     if match is not None:
         depth, parent = match
@@ -61,6 +72,7 @@ def place(forest: Forest, tokens: ChatTokens, messages: Sequence[Message], tools
                 prompt_ids=(*forest.ids(parent.id), *delta),
                 new=new,
                 digest=digests[-1],
+                tools_digest=tools_digest,
                 tier="T2",
             )
         edited = any(m.role == "assistant" for m in new)
@@ -73,9 +85,17 @@ def place(forest: Forest, tokens: ChatTokens, messages: Sequence[Message], tools
         prompt_ids=ids,
         new=tuple(messages),
         digest=digests[-1],
+        tools_digest=tools_digest,
         tier="T4",
         links=links,
     )
+
+
+def digest_of(tools: Sequence[Tool]) -> str:
+    if not tools:
+        return ""
+    body = json.dumps([tool.raw for tool in tools], sort_keys=True)
+    return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
 
 
 def _delta(tokens: ChatTokens, parent: Turn, new: tuple[Message, ...]) -> list[int] | None:

@@ -16,6 +16,7 @@ from afield.gateway.sessions import Phase, Session, Sessions
 from afield.gateway.store import Store
 from afield.seams import Engine, Record, SessionSpec, SessionState, SessionTicket
 from afield.tokens import ChatTokens
+from afield.types import Exclusion, Policy, TurnStatus
 
 AGENT_SCOPES = frozenset({Scope.INFER, Scope.REWARD})
 
@@ -85,13 +86,22 @@ class LocalGateway:
     def record(self, session: Session) -> Record:
         assembled = assembly.linear(session.forest, self.withheld(session))
         turns = [row.turn for row in sorted(session.rows.values(), key=lambda row: (row.seq, row.n))]
-        return Record(trajectories=assembled.trajectories, excluded=assembled.excluded, turns=tuple(turns))
+        return Record(
+            trajectories=assembled.trajectories,
+            excluded=(*assembled.excluded, *self.dangling(session)),
+            turns=tuple(turns),
+        )
+
+    def dangling(self, session: Session) -> list[Exclusion]:
+        """Calls the gateway died under: what they sampled is unknown, and that is said."""
+        turns = [row.turn for row in session.rows.values()]
+        return [Exclusion(t.id, 0, "dangling") for t in turns if t.status is TurnStatus.DANGLING]
 
     def withheld(self, session: Session) -> dict[str, str]:
         return dict.fromkeys(session.row.undelivered, "undelivered")
 
-    async def publish(self, version: int, path: str) -> None:
-        await self.engine.load(version, path)
+    async def publish(self, policy: Policy, path: str) -> None:
+        await self.engine.load(policy.version, path)
 
     async def wait(self, session_id: str, deadline: Callable[[], float]) -> SessionState:
         """Until the session is no longer open, or no time is left."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+import weakref
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
@@ -19,9 +20,11 @@ from msgspec import structs
 from afield.errors import Conflict, Missing
 from afield.forest import Forest
 from afield.gateway.refusal import Refusal, budget_exhausted, conflict
-from afield.gateway.store import SessionRow, Store, TurnRow
+from afield.gateway.store import SessionRow, Store, TurnRow, to_its_end
 from afield.seams import SessionSpec, SessionState
 from afield.types import Turn, TurnStatus, check_id
+
+ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
 
 
 class Phase(StrEnum):
@@ -32,19 +35,26 @@ class Phase(StrEnum):
 
 
 class Session:
-    """One session in memory. Mutated only on the event loop, never across an await."""
+    """One session in memory, the same object for everyone who asks.
+
+    What is stored changes under `lock` (see `Sessions`); the rest only on the event loop, in one go.
+    `closed` comes before the phase that is stored: from then on no call is taken.
+    """
 
     def __init__(self, row: SessionRow, rows: list[TurnRow]) -> None:
         self.row = row
+        self.lock = asyncio.Lock()
+        self.closed = row.phase != Phase.OPEN
         self.rows = {r.n: r for r in rows}
         self.forest = Forest(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
         self.calls = max(self.rows, default=0)
+        self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
         self.in_flight: set[asyncio.Task[Any]] = set()
         self.changed = asyncio.Event()
         self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
-        self.sampled_tokens = sum(len(t.token_ids) for t in self.forest.turns)
+        self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
 
     @property
     def id(self) -> str:
@@ -63,25 +73,42 @@ class Session:
         return ttl is not None and now > self.row.created + ttl
 
     def check_open(self, now: float) -> None:
-        """Before a model call: is the session open, and does its budget allow another one?"""
-        if self.phase is not Phase.OPEN:
-            raise conflict(f"session {self.id} is {self.phase}", "open a new session for another attempt")
+        if self.closed:
+            phase = self.phase if self.phase is not Phase.OPEN else "being closed"
+            raise conflict(f"session {self.id} is {phase}", "open a new session for another attempt")
         if self.expired(now):
             raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
+
+    def charge(self, now: float) -> int:
+        """Take a call from the budget; gives its number. Checked and taken in one go."""
+        self.check_open(now)
         budget = self.row.spec.budget
-        if budget.calls is not None and self.calls >= budget.calls:
+        if budget.calls is not None and self.charged >= budget.calls:
             raise budget_exhausted(f"session {self.id} has used its budget of {budget.calls} calls")
-        if budget.tokens is not None and self.sampled_tokens >= budget.tokens:
+        if self.out_of_tokens:
             raise budget_exhausted(f"session {self.id} has used its budget of {budget.tokens} tokens")
         if budget.wall_s is not None and now > self.row.created + budget.wall_s:
             raise budget_exhausted(f"session {self.id} has used its {budget.wall_s} s of wall time")
+        self.calls += 1
+        self.charged += 1
+        self.last_activity = now
+        return self.calls
+
+    def spend(self, tokens: int, now: float) -> None:
+        """Tokens count when they are sampled, so that calls side by side share what is left."""
+        self.sampled_tokens += tokens
+        self.last_activity = now
+
+    @property
+    def out_of_tokens(self) -> bool:
+        limit = self.row.spec.budget.tokens
+        return limit is not None and self.sampled_tokens >= limit
 
     def record(self, row: TurnRow) -> None:
         """A call has ended and is durable."""
-        self.rows[row.n] = row
         self.forest.add(row.turn)
+        self.rows[row.n] = row
         self.prompt_tokens += _prompt_length(self.forest, row.turn)
-        self.sampled_tokens += len(row.turn.token_ids)
         self.last_activity = row.turn.ended or self.last_activity
 
     def state(self) -> SessionState:
@@ -116,6 +143,7 @@ class Sessions:
         self._store = store
         self._clock = clock
         self._live: dict[str, Session] = {}
+        self._known: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         self._opening = asyncio.Lock()
 
     async def open(self, spec: SessionSpec) -> tuple[Session, bool]:
@@ -135,7 +163,7 @@ class Sessions:
                 created=self._clock(),
             )
             await self._store.put_session(row)
-            session = self._live[session_id] = Session(row, [])
+            session = self._live[session_id] = self._known[session_id] = Session(row, [])
             return session, True
 
     def get(self, session_id: str) -> Session:
@@ -148,13 +176,13 @@ class Sessions:
         return [self.get(i).state() for i in self._store.session_ids(phase, limit, after)]
 
     def _find(self, session_id: str) -> Session | None:
-        if session := self._live.get(session_id):
+        if session := self._known.get(session_id):
             return session
         row = self._store.session(session_id)
         if row is None:
             return None
-        session = Session(row, self._store.turns(session_id))
-        if session.phase is Phase.OPEN:
+        session = self._known[session_id] = Session(row, self._store.turns(session_id))
+        if not session.closed:
             self._live[session_id] = session
         return session
 
@@ -163,62 +191,76 @@ class Sessions:
         value = entry["reward"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise Refusal(400, "invalid_request_error", f"reward {value!r} is not a finite number")
-        for known in session.row.rewards:
-            if (known.get("name"), known.get("turn")) == (entry.get("name"), entry.get("turn")):
-                if known["reward"] != value:
-                    raise conflict(f"session {session.id} already has reward {known['reward']}, not {value}")
-                return
-        if session.phase is Phase.FINALIZED:
-            raise conflict(f"session {session.id} is finalized", "rewards come before finalize")
-        kept = {key: entry[key] for key in ("reward", "name", "turn") if entry.get(key) is not None}
-        await self._save(session, rewards=(*session.row.rewards, kept))
+        async with session.lock:
+            for known in session.row.rewards:
+                if (known.get("name"), known.get("turn")) == (entry.get("name"), entry.get("turn")):
+                    if known["reward"] != value:
+                        has = f"session {session.id} already has reward {known['reward']}"
+                        raise conflict(f"{has}, not {value}")
+                    return
+            if session.phase is Phase.FINALIZED:
+                raise conflict(f"session {session.id} is finalized", "rewards come before finalize")
+            kept = {key: entry[key] for key in ("reward", "name", "turn") if entry.get(key) is not None}
+            await self._save(session, rewards=(*session.row.rewards, kept))
 
     async def complete(self, session: Session, metrics: dict[str, float]) -> None:
         if session.phase is Phase.ABORTED:
             raise conflict(f"session {session.id} is aborted")
-        if session.phase is Phase.OPEN:
-            await self._save(session, phase=Phase.COMPLETED, metrics=metrics)
+        session.closed = True
+        async with session.lock:
+            if session.phase is Phase.OPEN:
+                await self._save(session, phase=Phase.COMPLETED, metrics=metrics)
 
     async def abort(self, session: Session, reason: str) -> None:
         """No more calls; those in flight end now and leave their partials."""
-        if session.phase is Phase.OPEN:
-            await self._save(session, phase=Phase.ABORTED, reason=reason)
-        tasks = list(session.in_flight)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=10)
+        session.closed = True
+        async with session.lock:
+            if session.phase is Phase.OPEN:
+                await self._save(session, phase=Phase.ABORTED, reason=reason)
+        await self._end_calls(session)
 
     async def finalize(self, session: Session) -> None:
-        if session.in_flight:
-            await self.abort(session, "finalized with calls in flight")
-        if session.phase is not Phase.FINALIZED:
-            await self._save(session, phase=Phase.FINALIZED)
+        session.closed = True
+        await self._end_calls(session)
+        async with session.lock:
+            if session.phase is not Phase.FINALIZED:
+                await self._save(session, phase=Phase.FINALIZED)
         self._live.pop(session.id, None)
 
     async def delete(self, session: Session) -> None:
         await self.abort(session, "deleted")
         self._live.pop(session.id, None)
+        self._known.pop(session.id, None)
         await self._store.delete_session(session.id)
 
     async def withhold(self, session: Session, turn_id: str) -> None:
         """A turn was sampled but its client left before it got the end of it."""
-        committed = session.forest[turn_id].status is TurnStatus.COMMITTED
-        if committed and turn_id not in session.row.undelivered:
-            await self._save(session, undelivered=(*session.row.undelivered, turn_id))
+        async with session.lock:
+            committed = session.forest[turn_id].status is TurnStatus.COMMITTED
+            if committed and turn_id not in session.row.undelivered:
+                await self._save(session, undelivered=(*session.row.undelivered, turn_id))
 
-    async def redeliver(self, session: Session, parent: str | None, delta: tuple[int, ...]) -> Turn | None:
-        """The turn a client missed and asks for again, so that its retry samples nothing new."""
-        for turn_id in session.row.undelivered:
-            turn = session.forest[turn_id]
-            if (turn.parent, turn.delta_ids) == (parent, delta):
-                left = tuple(i for i in session.row.undelivered if i != turn_id)
-                await self._save(session, undelivered=left)
-                return turn
-        return None
+    async def redeliver(self, session: Session, turn_id: str) -> bool:
+        """Whether this caller is the one to hand out a turn that its client missed."""
+        async with session.lock:
+            if turn_id not in session.row.undelivered:
+                return False
+            left = tuple(i for i in session.row.undelivered if i != turn_id)
+            await self._save(session, undelivered=left)
+            return True
+
+    async def _end_calls(self, session: Session) -> None:
+        tasks = [task for task in session.in_flight if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=10)
 
     async def _save(self, session: Session, **changes: Any) -> None:
-        row = structs.replace(session.row, **changes)
+        """Under the session's lock: what is stored and what is in memory change together."""
+        await to_its_end(self._put(session, structs.replace(session.row, **changes)))
+
+    async def _put(self, session: Session, row: SessionRow) -> None:
         await self._store.put_session(row)
         session.row = row
         changed, session.changed = session.changed, asyncio.Event()

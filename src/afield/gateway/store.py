@@ -13,10 +13,11 @@ import queue
 import secrets
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -56,6 +57,7 @@ class TurnRow(Struct, frozen=True):
     turn: Turn
 
 
+T = TypeVar("T")
 Statement = tuple[str, Sequence[Any]]
 
 
@@ -172,6 +174,18 @@ class Store:
         connection = sqlite3.connect(self._path, timeout=30, check_same_thread=False, isolation_level=None)
         connection.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
         return connection
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that, once begun, must not be left half done: a cancellation is raised after it."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        raise
 
 
 def _settle(done: Future[None], error: Exception | None) -> None:

@@ -97,10 +97,21 @@ def _codes(error: BaseException) -> list[str]:
     return [code for pair in places for code in pair if isinstance(code, str)]
 
 
+def _asked_a_gateway(error: BaseException) -> bool:
+    """A connection that broke in the middle of an answer: to the model, or to some tool's own service?"""
+    try:
+        url = str(getattr(error, "request").url)  # noqa: B009
+    except (AttributeError, RuntimeError):  # httpx raises when a request was never attached
+        return False
+    return "/s/" in url and "/v1/" in url
+
+
 def _from_engine(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"APIConnectionError", "APITimeoutError"}:
         return True
+    if "TransportError" in names:
+        return _asked_a_gateway(error)
     if "APIError" not in names:
         return False
     status = getattr(error, "status_code", None) or getattr(error, "code", None)

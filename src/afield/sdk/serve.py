@@ -27,6 +27,7 @@ import uvicorn
 from afield.errors import UsageError, boundary
 from afield.sdk.app import App, Entrypoints
 from afield.sdk.entry import entry_of
+from afield.sdk.listen import listen
 from afield.types import Failure, FailureKind, Reason
 
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("afield").setLevel(logging.INFO)
     try:
         app = load(options.target)
-        listener = _listen(options.host, options.port)
+        listener = listen(options.host, options.port)
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -117,18 +118,6 @@ def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
         return run()
     failure = failures[0]
     raise UsageError(f"{failure.traceback}\nimporting {place} raised {failure.message}")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
-    return listener
 
 
 def _announce(port: int, ready_fd: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct, field
 
-from afield.types import Budget, Exclusion, Sampling, Split, Trajectory, Turn
+from afield.types import Budget, Exclusion, Policy, Sampling, Split, Trajectory, Turn
 
 
 class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -75,6 +75,6 @@ class Gateway(Protocol):
         """Freeze the session and give what it sampled. Repeating gives the same record."""
         ...
 
-    async def publish(self, version: int, path: str) -> None:
-        """Every later token is sampled by this version. A lower version is a Conflict."""
+    async def publish(self, policy: Policy, path: str) -> None:
+        """Every later token is sampled by this version of the policy. A lower version is a Conflict."""
         ...

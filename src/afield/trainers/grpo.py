@@ -168,7 +168,7 @@ class Loss(NamedTuple):
     total: Tensor  # summed over tokens, each weighed so that a rollout counts 1
     ratio: Tensor
     clipped: Tensor
-    penalty: Tensor
+    penalty: Tensor | None  # KL, where it is on
 
 
 def grpo_loss(
@@ -185,11 +185,13 @@ def grpo_loss(
     importance = torch.exp(proximal - batch.sampler).clamp(max=importance_cap)
     free = ratio * batch.advantage
     held = ratio.clamp(1 - clip[0], 1 + clip[1]) * batch.advantage
-    # k3: never negative, unbiased, and 0 where the policies agree
-    gap = torch.zeros_like(logp) if reference is None else reference - logp
-    penalty = torch.expm1(gap) - gap
-    loss = kl * penalty - torch.minimum(free, held) * importance
-    return Loss((loss * batch.weight).sum(), ratio.detach(), held < free, penalty.detach())
+    loss = -torch.minimum(free, held) * importance
+    penalty = None
+    if reference is not None:
+        # k3: never negative, unbiased, and 0 where the policies agree
+        penalty = torch.expm1(reference - logp) - (reference - logp)
+        loss = loss + kl * penalty
+    return Loss((loss * batch.weight).sum(), ratio.detach(), held < free, penalty)
 
 
 class Measures:
@@ -212,7 +214,9 @@ class Measures:
         self._see(diff=(logp - batch.sampler).abs(), entropy=-logp)
 
     def add(self, loss: Loss) -> None:
-        self._see(ratio=loss.ratio, clipped=loss.clipped.float(), kl=loss.penalty)
+        self._see(ratio=loss.ratio, clipped=loss.clipped.float())
+        if loss.penalty is not None:
+            self._see(kl=loss.penalty)
 
     def update(self, **values: float) -> None:
         for name, value in values.items():
@@ -232,7 +236,7 @@ class Measures:
             "ratio_min": float(seen["ratio"].min()),
             "ratio_max": float(seen["ratio"].max()),
             "clip_share": float(seen["clipped"].mean()),
-            "kl": float(seen["kl"].mean()),
+            **({"kl": float(seen["kl"].mean())} if "kl" in seen else {}),
             "entropy": float(seen["entropy"].mean()),
             "sampler_trainer_logprob_diff_mean": float(seen["diff"].mean()),
             "sampler_trainer_logprob_diff_max": float(seen["diff"].max()),

@@ -69,7 +69,13 @@ class FilesTransport:
 
     async def sweep(self, exp_id: str) -> list[Attempt]:
         sessions = await asyncio.to_thread(filestore.committed, self._root, exp_id)
-        return [Attempt.from_session_id(s) for s in sessions]
+        attempts: list[Attempt] = []
+        for session in sessions:
+            try:
+                attempts.append(Attempt.from_session_id(session))
+            except ValueError as error:
+                log.warning("a commit under %s is not one of ours: %s", self._root, error)
+        return attempts
 
     async def _hinted(self, exp_id: str) -> list[str]:
         try:

@@ -16,6 +16,7 @@ from afield.demo import shop
 
 SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
 NUDGE = "Please look it up with a tool."
+STEPS = 7  # nodes visited: the model four times, its tools in between
 # One connection pool for all rollouts of this process, instead of one each.
 POOLS = {"http_client": openai.DefaultHttpxClient(), "http_async_client": openai.DefaultAsyncHttpxClient()}
 
@@ -47,15 +48,13 @@ def agent(task: dict[str, Any], rollout: afield.Context) -> float:
     model = ChatOpenAI(
         model=rollout.model_id, base_url=rollout.openai_base_url, api_key=lambda: rollout.api_key, **POOLS
     ).bind_tools(TOOLS)
+    messages: list[Any] = [SystemMessage(SYSTEM), HumanMessage(task["question"])]
     with shop.Shop(task) as opened:
-        # A step is a node visited: four of the model's and the tools' between them.
-        config: RunnableConfig = {"configurable": {"shop": opened, "model": model}, "recursion_limit": 7}
+        config: RunnableConfig = {"configurable": {"shop": opened, "model": model}, "recursion_limit": STEPS}
         try:
-            state = AGENT.invoke(
-                {"messages": [SystemMessage(SYSTEM), HumanMessage(task["question"])]}, config
-            )
+            messages = AGENT.invoke({"messages": messages}, config)["messages"]
             if opened.lookups == 0:
-                state = AGENT.invoke({"messages": [*state["messages"], HumanMessage(NUDGE)]}, config)
+                messages = AGENT.invoke({"messages": [*messages, HumanMessage(NUDGE)]}, config)["messages"]
         except GraphRecursionError:
             return 0.0
-        return shop.grade(task, str(state["messages"][-1].content))
+        return shop.grade(task, str(messages[-1].content))

@@ -99,7 +99,7 @@ RAW_TOOLS = msgspec.json.Decoder(dict[str, Any])
 def decode(body: bytes) -> tuple[ModelRequest, Wish]:
     try:
         wire = DECODER.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the request is not a chat completion request: {error}") from error
     _refuse_what_would_be_ignored(wire)
     tools = _tools(wire, body) if wire.tool_choice != "none" else ()

@@ -1,0 +1,26 @@
+"""A listening socket, taken before anything is loaded: a port in use is known at once."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from afield.errors import UsageError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} on {host} is in use; choose another --port, or 0 for any"
+            ) from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
+    listener.setblocking(False)
+    return listener
