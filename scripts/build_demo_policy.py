@@ -15,6 +15,8 @@ import json
 import math
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,11 +237,15 @@ def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-@torch.no_grad()
-def shake(model: Any, level: float) -> list[torch.Tensor]:
-    noise = [level * p.square().mean().sqrt() * torch.randn_like(p) for p in model.parameters()]
-    torch._foreach_add_(list(model.parameters()), noise)
-    return noise
+@contextmanager
+def shaken(model: Any, level: float) -> Iterator[None]:
+    """Weights a little off, by `level` of their size; as they were when the block ends."""
+    noise = [level * p.detach().square().mean().sqrt() * torch.randn_like(p) for p in model.parameters()]
+    for parameter, off in zip(model.parameters(), noise, strict=True):
+        parameter.data.add_(off)
+    yield
+    for parameter, off in zip(model.parameters(), noise, strict=True):
+        parameter.data.sub_(off)
 
 
 def warm_start(model: Any, renderer: Renderer, rng: random.Random, steps: int, lr: float) -> None:
@@ -254,15 +260,13 @@ def warm_start(model: Any, renderer: Renderer, rng: random.Random, steps: int, l
             group["lr"] = (
                 lr * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
             )
-        noise = shake(model, SHAKE)
         needed = mask[:, 1:].any(dim=0).nonzero().flatten()
-        logits = model(ids, logits_to_keep=needed).logits
         chosen = mask[:, 1:][:, needed]
-        loss = torch.nn.functional.cross_entropy(logits[chosen], ids[:, 1:][:, needed][chosen])
         optimizer.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), noise)
+        with shaken(model, SHAKE):
+            logits = model(ids, logits_to_keep=needed).logits
+            loss = torch.nn.functional.cross_entropy(logits[chosen], ids[:, 1:][:, needed][chosen])
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:
