@@ -28,10 +28,12 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     agent: str
     model: str
     tasks: str = ""
+    exp_id: str = ""  # names the rollouts; empty takes the run's id
     steps: int = 20
     tasks_per_step: int = 8
     rollouts: int = 16
     seed: int = 0
+    shuffle: bool = True
     # collection
     runtime: str = "process"
     transport: str = "files"

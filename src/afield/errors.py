@@ -6,6 +6,7 @@
     |-- Conflict            a second, different answer where the first one stands
     |-- Missing             nothing is known under this id
     |-- Unavailable         a part that should be there does not answer
+    |-- Fruitless           rollout after rollout without a reward: going on would only burn time
     `-- RolloutFailure      a failed rollout, which is data: `.failure` says whose fault it is
         |-- PolicyFailure           the model's own doing: trained, never retried
         |-- TaskFailure             the task is broken, or the agent's code raised
@@ -47,6 +48,10 @@ class Missing(AfieldError):
 
 class Unavailable(AfieldError):
     """A part that should be there does not answer."""
+
+
+class Fruitless(AfieldError):
+    """Rollout after rollout without a reward: going on would only burn time."""
 
 
 class RolloutFailure(AfieldError):

@@ -19,10 +19,13 @@ import msgspec
 from msgspec import Struct
 
 from afield.collect import Collector, GroupWish
+from afield.errors import Fruitless
 from afield.journal import Journal
 from afield.rundir import STATE, RunDir, StepState
 from afield.seams import Gateway, StepReport, Trainer
 from afield.types import ID_PATTERN, Finished, Group, Policy, Task
+
+PATIENCE = 3  # steps without a single reward before a run is given up
 
 
 class Recipe(Struct, frozen=True, kw_only=True):
@@ -30,6 +33,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     tasks_per_step: int
     quorum: int = 2
     seed: int = 0
+    shuffle: bool = True
     keep_checkpoints: int = 2
     keep_weights: int | None = 2
     frozen: bool = False
@@ -66,6 +70,7 @@ class Loop:
         gateway: Gateway,
         journal: Journal,
         run: RunDir,
+        exp_id: str,
         policy: str,
         on_step: Callable[[StepLine], None],
     ) -> None:
@@ -76,6 +81,7 @@ class Loop:
         self._gateway = gateway
         self._journal = journal
         self._run = run
+        self._exp_id = exp_id
         self._policy = policy
         self._on_step = on_step
 
@@ -83,8 +89,16 @@ class Loop:
         """From wherever the run directory says we are, to the last step."""
         state = await asyncio.to_thread(self._restore)
         await self._publish(state.version)
+        barren = 0
         for step in range(state.step + 1, self._recipe.steps + 1):
-            await self._step(step)
+            groups = await self._step(step)
+            finished = [f for group in groups for f in group.finished]
+            rewarded = any(f.outcome.reward_or_floor(0.0) is not None for f in finished)
+            barren = 0 if rewarded else barren + 1
+            if barren == PATIENCE:
+                raise Fruitless(
+                    f"{PATIENCE} steps without a single reward; most often: {usual_failure(finished)}"
+                )
 
     def _restore(self) -> StepState:
         state = self._run.last_state()
@@ -96,9 +110,9 @@ class Loop:
         self._journal.train(state.step, state.trained)
         return state
 
-    async def _step(self, step: int) -> None:
+    async def _step(self, step: int) -> list[Group]:
         began = time.monotonic()
-        wishes = schedule(self._tasks, step, self._recipe, self._run.id)
+        wishes = schedule(self._tasks, step, self._recipe, self._exp_id)
         groups = await self._collector.collect(wishes)
         collected = time.monotonic()
         dropped = {g.id: why for g in groups if (why := g.unusable_because(self._recipe.quorum))}
@@ -120,6 +134,7 @@ class Loop:
         self._run.append_metrics(msgspec.to_builtins(line))
         await self._publish(line.version)
         self._on_step(line)
+        return groups
 
     def _checkpoint(self, line: StepLine, groups: Sequence[Group]) -> None:
         """Write everything under another name first; the rename is what makes the step done."""
@@ -149,7 +164,7 @@ class Loop:
 
 
 def schedule(tasks: Sequence[Task], step: int, recipe: Recipe, exp_id: str) -> list[GroupWish]:
-    """Which tasks a step attempts: every epoch is a shuffle of all tasks, one after the other.
+    """Which tasks a step attempts: all of them, epoch after epoch, each in an order of its own.
 
     A function of seed and step alone, so that a run goes on where it stopped.
     """
@@ -158,7 +173,8 @@ def schedule(tasks: Sequence[Task], step: int, recipe: Recipe, exp_id: str) -> l
     for position in range(first, first + recipe.tasks_per_step):
         epoch, index = divmod(position, len(tasks))
         order = list(range(len(tasks)))
-        random.Random(f"{recipe.seed}/{epoch}").shuffle(order)
+        if recipe.shuffle:
+            random.Random(f"{recipe.seed}/{epoch}").shuffle(order)
         task = tasks[order[index]]
         wishes.append(GroupWish(f"{exp_id}-e{epoch}-{slug(task.id)}", task, epoch))
     return wishes
@@ -201,6 +217,12 @@ def describe(
         train_s=round(seconds[1], 3),
         trainer=dict(report.metrics),
     )
+
+
+def usual_failure(finished: Sequence[Finished]) -> str:
+    failures = [f.outcome.failure for f in finished if f.outcome.failure]
+    told = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
+    return told.most_common(1)[0][0] if told else "no failure at all"
 
 
 def _tool_calls(finished: Finished) -> int:

@@ -107,7 +107,7 @@ def trainer(config: TrainConfig) -> Trainer:
 
 def plan(config: TrainConfig, run: RunDir) -> Plan:
     return Plan(
-        exp_id=run.id,
+        exp_id=config.exp_id or run.id,
         model_id=Path(config.model).name,
         rollouts=config.rollouts,
         concurrency=config.concurrency,
@@ -249,6 +249,7 @@ async def training(
             gateway=gateway,
             journal=journal,
             run=run,
+            exp_id=config.exp_id or run.id,
             policy=told["model"],
             on_step=on_step,
         )
@@ -282,6 +283,7 @@ def recipe(config: TrainConfig) -> Recipe:
         tasks_per_step=config.tasks_per_step,
         quorum=config.quorum,
         seed=config.seed,
+        shuffle=config.shuffle,
         keep_weights=config.keep_weights,
         frozen=config.freeze_weights,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +40,7 @@ class Screen:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {self._config.agent}")
+        self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {short(self._config.agent)}")
         self._say("starting gateway, engine, agents and trainer ...")
         return self
 
@@ -92,10 +93,10 @@ class Screen:
             f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
-        say(f"everything is in {self._run.path}")
-        say(f"  curve      {self._run.plot}")
-        say(f"  look at it afield show {self._run.id}")
-        say("  next       afield train my_agent.py:agent --tasks tasks.jsonl --model DIR")
+        say(f"everything is in {short(self._run.path)}")
+        say(f"  curve      {short(self._run.plot)}")
+        say(f"  look at it {me()} show {self._run.id}")
+        say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
 
     def _say(self, text: str) -> None:
         """Lines are never broken: a path stays one word for whoever copies or greps it."""
@@ -133,6 +134,16 @@ def describe(line: StepLine, steps: int) -> str:
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
         f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
     )
+
+
+def me() -> str:
+    """This program as it was called, so that what is printed can be pasted."""
+    return short(sys.argv[0]) if sys.argv[0].endswith("/afield") else "afield"
+
+
+def short(path: Path | str) -> str:
+    """As a person would write it: from here, if it is below here."""
+    return str(path).removeprefix(f"{Path.cwd()}/")
 
 
 def _number(value: float | None) -> str:

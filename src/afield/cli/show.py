@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from afield.cli.report import chart, summarise
+from afield.cli.screen import me
 from afield.config import Environment, TrainConfig
 from afield.errors import UsageError
 from afield.rundir import RunDir, find_run
@@ -58,7 +59,7 @@ def show_run(run: RunDir, args: argparse.Namespace) -> None:
     print(f"failures {dict(failures) or 'none'}")
     if steps := run.steps():
         example = run.read_rollouts(steps[-1])[0].rollout.id
-        print(f"one rollout, turn by turn: afield show {run.id} {example}")
+        print(f"one rollout, turn by turn: {me()} show {run.id} {example}")
 
 
 def show_rollout(run: RunDir, args: argparse.Namespace) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from afield.cli.report import draw, summarise
-from afield.cli.screen import Screen
+from afield.cli.screen import Screen, me
 from afield.config import PATHS, Environment, TrainConfig, located, read_tasks, train_config
-from afield.errors import UsageError
+from afield.errors import Fruitless, UsageError
 from afield.rundir import RunDir, find_run, write_whole
 from afield.types import Task
 
@@ -146,16 +146,19 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     screen = Screen(config, run, to_stderr=as_json)
+    given_up: Fruitless | None = None
     try:
         with screen:
             async with wiring.training(config, run, tasks, screen, screen.step_done) as training:
                 screen.ready()
                 await training.run()
+    except Fruitless as error:
+        given_up = error
     except asyncio.CancelledError:
         done = run.last_state()
         at = f"after step {done.step}" if done else "before the first step was done"
         print(
-            f"stopped {at}; go on with: afield {run.id.partition('-')[0]} --resume {run.id}", file=sys.stderr
+            f"stopped {at}; go on with: {me()} {run.id.partition('-')[0]} --resume {run.id}", file=sys.stderr
         )
         raise
     summary = summarise(run, config, wall_s=time.monotonic() - began)
@@ -164,6 +167,8 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
     screen.farewell(summary)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
+    if given_up:
+        raise given_up
     return 0
 
 

@@ -25,6 +25,8 @@ from afield.seams.trainer import StepReport
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
 from afield.types import Group, Trajectory
 
+SMALL = 5_000_000
+
 # --- groups to rows ------------------------------------------------------------------------------
 
 
@@ -292,6 +294,8 @@ class GRPO:
         self.max_tokens_per_pass = max_tokens_per_pass
 
     def step(self, groups: Sequence[Group]) -> StepReport:
+        if self.device.type == "cpu" and self.model.num_parameters() < SMALL:
+            torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
         batch = to_batch(groups, floor=self.floor, scale=self.scale)
         config = self.model.config
         context = getattr(config, "max_position_embeddings", None)

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import openai  # noqa: TID253
+import openai
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from langgraph.errors import GraphRecursionError  # noqa: TID253
-from langgraph.graph import START, MessagesState, StateGraph  # noqa: TID253
-from langgraph.prebuilt import ToolNode, tools_condition  # noqa: TID253
+from langgraph.errors import GraphRecursionError
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
 
 import afield
 from afield.demo import shop

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-import openai  # noqa: TID253
+import openai
 
 import afield
 from afield.demo import shop

@@ -3,11 +3,11 @@
 import ssl
 from typing import Any
 
-import openai  # noqa: TID253
-import strands  # noqa: TID253
-from strands.agent.agent_result import AgentResult  # noqa: TID253
-from strands.models.openai import OpenAIModel  # noqa: TID253
-from strands.types.exceptions import MaxTokensReachedException  # noqa: TID253
+import openai
+import strands
+from strands.agent.agent_result import AgentResult
+from strands.models.openai import OpenAIModel
+from strands.types.exceptions import MaxTokensReachedException
 
 import afield
 from afield.demo import shop
