@@ -240,7 +240,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 async def test_a_key_opens_its_own_session_and_nothing_else(up: Running) -> None:
     a, b = await open_two(up)
-    for key in ("", "wrong", a.api_key[:-1] + "0", b.api_key, a.api_key.replace("a.1", "b.1")):
+    forged = a.api_key[:-1] + ("1" if a.api_key.endswith("0") else "0")
+    for key in ("", "wrong", forged, b.api_key, a.api_key.replace("a.1", "b.1")):
         status, answer = await up.ask("POST", "/s/a.1/v1/chat/completions", CHAT, key)
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), key
     for path in ("/sessions", "/sessions/a.1", "/sessions/a.1/turns", "/sessions/a.1/trajectories"):
