@@ -12,7 +12,7 @@ import logging
 from contextlib import aclosing
 from typing import Any
 
-from afield.errors import Conflict, Missing, Unavailable, UsageError
+from afield.errors import AfieldError, Conflict, Missing, Unavailable, UsageError
 from afield.gateway import control
 from afield.gateway.calls import Done, Piece, Started
 from afield.gateway.dialects import chat
@@ -47,17 +47,11 @@ class App:
                 await self._agent(session_id, path, scope, receive, send)
             else:
                 await self._control(path, scope, receive, send)
-        except Refusal as refusal:
+        except (Refusal, Missing, Unavailable) as error:
+            refusal = as_refusal(error)
             log.info("%s %s: %d %s", scope["method"], scope["path"], refusal.status, refusal.message)
             shape = chat.encode_error if dialect else control.encode_error
             await send_json(send, refusal.status, shape(refusal))
-        except Missing as error:
-            shape = chat.encode_error if dialect else control.encode_error
-            await send_json(send, 404, shape(not_found(str(error))))
-        except Unavailable as error:
-            log.error("%s %s: %s", scope["method"], scope["path"], error)
-            shape = chat.encode_error if dialect else control.encode_error
-            await send_json(send, 503, shape(engine_down(str(error))))
         except (ClientGone, asyncio.CancelledError):
             log.info("%s %s: the client left", scope["method"], scope["path"])
 
@@ -170,6 +164,12 @@ class App:
         except (UsageError, ValueError) as error:
             raise bad_request(str(error)) from error
         await send_json(send, status, value)
+
+
+def as_refusal(error: AfieldError) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    return not_found(str(error)) if isinstance(error, Missing) else engine_down(str(error))
 
 
 def split_path(path: str) -> tuple[str | None, str]:
