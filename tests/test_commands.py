@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import sqlite3
+import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from afield.cli.main import main
+from afield.errors import UsageError
+from afield.sdk.listen import listen
 from gateways import POLICY
-from processes import AGENTS, afield, start, summary, train_arguments, write_tasks
+from processes import AGENTS, afield, finish, start, summary, train_arguments, write_tasks
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
 AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
@@ -126,3 +132,44 @@ def test_train_show_and_pipes_work_for_a_users_own_agent(tmp_path: Path) -> None
     assert "Traceback" not in shown.stderr.read()
     shown.stderr.close()
     shown.wait(20)
+
+
+def test_a_gateway_that_is_told_to_stop_keeps_the_partials_of_its_calls(tmp_path: Path) -> None:
+    script = tmp_path / "script.jsonl"
+    script.write_text(json.dumps({"token_ids": [5, 6, 7], "fail": "hang"}) + "\n")
+    options = (
+        "--model",
+        POLICY,
+        "--engine",
+        f"scripted={script}",
+        "--port",
+        0,
+        "--store",
+        tmp_path / "store",
+    )
+    process = start(tmp_path, "gateway", "--json", *options)
+    assert process.stdout
+    told = json.loads(process.stdout.readline())
+
+    def post(path: str, body: object, key: str) -> urllib.request.Request:
+        headers = {"authorization": f"Bearer {key}"}
+        return urllib.request.Request(told["url"] + path, json.dumps(body).encode(), headers)
+
+    with urllib.request.urlopen(post("/sessions", {"id": "r.1"}, told["admin_key"]), timeout=30) as answer:
+        key = json.loads(answer.read())["api_key"]
+    chat = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
+    with urllib.request.urlopen(post("/s/r.1/v1/chat/completions", chat, key), timeout=30) as stream:
+        stream.readline()
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process, 60)
+    assert code == 143, err
+    assert "Traceback" not in err
+    with closing(sqlite3.connect(tmp_path / "store" / "gateway.sqlite")) as store:
+        assert store.execute("SELECT status FROM turns").fetchall() == [("aborted",)]
+
+
+def test_answers_are_not_held_back_by_the_network_stack() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP  # asyncio's condition for TCP_NODELAY
+    with pytest.raises(UsageError, match="99999"):
+        listen("127.0.0.1", 99999)

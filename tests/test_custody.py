@@ -12,6 +12,7 @@ import pytest
 
 from afield import assembly
 from afield.engines.scripted import Script, Scripted, ScriptedEngine
+from afield.errors import Unavailable
 from afield.gateway.calls import Calls, Done, Item, ModelRequest, Piece
 from afield.gateway.refusal import Refusal
 from afield.gateway.sessions import Session, Sessions
@@ -223,6 +224,38 @@ async def test_a_long_answer_keeps_its_session_active(tmp_path: Path) -> None:
         assert len(set(seen)) >= len(session.forest["t1"].token_ids)
 
 
+async def test_a_missed_answer_whose_retry_leaves_too_is_still_missed(tmp_path: Path) -> None:
+    async with custody(tmp_path, [said("Once.")]) as c:
+        session = await c.open()
+        await c.run(session, ask("Hi"))
+        await c.sessions.withhold(session, "t1")
+        await cancelled_at(c, "open", c.run(session, ask("Hi")))
+        assert session.row.undelivered == ("t1",)
+        assert (await c.reply(session, ask("Hi"))).content == "Once."
+
+
+async def test_sessions_that_are_over_leave_memory_and_come_back_when_asked_for(tmp_path: Path) -> None:
+    async with custody(tmp_path, lambda _: said("Yes.")) as c:
+        for n in (1, 2, 3):
+            session, _ = await c.sessions.open(SessionSpec(id=f"r.{n}"))
+            await c.run(session, ask("Hi"))
+            if n == 1:
+                await c.sessions.complete(session, {})
+            elif n == 2:
+                await c.sessions.abort(session, "enough")
+        del session
+        assert len(c.sessions) == 1
+        assert [c.sessions.get(f"r.{n}").state().phase for n in (1, 2, 3)] == ["completed", "aborted", "open"]
+        assert c.sessions.get("r.1").state().turns == 1
+
+
+async def test_a_closed_store_refuses_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+    async with custody(tmp_path, []) as c:
+        session = await c.open()
+    with pytest.raises(Unavailable, match="closed"):
+        await asyncio.wait_for(c.sessions.abort(session, "late"), 5)
+
+
 # --- through HTTP --------------------------------------------------------------------------------
 
 
@@ -258,6 +291,14 @@ async def test_a_call_whose_session_is_aborted_gets_an_answer(tmp_path: Path) ->
         await up.client.abort("r.1", "enough")
         status, answer = await asyncio.wait_for(calling, 10)
     assert (status, answer["error"]["code"]) == (409, "conflict")
+
+
+async def test_numbers_too_large_are_refused(up: Running) -> None:
+    await up.client.open(SessionSpec(id="r.1"))
+    huge = b"1" + b"0" * 400
+    assert (await up.ask("POST", "/sessions/r.1/reward", b'{"reward": 1%s}' % (b"0" * 30)))[0] == 200
+    assert (await up.ask("POST", "/sessions/r.1/reward", b'{"name": "x", "reward": %s}' % huge))[0] == 400
+    assert (await up.ask("POST", "/sessions", b'{"id": "r.2", "metadata": {"n": %s}}' % huge))[0] == 400
 
 
 async def test_nesting_beyond_any_use_is_refused(up: Running) -> None:

@@ -114,7 +114,17 @@ def test_paths_in_a_file_count_from_the_file_and_the_command_line_wins(tmp_path:
 
 @pytest.mark.parametrize(
     "value",
-    [{"temperature": -1.0}, {"temperature": 0.0}, {"max_calls": 0}, {"max_tokens": 0}, {"keep_weights": 0}],
+    [
+        {"temperature": -1.0},
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"kl": -1.0},
+        {"seed": -1},
+        {"exp_id": "a b"},
+        {"max_calls": 0},
+        {"max_tokens": 0},
+        {"keep_weights": 0},
+    ],
 )
 def test_values_no_run_could_use_are_refused_at_once(value: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(value))):

@@ -155,9 +155,11 @@ class Collector:
 
     async def _until_it_counts(self, rollout: Rollout) -> Note:
         """Attempts until one has an outcome that stands, or a budget of retries is used up."""
-        spent: Counter[FailureKind] = Counter()
+        failures = self._journal.failures(rollout.id)
+        spent = Counter(failures.values())
         n = self._journal.last_attempt(rollout.id)
-        adopted = await self._adopt(rollout, Attempt(rollout.id, n)) if n else None
+        undecided = n > 0 and n not in failures
+        adopted = await self._adopt(rollout, Attempt(rollout.id, n)) if undecided else None
         while True:
             if adopted is None:
                 n += 1
@@ -168,6 +170,8 @@ class Collector:
             self._watcher.attempt_ended(rollout, outcome, again)
             if not again:
                 return Note(outcome, n)
+            assert outcome.failure is not None
+            self._journal.fail(rollout.id, n, outcome.failure.kind)
 
     def _may_retry(self, kind: FailureKind, spent: Counter[FailureKind]) -> bool:
         spent[kind] += 1
@@ -180,7 +184,10 @@ class Collector:
         except WireError:  # what it left behind cannot be read; the next attempt takes its place
             stands = None
         if isinstance(stands, wire.OutcomeRecord):
-            return _checked(stands.outcome, attempt)
+            outcome = _checked(stands.outcome, attempt)
+            if outcome.failure:
+                await self._quietly_abort(attempt, outcome.failure.message)
+            return outcome
         await self._runtime.stop(attempt)
         await self._quietly_abort(attempt, "the collector was restarted")
         return None

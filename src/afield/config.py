@@ -7,6 +7,7 @@ is an error that suggests the nearest known one. Components never see what is re
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -17,9 +18,14 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.errors import UsageError
-from afield.types import Task
+from afield.types import Task, check_id
 
 PATHS = ("agent", "model", "tasks")
+AMOUNTS = ("temperature", "deadline_s", "lr", "grad_clip", "adam_eps")
+COUNTS = (
+    *("steps", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"),
+    *("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots"),
+)
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,26 +72,19 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     engine_ledger: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "tasks_per_step",
-            "rollouts",
-            "workers",
-            "concurrency",
-            "minibatches",
-            "quorum",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots"):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
-        if self.temperature < 0 or (self.temperature == 0 and not self.freeze_weights):
-            raise ValueError(f"temperature = {self.temperature} must be positive: a trainer needs chance")
-        for name in ("deadline_s", "lr", "grad_clip"):
-            if not getattr(self, name) > 0:
+        for name in AMOUNTS:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+        if not 0 <= self.kl < math.inf:
+            raise ValueError(f"kl = {self.kl} must be 0 (off) or positive")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed = {self.seed} must be between 0 and 2**63")
+        if self.exp_id:
+            check_id(self.exp_id, "exp_id")
         if self.quorum > self.rollouts:
             raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
 
@@ -175,7 +174,8 @@ def _task(path: Path, number: int, line: bytes) -> Task:
         row = msgspec.json.decode(line)
         if not isinstance(row, dict):
             raise ValueError(f"expected an object, got {type(row).__name__}")
-        return Task(str(row.get("id", f"line-{number}")), row)
+        given = row.get("id")
+        return Task(f"line-{number}" if given is None else str(given), row)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path} line {number}: {error}") from error
 

@@ -16,10 +16,10 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.types import Outcome
+from afield.types import FailureKind, Outcome
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS attempts (rollout_id TEXT, n INTEGER, PRIMARY KEY (rollout_id, n));
+CREATE TABLE IF NOT EXISTS attempts (rollout_id TEXT, n INTEGER, failed TEXT, PRIMARY KEY (rollout_id, n));
 CREATE TABLE IF NOT EXISTS finished (rollout_id TEXT PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS trained (rollout_id TEXT PRIMARY KEY, step INTEGER NOT NULL);
 """
@@ -51,7 +51,17 @@ class Journal:
         self._db.close()
 
     def begin(self, rollout_id: str, n: int) -> None:
-        self._db.execute("INSERT OR IGNORE INTO attempts VALUES (?,?)", (rollout_id, n))
+        self._db.execute("INSERT OR IGNORE INTO attempts VALUES (?,?,NULL)", (rollout_id, n))
+
+    def fail(self, rollout_id: str, n: int, kind: FailureKind) -> None:
+        """An attempt failed and another one may follow: what it spent of the retries is kept."""
+        sql = "UPDATE attempts SET failed=? WHERE rollout_id=? AND n=?"
+        self._db.execute(sql, (str(kind), rollout_id, n))
+
+    def failures(self, rollout_id: str) -> dict[int, FailureKind]:
+        """Attempt to kind."""
+        sql = "SELECT n, failed FROM attempts WHERE rollout_id=? AND failed IS NOT NULL"
+        return {n: FailureKind(kind) for n, kind in self._db.execute(sql, (rollout_id,))}
 
     def last_attempt(self, rollout_id: str) -> int:
         """0 when none was begun."""

@@ -169,13 +169,15 @@ def schedule(tasks: Sequence[Task], step: int, recipe: Recipe, exp_id: str) -> l
     A function of seed and step alone, so that a run goes on where it stopped.
     """
     wishes: list[GroupWish] = []
+    orders: dict[int, list[int]] = {}
     first = (step - 1) * recipe.tasks_per_step
     for position in range(first, first + recipe.tasks_per_step):
         epoch, index = divmod(position, len(tasks))
-        order = list(range(len(tasks)))
-        if recipe.shuffle:
-            random.Random(f"{recipe.seed}/{epoch}").shuffle(order)
-        task = tasks[order[index]]
+        if epoch not in orders:
+            orders[epoch] = list(range(len(tasks)))
+            if recipe.shuffle:
+                random.Random(f"{recipe.seed}/{epoch}").shuffle(orders[epoch])
+        task = tasks[orders[epoch][index]]
         wishes.append(GroupWish(f"{exp_id}-e{epoch}-{slug(task.id)}", task, epoch))
     return wishes
 

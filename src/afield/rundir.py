@@ -80,6 +80,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def began(self) -> bool:
+        """Whether anything was attempted: the loop's first act is to write its metrics, empty as they are."""
+        return self.metrics.exists()
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -193,10 +198,10 @@ def write_whole(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
-def find_run(runs: Path, name: str) -> RunDir:
-    """A run by its id or path; `latest` is the newest under `runs`."""
+def find_run(runs: Path, name: str, kind: str = "") -> RunDir:
+    """A run by its id or path; `latest` is the newest of its kind under `runs`."""
     if name == "latest":
-        found = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+        found = sorted(runs.glob(f"{kind}*/run.json"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
         return RunDir(found[-1].parent)

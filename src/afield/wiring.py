@@ -26,6 +26,9 @@ from afield.seams import Engine, Runtime, Trainer, Transport
 from afield.types import Budget, FailureKind, Sampling, Task
 
 EXTRAS = {
+    "cli": "train",
+    "tokens": "gateway",
+    "sdk": "gateway",
     "engines": "train",
     "trainers": "train",
     "gateway": "gateway",
@@ -74,7 +77,10 @@ def engine(spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     made = choose("runtime", config.runtime, RUNTIMES)
     if config.runtime == "inline":
-        return made(load("sdk.serve:load_object")(config.agent), deliver=carrier.deliver)
+        agent = load("sdk.serve:load_object")(config.agent)
+        if isinstance(agent, load("sdk.app:Entrypoints")):
+            raise UsageError(f"{config.agent} is an app: run it with --runtime process")
+        return made(agent, deliver=carrier.deliver)
     return made(
         config.agent,
         workers=config.workers,
@@ -225,7 +231,7 @@ async def training(
         journal = stack.enter_context(Journal(run.journal))
         # All three are slow to start and do so at the same time; agents end before their gateway does.
         learner = asyncio.create_task(asyncio.to_thread(trainer, config))
-        stack.push_async_callback(asyncio.wait, [learner])
+        stack.push_async_callback(_settle, learner)
         child = await stack.enter_async_context(gateway_child(config, run))
         carrier = await stack.enter_async_context(transport(config, run))
         agents = await stack.enter_async_context(runtime(config, run, carrier))
@@ -254,6 +260,13 @@ async def training(
             on_step=on_step,
         )
         yield Training(loop, child)
+
+
+async def _settle(learner: asyncio.Task[Trainer]) -> None:
+    """A thread cannot be stopped; what became of it no longer matters."""
+    await asyncio.wait([learner])
+    if not learner.cancelled():
+        learner.exception()
 
 
 class Training:

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         description="Watch a real agent learn, on this machine, offline.",
     )
     command.add_argument("--agent", help=f"which agent: {', '.join(AGENTS)} (default: openai)")
-    add_run_arguments(command)
+    add_run_arguments(command, RECIPE)
     command.set_defaults(run=run)
 
 

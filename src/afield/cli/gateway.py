@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import secrets
-import sys
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ def add(commands: Any) -> None:
     command.add_argument("--host", default="127.0.0.1")
     command.add_argument("--port", type=int, default=8400, help="0 takes any free port (default: 8400)")
     command.add_argument("--public-url", help="what agents are given; default: the address it listens on")
-    command.add_argument("--store", type=Path, default=Path("gateway-store"), metavar="DIR")
+    command.add_argument(
+        "--store", type=Path, default=Path("gateway-store"), metavar="DIR", help="default: gateway-store"
+    )
     command.add_argument("--admin-key", help="or AFIELD_ADMIN_KEY; made up and printed on loopback")
     command.add_argument("--slots", type=int, default=64, help="calls the embedded engine runs at once")
     command.add_argument("--seed", type=int, default=0)
@@ -57,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
 
     async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         tokens = wiring.load("tokens:ChatTokens").load(Path(args.model))
         engine = wiring.engine(
             args.engine, Path(args.model), slots=args.slots, seed=args.seed, ledger=args.engine_ledger
@@ -104,6 +109,6 @@ def made_up_key(host: str) -> str:
 
 
 def _exit_with_parent() -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(0, 4096):  # unbuffered: a thread inside a buffered reader would block the exit
         pass
     os._exit(0)

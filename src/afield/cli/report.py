@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -102,3 +104,13 @@ def chart(rewards: list[float], *, steps: int, height: int = 8, width: int = 60)
         label = {height: f"{high:5.2f}", 1: f"{low:5.2f}"}.get(row, " " * 5)
         rows.append(f"{label} ┤{''.join(cells)}")
     return rows
+
+
+def me() -> str:
+    """This program as it was called, so that what is printed can be pasted."""
+    return short(sys.argv[0]) if sys.argv[0].endswith("/afield") else "afield"
+
+
+def short(path: Path | str) -> str:
+    """As a person would write it: from here, if it is below here."""
+    return str(path).removeprefix(f"{Path.cwd()}/")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from afield.cli.report import Summary, chart
+from afield.cli.report import Summary, chart, me, short
 from afield.config import TrainConfig
 from afield.loop import StepLine
 from afield.rundir import RunDir
@@ -41,6 +40,8 @@ class Screen:
 
     def __enter__(self) -> Self:
         self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {short(self._config.agent)}")
+        if self._steps_done:
+            self._say(f"going on after step {self._steps_done} of {self._config.steps}")
         self._say("starting gateway, engine, agents and trainer ...")
         return self
 
@@ -78,8 +79,10 @@ class Screen:
 
     def step_done(self, line: StepLine) -> None:
         self._steps_done = line.step
-        self._in_step = 0
+        self._in_step = 0 if line.step < self._config.steps else self._in_step
         self._line = line
+        if line.turns_per_rollout == 0 and line.failed < line.rollouts:
+            self._say("[red]no model call came through: use rollout.openai_base_url and rollout.api_key[/]")
         if line.reward is not None:
             self._rewards.append(line.reward)
         if self._live:
@@ -93,10 +96,13 @@ class Screen:
             f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
+        if not summary.trained:
+            say("[red]nothing was trained: no group had enough rewards[/]")
         say(f"everything is in {short(self._run.path)}")
         say(f"  curve      {short(self._run.plot)}")
         say(f"  look at it {me()} show {self._run.id}")
-        say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
+        if self._run.id.startswith("demo"):
+            say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
 
     def _say(self, text: str) -> None:
         """Lines are never broken: a path stays one word for whoever copies or greps it."""
@@ -128,22 +134,13 @@ class Screen:
 
 
 def describe(line: StepLine, steps: int) -> str:
-    failed = f"  failed {line.failed} {line.failures}" if line.failures else ""
+    kinds = ", ".join(f"{kind} {count}" for kind, count in line.failures.items())
+    failed = f"  failed {line.failed} ({kinds})" if kinds else ""
     return (
         f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
         f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
     )
-
-
-def me() -> str:
-    """This program as it was called, so that what is printed can be pasted."""
-    return short(sys.argv[0]) if sys.argv[0].endswith("/afield") else "afield"
-
-
-def short(path: Path | str) -> str:
-    """As a person would write it: from here, if it is below here."""
-    return str(path).removeprefix(f"{Path.cwd()}/")
 
 
 def _number(value: float | None) -> str:

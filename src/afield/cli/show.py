@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from afield.cli.report import chart, summarise
-from afield.cli.screen import me
-from afield.config import Environment, TrainConfig
+from afield.cli.report import chart, me, summarise
+from afield.cli.train import saved_config
+from afield.config import Environment
 from afield.errors import UsageError
 from afield.rundir import RunDir, find_run
-from afield.types import Finished, Turn
+from afield.types import FailureKind, Finished, Turn
 
 
 def add(commands: Any) -> None:
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_run(run: RunDir, args: argparse.Namespace) -> None:
-    config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
+    config = saved_config(run)
     lines = run.read_metrics()
     if args.json:
         summary = msgspec.to_builtins(summarise(run, config, wall_s=0.0))
@@ -52,11 +52,15 @@ def show_run(run: RunDir, args: argparse.Namespace) -> None:
     if rewards:
         print("\n".join(chart(rewards, steps=config.steps)))
     for line in lines[-5:]:
-        print("step {step:4d}  reward {reward}  rollouts {rollouts}  failed {failed}".format_map(line))
+        reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
+        print(
+            f"step {line['step']:4d}  reward {reward}  rollouts {line['rollouts']}  failed {line['failed']}"
+        )
     failures: Counter[str] = Counter()
     for line in lines:
         failures.update(line["failures"])
-    print(f"failures {dict(failures) or 'none'}")
+    told = ", ".join(f"{kind} {count}" for kind, count in failures.items())
+    print(f"failures {told or 'none'}")
     if steps := run.steps():
         example = run.read_rollouts(steps[-1])[0].rollout.id
         print(f"one rollout, turn by turn: {me()} show {run.id} {example}")
@@ -73,11 +77,16 @@ def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
     if outcome.failure:
         print(f"failure  {outcome.failure.kind}/{outcome.failure.reason}: {outcome.failure.message}")
         print(outcome.failure.traceback, end="")
+        if outcome.failure.kind is FailureKind.POLICY and outcome.reward is None:
+            print("reward   0.0 (the floor: a policy failure trains)")
     if outcome.reward is not None:
         print(f"reward   {outcome.reward}  {outcome.rewards or ''} {outcome.metrics or ''}".rstrip())
     decode = decoder(run) if args.tokens else None
     for turn in finished.turns:
         print_turn(turn, decode)
+    if outcome.reward_or_floor(0.0) is None:
+        print("\ntrains   nothing: a failure of this kind carries no reward")
+        return
     for trajectory in finished.trajectories:
         owned = sum(trajectory.loss_mask)
         print(f"\ntrains   {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
@@ -96,7 +105,7 @@ def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
 def decoder(run: RunDir) -> Any:
     from afield import wiring
 
-    config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
+    config = saved_config(run)
     return wiring.load("tokens:ChatTokens").load(Path(config.model)).decode
 
 

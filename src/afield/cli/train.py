@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from afield.cli.report import draw, summarise
-from afield.cli.screen import Screen, me
+from afield.cli.report import draw, me, summarise
 from afield.config import PATHS, Environment, TrainConfig, located, read_tasks, train_config
 from afield.errors import Fruitless, UsageError
 from afield.rundir import RunDir, find_run, write_whole
@@ -34,11 +34,12 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--tasks", metavar="FILE", help="JSONL, one task per line")
     command.add_argument("--model", metavar="DIR", help="a Hugging Face model directory to start from")
-    add_run_arguments(command)
+    add_run_arguments(command, {})
     command.set_defaults(run=run)
 
 
-def add_run_arguments(command: argparse.ArgumentParser) -> None:
+def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> None:
+    defaults = {field.name: field.default for field in structs.fields(TrainConfig)} | recipe
     command.add_argument("--config", type=Path, metavar="FILE", help="TOML with a [train] table")
     command.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run")
     command.add_argument("--json", action="store_true", help="end with one line of JSON; progress on stderr")
@@ -62,6 +63,8 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         ("adam-eps", float, "AdamW's epsilon"),
         ("keep-weights", int, "versions kept on disk"),
     ):
+        default = defaults[name.replace("-", "_")]
+        text += "" if default is None else f" (default: {default})"
         command.add_argument(f"--{name}", type=kind, metavar=number[kind], help=text)
     for name, text in (
         ("runtime", "process or inline"),
@@ -79,7 +82,13 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return start(args, "train", {}, lambda config: read_tasks(Path(config.tasks or _missing_tasks())))
+    return start(args, "train", {"exp_id": "train"}, given_tasks)
+
+
+def given_tasks(config: TrainConfig) -> list[Task]:
+    if not config.tasks:
+        raise UsageError("no tasks: give a JSONL file with --tasks FILE, one JSON object per line")
+    return read_tasks(Path(config.tasks))
 
 
 def start(
@@ -91,7 +100,7 @@ def start(
     """A new run, or an old one again; then train until it is done."""
     runs = Environment.read().runs
     if args.resume:
-        run = find_run(runs, args.resume)
+        run = find_run(runs, args.resume, kind)
         config, tasks = resume(run, args)
     else:
         config = train_config(args.config, given(args), **defaults)
@@ -101,8 +110,8 @@ def start(
         try:
             return asyncio.run(train(config, run, tasks, as_json=args.json))
         except UsageError:
-            if not args.resume and not run.steps():
-                shutil.rmtree(run.path, ignore_errors=True)  # it never began; the message says why
+            if not run.began:
+                shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
             raise
 
 
@@ -127,15 +136,21 @@ def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Tas
     """A run goes on with the values it was started with; a few may change."""
     if args.config:
         raise UsageError("a resumed run keeps its configuration; --config is for a new one")
-    try:
-        config = msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"cannot read {run.config}: {error}") from error
+    config = saved_config(run)
     changes = given(args)
     saved = msgspec.to_builtins(config)
     if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
-    return msgspec.convert(saved | changes, TrainConfig), run.read_tasks()
+    merged = msgspec.convert(saved | changes, TrainConfig)
+    write_whole(run.config, msgspec.json.format(msgspec.json.encode(merged)))
+    return merged, run.read_tasks()
+
+
+def saved_config(run: RunDir) -> TrainConfig:
+    try:
+        return msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"cannot read {run.config}: {error}") from error
 
 
 async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json: bool) -> int:
@@ -145,7 +160,7 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    screen = Screen(config, run, to_stderr=as_json)
+    screen = wiring.load("cli.screen:Screen")(config, run, to_stderr=as_json)
     given_up: Fruitless | None = None
     try:
         with screen:
@@ -170,7 +185,3 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
     if given_up:
         raise given_up
     return 0
-
-
-def _missing_tasks() -> str:
-    raise UsageError("no tasks: give a JSONL file with --tasks FILE, one JSON object per line")

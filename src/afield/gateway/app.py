@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
-from afield.errors import AfieldError, Conflict, Missing, Unavailable, UsageError
+from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.gateway import control
 from afield.gateway.calls import Done, Piece, Started
 from afield.gateway.dialects import chat
@@ -47,7 +47,7 @@ class App:
                 await self._agent(session_id, path, scope, receive, send)
             else:
                 await self._control(path, scope, receive, send)
-        except (Refusal, Missing, Unavailable) as error:
+        except (Refusal, Missing, Unavailable, OverflowError) as error:
             refusal = as_refusal(error)
             log.info("%s %s: %d %s", scope["method"], scope["path"], refusal.status, refusal.message)
             shape = chat.encode_error if dialect else control.encode_error
@@ -123,8 +123,10 @@ class App:
             ended = conflict(f"session {session.id} was ended while this call ran")
             if not out.started:
                 raise ended from None
-            await out.emit([chat.encode_error(ended)])
-            await out.close()
+            with suppress(TimeoutError):  # a client that no longer reads is not waited for
+                async with asyncio.timeout(1):
+                    await out.emit([chat.encode_error(ended)])
+                    await out.close()
         finally:
             session.in_flight.discard(task)
             watch.cancel()
@@ -155,7 +157,7 @@ class App:
             await send_json(send, 200, {"status": "ok", "version": info.version, "engine": info.kind})
             return
         if not self._gateway.keys.is_admin(key_of(scope)):
-            raise unauthorized("the admin key is missing or wrong")
+            raise unauthorized("this needs the admin key", "the gateway printed it, or it was given one")
         body = await read_body(scope, receive)
         try:
             status, value = await control.handle(self._gateway, scope, path, body)
@@ -166,9 +168,11 @@ class App:
         await send_json(send, status, value)
 
 
-def as_refusal(error: AfieldError) -> Refusal:
+def as_refusal(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, OverflowError):
+        return bad_request(f"a number is too large: {error}")
     return not_found(str(error)) if isinstance(error, Missing) else engine_down(str(error))
 
 

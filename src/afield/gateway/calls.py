@@ -130,7 +130,7 @@ class Calls:
         missed = frozenset(session.row.undelivered)
         arguments = (session.forest, self._tokens, request.messages, request.tools, missed)
         try:
-            if sum(len(m.content) for m in request.messages) > INLINE_CHARACTERS:
+            if sum(map(_size, request.messages)) > INLINE_CHARACTERS:
                 return await asyncio.to_thread(lineage.place, *arguments)
             return lineage.place(*arguments)
         except (ValueError, RecursionError) as error:
@@ -158,12 +158,19 @@ class Calls:
             events = stops.filter(parser.feed(turn.token_ids))
             events += [] if stops.hit else stops.filter(parser.finish(), last=True)
             reply = with_call_ids(stops.cut(parser.reply), turn.id)
-            if reply == turn.messages[-1] and await self._sessions.redeliver(session, turn.id):
+            if reply == turn.messages[-1] and await self._take(session, turn):
                 log.info("session %s: turn %s goes to a client that missed it", session.id, turn.id)
                 started = Started(turn.id, place.prompt_ids)
                 piece = Piece(turn.token_ids, turn.logprobs, events)
                 return [started, piece, Done(turn, reply, len(place.prompt_ids))]
         return []
+
+    async def _take(self, session: Session, turn: Turn) -> bool:
+        try:
+            return await self._sessions.redeliver(session, turn.id)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._sessions.withhold(session, turn.id))
+            raise
 
     def _readers(self, request: ModelRequest) -> tuple[Parser, StopStrings]:
         # Calls are shown when they are closed, so that a client never sees one that turns out malformed.
@@ -287,6 +294,10 @@ class Calls:
             first_token=partial.first_token,
             ended=self._clock(),
         )
+
+
+def _size(message: Message) -> int:
+    return len(message.content) + len(message.reasoning) + sum(len(c.arguments) for c in message.tool_calls)
 
 
 def with_call_ids(reply: Message, turn_id: str) -> Message:

@@ -65,7 +65,8 @@ async def open_session(gateway: LocalGateway, _: str, body: bytes, __: dict[str,
 
 async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[str, str]) -> Answer:
     limit = _number(asked, "limit", 100)
-    states = gateway.sessions.list(asked.get("phase"), int(min(limit, 1000)), asked.get("after", ""))
+    limit = int(max(1, min(limit, 1000)))
+    states = gateway.sessions.list(asked.get("phase"), limit, asked.get("after", ""))
     return 200, {"sessions": states}
 
 

@@ -25,8 +25,10 @@ def bad_request(message: str, hint: str = "") -> Refusal:
     return Refusal(400, "invalid_request_error", message, hint)
 
 
-def unauthorized(message: str = "the API key is missing or wrong") -> Refusal:
-    return Refusal(401, "invalid_api_key", message, "use the key of this session, or the admin key")
+def unauthorized(
+    message: str = "the API key is missing or wrong", hint: str = "use the key of this session"
+) -> Refusal:
+    return Refusal(401, "invalid_api_key", message, hint)
 
 
 def forbidden(message: str, hint: str = "") -> Refusal:
@@ -55,4 +57,4 @@ def context_exceeded(prompt: int, limit: int) -> Refusal:
 
 
 def engine_down(message: str) -> Refusal:
-    return Refusal(503, "engine_unavailable", message, "the call left no trace; try again")
+    return Refusal(503, "engine_unavailable", message, "try again")

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import uvicorn
 
 from afield.gateway.app import App
 from afield.gateway.service import LocalGateway
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals are for whoever runs the event loop; a gateway that is cancelled stops in good order."""
+        yield
 
 
 async def serve(gateway: LocalGateway, listener: socket.socket, ready: Callable[[], None]) -> None:
@@ -22,7 +30,7 @@ async def serve(gateway: LocalGateway, listener: socket.socket, ready: Callable[
         timeout_graceful_shutdown=5,
         timeout_keep_alive=30,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)

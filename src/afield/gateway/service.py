@@ -61,6 +61,7 @@ class LocalGateway:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        await self.sessions.close()
         await self._stack.aclose()
 
     async def open(self, spec: SessionSpec) -> SessionTicket:

@@ -45,6 +45,7 @@ class Session:
         self.row = row
         self.lock = asyncio.Lock()
         self.closed = row.phase != Phase.OPEN
+        self.deleted = False
         self.rows = {r.n: r for r in rows}
         self.forest = Forest(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
         self.calls = max(self.rows, default=0)
@@ -146,6 +147,10 @@ class Sessions:
         self._known: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         self._opening = asyncio.Lock()
 
+    def __len__(self) -> int:
+        """How many are held in memory: the open ones."""
+        return len(self._live)
+
     async def open(self, spec: SessionSpec) -> tuple[Session, bool]:
         """The session, and whether it is new."""
         session_id = spec.id or f"s-{uuid.uuid4().hex}"
@@ -191,6 +196,7 @@ class Sessions:
         value = entry["reward"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise Refusal(400, "invalid_request_error", f"reward {value!r} is not a finite number")
+        entry = {**entry, "reward": (value := float(value))}
         async with session.lock:
             for known in session.row.rewards:
                 if (known.get("name"), known.get("turn")) == (entry.get("name"), entry.get("turn")):
@@ -210,6 +216,7 @@ class Sessions:
         async with session.lock:
             if session.phase is Phase.OPEN:
                 await self._save(session, phase=Phase.COMPLETED, metrics=metrics)
+        self._live.pop(session.id, None)
 
     async def abort(self, session: Session, reason: str) -> None:
         """No more calls; those in flight end now and leave their partials."""
@@ -218,6 +225,7 @@ class Sessions:
             if session.phase is Phase.OPEN:
                 await self._save(session, phase=Phase.ABORTED, reason=reason)
         await self._end_calls(session)
+        self._live.pop(session.id, None)
 
     async def finalize(self, session: Session) -> None:
         session.closed = True
@@ -229,9 +237,10 @@ class Sessions:
 
     async def delete(self, session: Session) -> None:
         await self.abort(session, "deleted")
-        self._live.pop(session.id, None)
-        self._known.pop(session.id, None)
-        await self._store.delete_session(session.id)
+        async with session.lock:
+            self._known.pop(session.id, None)
+            await to_its_end(self._store.delete_session(session.id))
+            session.deleted = True
 
     async def withhold(self, session: Session, turn_id: str) -> None:
         """A turn was sampled but its client left before it got the end of it."""
@@ -249,6 +258,10 @@ class Sessions:
             await self._save(session, undelivered=left)
             return True
 
+    async def close(self) -> None:
+        """The gateway stops: calls that still run end now, with their partials kept."""
+        await asyncio.gather(*(self._end_calls(session) for session in list(self._known.values())))
+
     async def _end_calls(self, session: Session) -> None:
         tasks = [task for task in session.in_flight if task is not asyncio.current_task()]
         for task in tasks:
@@ -258,6 +271,8 @@ class Sessions:
 
     async def _save(self, session: Session, **changes: Any) -> None:
         """Under the session's lock: what is stored and what is in memory change together."""
+        if session.deleted:
+            raise Missing(f"session {session.id} was deleted")
         await to_its_end(self._put(session, structs.replace(session.row, **changes)))
 
     async def _put(self, session: Session, row: SessionRow) -> None:

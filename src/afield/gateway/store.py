@@ -67,6 +67,7 @@ class Store:
         self._durable = durable
         self._queue: queue.SimpleQueue[tuple[list[Statement], Future[None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._prepare)
@@ -76,6 +77,7 @@ class Store:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._closed = True
         self._queue.put(None)
         if self._thread:
             await asyncio.to_thread(self._thread.join)
@@ -117,6 +119,8 @@ class Store:
     # --- the writing thread ----------------------------------------------------------------------
 
     async def _write(self, statements: list[Statement]) -> None:
+        if self._closed:
+            raise Unavailable(f"{self._path} is closed: the gateway is stopping")
         done: Future[None] = Future()
         self._queue.put((statements, done))
         await asyncio.wrap_future(done)

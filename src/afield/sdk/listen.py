@@ -10,14 +10,15 @@ from afield.errors import UsageError
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Named in full: asyncio turns Nagle's delay off only on sockets that say they are TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
         listener.listen(1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        if error.errno == errno.EADDRINUSE:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UsageError(
                 f"port {port} on {host} is in use; choose another --port, or 0 for any"
             ) from error

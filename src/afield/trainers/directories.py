@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.errors import UsageError
+from afield.errors import UsageError, boundary
+from afield.types import Failure, FailureKind, Reason
 
 WEIGHTS = (
     "*.safetensors",
@@ -33,7 +34,14 @@ def load_model(path: Path, device: Any) -> Any:
     if not (path / "config.json").is_file():
         raise UsageError(f"{path} is not a model directory: it has no config.json")
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32", local_files_only=True)
+    problems: list[Failure] = []
+    model = None
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype="float32", local_files_only=True
+        )
+    if model is None:
+        raise UsageError(f"{path} cannot be loaded as a causal language model: {problems[0].message}")
     # No dropout: the rescored log-probabilities have to be the sampler's.
     return model.to(device).eval()
 
