@@ -45,7 +45,8 @@ def demo(cwd: Path, *options: object, before: tuple[str, ...] = ()) -> dict[str,
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    return {key: value for key, value in told.items() if key not in ("run", "agent")}  # paths of a machine
 
 
 def loop(bars: Bars, cwd: Path) -> dict[str, Any]:
