@@ -123,6 +123,11 @@ def test_train_show_and_pipes_work_for_a_users_own_agent(tmp_path: Path) -> None
     code, out, err = afield(tmp_path, "show", run.name, "nobody")
     assert code == 2 and "nobody" in err
 
+    code, out, err = afield(tmp_path, "train", "--resume", run.name, "--steps", 3, "--json")
+    assert code == 0 and summary(out)["steps"] == 3, err
+    code, out, err = afield(tmp_path, "show", run.name)
+    assert "3 of 3" in out
+
     code, out, err = afield(tmp_path, "train", "--resume", run.name, "--lr", 0.5)
     assert code == 2 and "lr" in err
 

@@ -107,6 +107,7 @@ def start(
         tasks = make_tasks(config)
         run = create(runs, kind, config, tasks)
     with run.locked():
+        save_config(run, config)  # of a resumed run too: what it was told to change counts from now on
         try:
             return asyncio.run(train(config, run, tasks, as_json=args.json))
         except UsageError:
@@ -128,7 +129,6 @@ def create(runs: Path, kind: str, config: TrainConfig, tasks: list[Task]) -> Run
     run = RunDir(runs / f"{kind}-{stamp}-{secrets.token_hex(2)}")
     run.path.mkdir(parents=True)
     run.write_tasks(tasks)
-    write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)))
     return run
 
 
@@ -141,9 +141,11 @@ def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Tas
     saved = msgspec.to_builtins(config)
     if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
-    merged = msgspec.convert(saved | changes, TrainConfig)
-    write_whole(run.config, msgspec.json.format(msgspec.json.encode(merged)))
-    return merged, run.read_tasks()
+    return msgspec.convert(saved | changes, TrainConfig), run.read_tasks()
+
+
+def save_config(run: RunDir, config: TrainConfig) -> None:
+    write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)))
 
 
 def saved_config(run: RunDir) -> TrainConfig:
