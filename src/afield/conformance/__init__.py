@@ -1,0 +1,1 @@
+"""Real clients against the gateway, with the engine's ledger as the judge. Start at `suite`."""

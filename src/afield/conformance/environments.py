@@ -1,0 +1,90 @@
+"""Environments of their own for heavy or foreign programs, under a cache outside the project.
+
+Each is made once: its folder is named by a hash of what it holds, and appears under that name only
+when the installation is complete. Two processes that need the same one wait for each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from afield.errors import Unavailable
+
+READY = "afield-ready"
+PIP = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
+
+
+def python_environment(
+    cache: Path,
+    name: str,
+    requirements: Sequence[str],
+    *,
+    python: str = "python3",
+    without: Sequence[str] = (),
+    constraints: Path | None = None,
+) -> Path:
+    """The interpreter of a virtual environment that holds `requirements`, less the packages `without`."""
+    version = _run([python, "-c", "import sys; print(sys.version)"]).strip()
+    pins = constraints.read_text() if constraints else ""
+
+    def install(home: Path) -> None:
+        _run([python, "-m", "venv", str(home)])
+        inside = str(home / "bin" / "python")
+        limits = ["-c", str(constraints)] if constraints else []
+        _run([inside, *PIP, *limits, *requirements])
+        if without:
+            _run([inside, "-m", "pip", "uninstall", "-q", "-y", *without])
+
+    home = _made_once(cache, name, [*requirements, "--", *without, version, pins], install)
+    return home / "bin" / "python"
+
+
+def npm_environment(cache: Path, name: str, packages: Sequence[str]) -> Path:
+    """The folder of the programs (`node_modules/.bin`) that pinned npm packages bring."""
+
+    def install(home: Path) -> None:
+        home.mkdir(parents=True)
+        (home / "package.json").write_text(json.dumps({"private": True, "name": "clients"}))
+        _run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages], cwd=home)
+
+    return _made_once(cache, name, list(packages), install) / "node_modules" / ".bin"
+
+
+def _made_once(cache: Path, name: str, what: Sequence[str], install: Callable[[Path], None]) -> Path:
+    digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:12]
+    home = cache / f"{name}-{digest}"
+    if (home / READY).exists():
+        return home
+    cache.mkdir(parents=True, exist_ok=True)
+    with _locked(cache / f"{name}-{digest}.lock"):
+        if not (home / READY).exists():
+            # Virtual environments cannot be moved, so completeness is a file, not a rename.
+            shutil.rmtree(home, ignore_errors=True)
+            install(home)
+            (home / READY).write_text("\n".join(what))
+    return home
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: Sequence[str], cwd: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise Unavailable(f"{command[0]} is not installed here") from error
+    if done.returncode:
+        told = (done.stderr or done.stdout).strip().splitlines()[-8:]
+        raise Unavailable(f"{' '.join(command[:6])} ... failed:\n" + "\n".join(told))
+    return done.stdout
