@@ -4,7 +4,7 @@ Read these five files and `types`, and you know the system. A backend is done wh
 contract suite of its seam in `tests/contracts`.
 """
 
-from afield.seams.engine import Call, Chunk, Engine, EngineInfo
+from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image
 from afield.seams.gateway import Gateway, Record, SessionSpec, SessionState, SessionTicket
 from afield.seams.runtime import Exit, Runtime
 from afield.seams.trainer import StepReport, Trainer
@@ -17,7 +17,9 @@ __all__ = [
     "EngineInfo",
     "Exit",
     "Fence",
+    "Freezing",
     "Gateway",
+    "Image",
     "Record",
     "Runtime",
     "SessionSpec",

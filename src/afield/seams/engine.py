@@ -1,9 +1,12 @@
-"""Engine: token ids in; token ids, their log-probabilities and the policy version out."""
+"""Engine: token ids in; token ids, their log-probabilities and the policy version out.
+
+An engine that can hold its calls still in the middle (their state kept, nothing lost) is `Freezing` too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
@@ -11,14 +14,43 @@ from afield.types import FinishReason, Sampling
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
+    """What an engine serves and how far its word goes.
+
+    `logprobs` "raw" means the server reports the untempered, untruncated model's, so that calls with
+    a temperature other than 0 or 1, or with truncation, are refused. With `exact_versions` a token's version
+    is what the engine says sampled it; otherwise an interval. `notes` are downgrades to tell people.
+    """
+
     kind: str
     version: int
     max_context: int
     vocab_size: int
+    images: bool = False
+    logprobs: Literal["processed", "raw"] = "processed"
+    exact_versions: bool = True
+    notes: tuple[str, ...] = ()
+
+
+class Image(Struct, frozen=True, kw_only=True):
+    """An image in a prompt: its bytes, or where the engine finds them. `digest` is sha256 of the bytes,
+    or of the URL where the bytes were never seen."""
+
+    digest: str
+    media_type: str
+    data: bytes | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.url is None):
+            raise ValueError(f"image {self.digest!r} needs either its bytes or a url")
 
 
 class Call(Struct, frozen=True, kw_only=True):
-    """One model call. `max_tokens` is already cut to what context and budget allow."""
+    """One model call. `max_tokens` is already cut to what context and budget allow.
+
+    `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each; the engine expands
+    it and says so in `Chunk.prompt_ids`.
+    """
 
     id: str
     session_id: str
@@ -27,6 +59,7 @@ class Call(Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: tuple[int, ...]
     stream: bool = False
+    images: tuple[Image, ...] = ()
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -35,7 +68,8 @@ class Chunk(Struct, frozen=True, kw_only=True):
     Log-probabilities are those of the distribution the token was drawn from, temperature and
     truncation applied; for greedy decoding (temperature 0) they are the untempered model's.
     All tokens of a chunk were sampled by versions in [low, high]. The last chunk, and no other, has
-    a `finish`.
+    a `finish`. When the engine made another prompt of the call's (images expanded), the first chunk
+    has it in `prompt_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +77,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     low: int
     high: int
     finish: FinishReason | None = None
+    prompt_ids: tuple[int, ...] | None = None
 
 
 class Engine(Protocol):
@@ -68,3 +103,14 @@ class Engine(Protocol):
         Repeating the current version is harmless; a lower one is refused with Conflict.
         """
         ...
+
+
+@runtime_checkable
+class Freezing(Protocol):
+    """An engine that can hold still. Both are harmless when repeated."""
+
+    async def pause(self) -> None:
+        """Calls in flight sample nothing more until `resume`; none of them ends or fails for it."""
+        ...
+
+    async def resume(self) -> None: ...
