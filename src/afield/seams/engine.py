@@ -48,8 +48,8 @@ class Image(Struct, frozen=True, kw_only=True):
 class Call(Struct, frozen=True, kw_only=True):
     """One model call. `max_tokens` is already cut to what context and budget allow.
 
-    `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each; the engine expands
-    it and says so in `Chunk.prompt_ids`.
+    `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each; the
+    engine expands it and says so in `Chunk.prompt_ids`.
     """
 
     id: str
