@@ -28,7 +28,7 @@ class Served(StrEnum):
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One call as served. `versions` counts from the first sampled token, as in a Turn."""
+    """One call as served: the prompt as the engine saw it; `versions` counts from the first sampled token."""
 
     call_id: str
     session_id: str
@@ -110,7 +110,7 @@ def _entry(call: Call, chunks: list[Chunk], served: Served) -> Entry:
     return Entry(
         call_id=call.id,
         session_id=call.session_id,
-        prompt_ids=call.prompt_ids,
+        prompt_ids=next((c.prompt_ids for c in chunks[:1] if c.prompt_ids is not None), call.prompt_ids),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
         versions=_spans(chunks),
@@ -121,7 +121,9 @@ def _entry(call: Call, chunks: list[Chunk], served: Served) -> Entry:
 
 
 def _spans(chunks: list[Chunk]) -> tuple[VersionSpan, ...]:
-    """Neighbouring chunks of the same versions are one span."""
+    """Neighbouring chunks of the same versions are one span; what the engine says at the end is final."""
+    if chunks and chunks[-1].versions is not None:
+        return chunks[-1].versions
     spans: list[VersionSpan] = []
     end = 0
     for chunk in chunks:

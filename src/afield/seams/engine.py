@@ -10,7 +10,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
-from afield.types import FinishReason, Sampling
+from afield.types import FinishReason, Sampling, VersionSpan
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -69,7 +69,8 @@ class Chunk(Struct, frozen=True, kw_only=True):
     truncation applied; for greedy decoding (temperature 0) they are the untempered model's.
     All tokens of a chunk were sampled by versions in [low, high]. The last chunk, and no other, has
     a `finish`. When the engine made another prompt of the call's (images expanded), the first chunk
-    has it in `prompt_ids`.
+    has it in `prompt_ids`. An engine that learns the exact versions only at the end tells them with the
+    last chunk: `versions` covers all tokens of the call, from the first, and replaces the intervals.
     """
 
     token_ids: tuple[int, ...]
@@ -78,6 +79,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     high: int
     finish: FinishReason | None = None
     prompt_ids: tuple[int, ...] | None = None
+    versions: tuple[VersionSpan, ...] | None = None
 
 
 class Engine(Protocol):
