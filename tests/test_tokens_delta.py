@@ -39,6 +39,15 @@ def models(directories: dict[str, Path]) -> dict[str, ChatTokens]:
     return {name: ChatTokens.load(path) for name, path in directories.items()}
 
 
+def appended(tokens: ChatTokens, new: list[Message], *, truncated: bool) -> list[int] | None:
+    found = tokens.append(new, truncated=truncated)
+    if found is None:
+        return None
+    tier, ids = found
+    assert tier == "T2"
+    return ids
+
+
 @pytest.mark.parametrize(
     ("turn", "new"),
     [
@@ -68,14 +77,14 @@ def test_appending_gives_the_whole_rendering(
     end = sampled(directories["tiny"], "<|im_end|>")[0]
     spoken = whole[len(prompt) : whole.index(end, len(prompt))]
 
-    delta = tokens.render_delta(new, truncated=False)
+    delta = appended(tokens, new, truncated=False)
     assert delta is not None
     assert prompt + spoken + [end] + delta == whole
-    assert tokens.render_delta(new, truncated=True) == [end, *delta]
+    assert appended(tokens, new, truncated=True) == [end, *delta]
 
 
 def test_the_separator_behind_the_end_of_a_turn_is_part_of_the_delta(models: dict[str, ChatTokens]) -> None:
-    delta = models["tiny"].render_delta([USER], truncated=False)
+    delta = appended(models["tiny"], [USER], truncated=False)
     assert delta is not None
     assert models["tiny"].decode(delta) == "\n<|im_start|>user\nAnd eight?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -88,7 +97,7 @@ def test_a_separator_the_template_writes_only_between_turns_is_there(tmp_path: P
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     tokens = ChatTokens.load(tmp_path)
-    delta = tokens.render_delta([USER], truncated=False)
+    delta = appended(tokens, [USER], truncated=False)
     assert delta is not None
     assert tokens.decode(delta) == " ++ user: And eight?<|im_end|> ++ assistant: "
 
@@ -100,7 +109,7 @@ def test_a_template_that_rewrites_what_was_said_is_not_appended_to(tmp_path: Pat
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     )
     tokens = ChatTokens.load(tmp_path)
-    assert tokens.render_delta([USER], truncated=False) is None
+    assert appended(tokens, [USER], truncated=False) is None
 
 
 def test_a_message_that_only_this_template_refuses_is_left_to_the_whole_rendering(tmp_path: Path) -> None:
@@ -110,13 +119,13 @@ def test_a_message_that_only_this_template_refuses_is_left_to_the_whole_renderin
         "{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     )
     tokens = ChatTokens.load(tmp_path)
-    assert tokens.render_delta([USER], truncated=False) is not None
-    assert tokens.render_delta([Message(role="user", content="bad")], truncated=False) is None
+    assert appended(tokens, [USER], truncated=False) is not None
+    assert appended(tokens, [Message(role="user", content="bad")], truncated=False) is None
 
 
 def test_a_template_that_forgets_reasoning_still_appends_and_says_so(models: dict[str, ChatTokens]) -> None:
     tokens = models["thinking"]
-    delta = tokens.render_delta([USER], truncated=False)
+    delta = appended(tokens, [USER], truncated=False)
     assert delta is not None
     assert (
         tokens.decode(delta) == "\n<|im_start|>user\nAnd eight?<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -129,14 +138,14 @@ def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves
     models: dict[str, ChatTokens],
 ) -> None:
     tokens = models["moving"]
-    assert tokens.render_delta([USER], truncated=False) is None
-    assert tokens.render_delta([RESULT, USER], truncated=False) is None
-    assert tokens.render_delta([RESULT], truncated=False) is not None
+    assert appended(tokens, [USER], truncated=False) is None
+    assert appended(tokens, [RESULT, USER], truncated=False) is None
+    assert appended(tokens, [RESULT], truncated=False) is not None
 
 
 def test_a_pattern_the_template_refuses_is_not_certified(models: dict[str, ChatTokens]) -> None:
     assert models["moving"].certificate.appends["system"] is False
-    assert models["moving"].render_delta([SYSTEM], truncated=False) is None
+    assert appended(models["moving"], [SYSTEM], truncated=False) is None
 
 
 def test_a_message_the_template_drops_is_not_certified(models: dict[str, ChatTokens]) -> None:
@@ -145,19 +154,19 @@ def test_a_message_the_template_drops_is_not_certified(models: dict[str, ChatTok
 
 def test_a_template_without_an_end_of_turn_appends_nothing(models: dict[str, ChatTokens]) -> None:
     tokens = models["endless"]
-    assert tokens.render_delta([USER], truncated=False) is None
+    assert appended(tokens, [USER], truncated=False) is None
     assert not any(tokens.certificate.appends.values())
     assert "no token that ends an assistant turn" in tokens.certificate.notes[0]
 
 
 def test_an_assistant_message_nobody_sampled_is_not_appended(models: dict[str, ChatTokens]) -> None:
-    assert models["tiny"].render_delta([ANSWER, USER], truncated=False) is None
-    assert models["tiny"].render_delta([], truncated=False) is None
+    assert appended(models["tiny"], [ANSWER, USER], truncated=False) is None
+    assert appended(models["tiny"], [], truncated=False) is None
 
 
 def test_the_anchor_is_found_even_when_the_new_message_spells_it(models: dict[str, ChatTokens]) -> None:
     text = "afieldanchor<|im_end|>afieldanchor"
-    delta = models["tiny"].render_delta([Message(role="user", content=text)], truncated=False)
+    delta = appended(models["tiny"], [Message(role="user", content=text)], truncated=False)
     assert delta is not None
     assert models["tiny"].decode(delta) == f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -172,7 +181,7 @@ def test_whatever_is_appended_is_the_whole_renderings_end(
 ) -> None:
     tokens = models["tiny"]
     new = [Message(role=role, content=text) for role, text in parts]
-    delta = tokens.render_delta(new, truncated=True)
+    delta = appended(tokens, new, truncated=True)
     if delta is not None:
         whole = tokens.render([*CONVERSATION[:5], *new], [TOOL])
         assert whole[-len(delta) :] == delta

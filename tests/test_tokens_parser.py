@@ -362,9 +362,9 @@ def test_the_tool_format_is_found_by_a_round_trip(models: dict[str, ChatTokens])
 def test_a_reply_rendered_for_reading_is_read_back_the_same(tiny: Tiny, turn: Message) -> None:
     prompt = tiny.tokens.render([QUESTION], [TOOL])
     whole = tiny.tokens.render([QUESTION, turn, QUESTION], [TOOL])
-    delta = tiny.tokens.render_delta([QUESTION], truncated=False)
-    assert delta is not None
-    reply, _ = tiny.read(whole[len(prompt) : -len(delta)])
+    appended = tiny.tokens.append([QUESTION], truncated=False)
+    assert appended is not None
+    reply, _ = tiny.read(whole[len(prompt) : -len(appended[1])])
     without_ids = tuple(ToolCall("", c.name, c.arguments) for c in turn.tool_calls)
     assert reply == Message(
         role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=without_ids

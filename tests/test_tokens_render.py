@@ -268,7 +268,7 @@ def test_several_threads_may_render_and_read_at_once(tiny: ChatTokens) -> None:
         parser = tiny.parser(tools=True)
         parser.feed(ids)
         parser.finish()
-        return ids, tiny.render_delta(said, truncated=True), parser.reply.content
+        return ids, tiny.append(said, truncated=True), parser.reply.content
 
     alone = [work(n) for n in range(40)]
     with ThreadPoolExecutor(8) as pool:

@@ -102,4 +102,5 @@ def _delta(tokens: ChatTokens, parent: Turn, new: tuple[Message, ...]) -> list[i
     if not new or any(message.role == "assistant" for message in new):
         return None
     truncated = not parent.token_ids or parent.token_ids[-1] not in tokens.stop_ids
-    return tokens.render_delta(new, truncated=truncated)
+    appended = tokens.append(new, truncated=truncated)
+    return appended[1] if appended else None

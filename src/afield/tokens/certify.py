@@ -11,14 +11,13 @@ format whose reader gives both back is the template's.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from afield.tokens.delta import TurnEnd, after_turn, delta_text, find_turn_end
+from afield.tokens.delta import TurnEnd, after_turn, delta_text, find_turn_end, unthought
 from afield.tokens.escape import Escape
 from afield.tokens.formats import FORMATS, ToolFormat
 from afield.tokens.parser import END_THINK, THINK, ReplyReader
@@ -43,7 +42,6 @@ PATTERNS = (
 TRUNCATED = "truncated"
 
 _MARK = "zebra"
-_THOUGHT = re.compile(rf"{THINK}.*?{END_THINK}\s*", re.DOTALL)
 _ARGUMENTS = {"city": "Zürich ☂ 北京", "days": [1, 2.5, {"deep": {"er": None}}], "quote": 'a "b" }'}
 
 
@@ -55,6 +53,7 @@ class Certificate(Struct, frozen=True, kw_only=True):
     tool_format: str | None
     reasoning: bool
     appends: dict[str, bool]
+    strips: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -74,6 +73,7 @@ class Findings(Struct, frozen=True, kw_only=True):
 def certify(template: ChatTemplate, vocab: Vocabulary) -> Findings:
     end = find_turn_end(template, vocab)
     notes: list[str] = []
+    stripping: tuple[str, ...] = ()
     appends: dict[str, bool] = dict.fromkeys((*PATTERNS, TRUNCATED), False)
     if end is None:
         notes.append("the template has no token that ends an assistant turn: nothing is appended")
@@ -83,7 +83,8 @@ def certify(template: ChatTemplate, vocab: Vocabulary) -> Findings:
         appends[TRUNCATED] = any(appends.values()) and all(
             check.truncated for pattern, check in checks.items() if appends[pattern]
         )
-        if stripping := [pattern for pattern in PATTERNS if appends[pattern] and checks[pattern].strips]:
+        stripping = tuple(p for p in PATTERNS if appends[p] and checks[p].strips)
+        if stripping:
             notes.append(
                 f"the template strips earlier reasoning before {', '.join(stripping)}; it is preserved here"
             )
@@ -96,6 +97,7 @@ def certify(template: ChatTemplate, vocab: Vocabulary) -> Findings:
             tool_format=tool_format.name if tool_format else None,
             reasoning=END_THINK in template.source or END_THINK in vocab.control,
             appends=appends,
+            strips=stripping,
             notes=tuple(notes),
         ),
         end=end,
@@ -149,7 +151,7 @@ class _Check:
             return False
         head, known = whole[:cut], before[:kept]
         self.strips |= head != known
-        if _THOUGHT.sub("", head) != _THOUGHT.sub("", known):
+        if unthought(head) != unthought(known):
             return False
         ids, added = self._vocab.encode(whole), self._vocab.encode(delta)
         self.truncated &= self._vocab.encode(head) + added == ids

@@ -2,7 +2,7 @@
 
 Loaded once from a model directory (`tokenizer.json`, a chat template, and where present
 `tokenizer_config.json`, `config.json`, `generation_config.json`); immutable afterwards and safe to use
-from several threads. It renders prompts whole (tier T4) or as what follows a sampled turn (tier T2),
+from several threads. It renders prompts whole (tier T4) or as what follows a sampled turn (T1 to T3),
 and reads replies. Refuses a directory without a tokenizer or a template, naming what is missing, and
 patterns of messages for which the template was not certified.
 """
@@ -12,19 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
 from afield.tokens.certify import TRUNCATED, Certificate, Findings, certify
-from afield.tokens.delta import delta_text, pattern_of
-from afield.tokens.escape import Escape
+from afield.tokens.delta import delta_text, pattern_of, splice_text
+from afield.tokens.escape import POLICIES, Spelled, policy
 from afield.tokens.parser import Parser, ReplyReader
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message
 
+THINKING = ("preserve", "template", "per_turn")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -45,11 +47,13 @@ class ChatTokens:
         self.vocab_size = vocab_size
         self._vocab = vocab
         self._template = template
-        self._escape = Escape(vocab.control)
+        self._escape = policy("escape", vocab.control)
         self._arguments = dict(arguments)
         self._findings: Findings = certify(template, vocab)
         ends = (self._findings.end.id,) if self._findings.end else ()
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *ends)))
+        self.thinking, self.escape = THINKING[0], POLICIES[0]
+        self._others = {(self.thinking, self.escape): self}
         markers = {vocab.control.get(text) for text in self._findings.markers}
         self._hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
 
@@ -94,6 +98,23 @@ class ChatTokens:
     def certificate(self) -> Certificate:
         return self._findings.certificate
 
+    def under(self, *, thinking: str = "preserve", escape: str = "escape") -> ChatTokens:
+        """The same model under other policies; made once for each.
+
+        `thinking`: `preserve` sampled reasoning for good, do as the `template` does (and branch where
+        it strips), or `per_turn` never append. `escape`: what becomes of control tokens in content.
+        """
+        for what, value, choices in (("thinking", thinking, THINKING), ("escape", escape, POLICIES)):
+            if value not in choices:
+                raise UsageError(f"unknown {what} policy {value!r}; choose one of: {', '.join(choices)}")
+        if (known := self._others.get((thinking, escape))) is not None:
+            return known
+        other = copy(self)
+        other.thinking, other.escape = thinking, escape
+        other._template = self._template.under(escape)
+        other._escape = policy(escape, self._vocab.control)
+        return self._others.setdefault((thinking, escape), other)
+
     def root_key(self, tools: Sequence[Tool]) -> str:
         """Sessions' trees with this key may share their heads: same policy, tokenizer, template and tools."""
         parts = [
@@ -102,6 +123,8 @@ class ChatTokens:
             self._template.hash,
             [tool.raw for tool in tools],
             self._arguments,
+            self.thinking,
+            self.escape,
         ]
         try:
             canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"))
@@ -113,24 +136,56 @@ class ChatTokens:
         """The whole prompt, ready for the model to go on (tier T4)."""
         return self._vocab.encode(self._template.render(messages, tools, generation=True))
 
-    def render_delta(self, new: Sequence[Message], *, truncated: bool) -> list[int] | None:
-        """What follows a sampled assistant turn (tier T2); None where that is not certified.
+    def append(
+        self, new: Sequence[Message], *, truncated: bool, tools: Sequence[Tool] = ()
+    ) -> tuple[str, list[int]] | None:
+        """What follows a sampled assistant turn, and the tier; None where that is not certified.
 
         The turn ended with a stop id, unless it was truncated: then the missing stop comes first.
+        Costs what the new messages cost, whatever the length of the conversation.
         """
-        end, appends = self._findings.end, self.certificate.appends
-        if end is None or not appends.get(pattern_of(new)) or (truncated and not appends[TRUNCATED]):
+        end, pattern, certificate = self._findings.end, pattern_of(new), self.certificate
+        if end is None or not certificate.appends.get(pattern) or not self._may_append(truncated):
+            return None
+        if self.thinking == "template" and pattern in certificate.strips:
             return None
         try:
             text = delta_text(self._template, end, new)
         except TemplateRefusal:
-            text = None
-        if text is None:
             return None
+        return None if text is None else ("T2", self._behind_stop(text, truncated))
+
+    def splice(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        *,
+        truncated: bool,
+        tools: Sequence[Tool] = (),
+    ) -> list[int] | None:
+        """What follows a sampled turn, the last of `history`, in this conversation (tier T3).
+
+        `new` may be anything, also assistant messages nobody sampled. None where the new messages
+        would change what the template writes before them. Costs a rendering of the conversation.
+        """
+        end = self._findings.end
+        if end is None or not new or not self._may_append(truncated):
+            return None
+        strict = self.thinking == "template"
+        try:
+            text = splice_text(self._template, end, history, new, tools, strict=strict)
+        except TemplateRefusal:
+            return None
+        return None if text is None else self._behind_stop(text, truncated)
+
+    def _may_append(self, truncated: bool) -> bool:
+        return self.thinking != "per_turn" and (not truncated or self.certificate.appends[TRUNCATED])
+
+    def _behind_stop(self, text: str, truncated: bool) -> list[int]:
         ids = self._vocab.encode(text)
         return ids if truncated else ids[1:]
 
-    def parser(self, *, tools: bool, hold_calls: bool = False) -> Parser:
+    def parser(self, *, tools: Sequence[Tool] | bool, hold_calls: bool = False) -> Parser:
         """A fresh parser for one reply.
 
         A call is reported as it is sampled, and withdrawn should it turn out malformed; with
@@ -149,8 +204,13 @@ class ChatTokens:
         return self._vocab.decode(ids)
 
     def encode_text(self, text: str) -> list[int]:
-        """Plain text: whatever it spells, no control ids come of it."""
-        return self._vocab.encode(self._escape(text))
+        """Plain text: whatever it spells, no control ids come of it (unless the policy says otherwise)."""
+        try:
+            return self._vocab.encode(self._escape(text))
+        except Spelled as spelled:
+            raise TemplateRefusal(
+                f"the text spells the control token {spelled.literal!r}; remove it"
+            ) from spelled
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,18 +11,22 @@ that it does, pattern by pattern.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 
 from msgspec import Struct
 
-from afield.tokens.template import ChatTemplate, TemplateRefusal
+from afield.tokens.escape import BREAK
+from afield.tokens.parser import END_THINK, THINK
+from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message, ToolCall
 
 ANCHOR = "afieldanchor"
 # Blank reasoning would hide what a template does to the reasoning of earlier turns.
 _REASONING = "Think about it."
+_THOUGHT = re.compile(rf"{THINK}.*?{END_THINK}\s*", re.DOTALL)
 _QUESTION = Message(role="user", content="Question")
 
 
@@ -67,11 +71,50 @@ def delta_text(template: ChatTemplate, end: TurnEnd, new: Sequence[Message]) -> 
     return None if at is None else text[at:]
 
 
+def splice_text(
+    template: ChatTemplate,
+    end: TurnEnd,
+    history: Sequence[Message],
+    new: Sequence[Message],
+    tools: Sequence[Tool],
+    *,
+    strict: bool,
+) -> str | None:
+    """The same behind a real conversation; None where the new messages change what stands before them.
+
+    With `strict`, reasoning the template strips counts as a change.
+    """
+    known = [*history[:-1], _in_place_of(history[-1])]
+    before = template.render(known, tools, generation=False)
+    whole = template.render([*known, *new], tools, generation=True)
+    kept, cut = after_turn(before, ANCHOR, end), after_turn(whole, ANCHOR, end)
+    # A conversation that spells the anchor itself is not worth a cleverer search.
+    if kept is None or cut is None or before.count(ANCHOR) != 1 or whole.count(ANCHOR) != 1:
+        return None
+    same = before[:kept] == whole[:cut] or (not strict and unthought(before[:kept]) == unthought(whole[:cut]))
+    return whole[cut:] if same and all(shown(message, whole[cut:]) for message in new) else None
+
+
+def unthought(text: str) -> str:
+    return _THOUGHT.sub("", text)
+
+
+def shown(message: Message, text: str) -> bool:
+    """Whether a message's words are in the text; templates may trim them."""
+    words = message.content.strip()
+    return not words or words in text.replace(BREAK, "")
+
+
 def _anchor(new: Sequence[Message]) -> Message:
     """An assistant turn that the new messages can follow: it called the tools whose results they are."""
     results = [message for message in new if message.role == "tool"]
-    if not results:
+    calls = tuple(ToolCall(result.tool_call_id, result.name or "tool", "{}") for result in results)
+    return _in_place_of(Message(role="assistant", tool_calls=calls))
+
+
+def _in_place_of(turn: Message) -> Message:
+    if not turn.tool_calls:
         return Message(role="assistant", content=ANCHOR, reasoning=_REASONING)
-    arguments = json.dumps({"anchor": ANCHOR})
-    calls = tuple(ToolCall(result.tool_call_id, result.name or "tool", arguments) for result in results)
-    return Message(role="assistant", reasoning=_REASONING, tool_calls=calls)
+    first, *rest = turn.tool_calls
+    anchored = ToolCall(first.id, first.name, json.dumps({"anchor": ANCHOR}))
+    return Message(role="assistant", reasoning=_REASONING, tool_calls=(anchored, *rest))

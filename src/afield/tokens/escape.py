@@ -1,19 +1,30 @@
 """Content stays content: no text that comes from outside may become a control token.
 
-Every control literal in a text gets the break character behind its first character, and a text that
-ends in the beginning of one, or could finish one that the template begins, gets a break at that seam.
-The tokenizer cuts at breaks and encodes the pieces apart. The break is half a surrogate pair, which
-no text can contain; one that was smuggled in becomes U+FFFD.
+`escape`, the default, keeps the text. Every control literal in it gets the break character behind its
+first character, and a text that ends in the beginning of one, or could finish one that the template
+begins, gets a break at that seam. The tokenizer cuts at breaks and encodes the pieces apart. The break
+is half a surrogate pair, which no text can contain; one that was smuggled in becomes U+FFFD. `reject`
+refuses a text that spells a control literal; `faithful` lets it become one, as transformers does.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 BREAK = "\udc00"
 
+POLICIES = ("escape", "faithful", "reject")
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Spelled(Exception):
+    """A text spells a control literal, where that is refused."""
+
+    def __init__(self, literal: str) -> None:
+        super().__init__(literal)
+        self.literal = literal
 
 
 class Escape:
@@ -53,3 +64,22 @@ class Escape:
             at = len(text) - len(text.lstrip())
             return text[:at] + BREAK + text[at:]
         return text
+
+
+def policy(name: str, literals: Iterable[str], fixed: Iterable[str] = ()) -> Callable[[str], str]:
+    """What a text goes through on its way into a prompt, under one of `POLICIES`."""
+    if name == "faithful":
+        return lambda text: _SURROGATE.sub("\ufffd", text)
+    literals = list(literals)
+    escape = Escape(literals, fixed)
+    if name == "escape" or not literals:
+        return escape
+    # The longest first: the message should name the token the text would have become.
+    spelled = re.compile("|".join(map(re.escape, sorted(literals, key=len, reverse=True))))
+
+    def reject(text: str) -> str:
+        if found := spelled.search(text):
+            raise Spelled(found.group())
+        return escape(text)
+
+    return reject

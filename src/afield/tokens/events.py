@@ -19,8 +19,11 @@ class ReasoningDelta(Struct, frozen=True):
 
 
 class ToolStart(Struct, frozen=True):
+    """`id` is the one the model spelled, in formats where it does; the gateway fills in the others."""
+
     index: int
     name: str
+    id: str = ""
 
 
 class ToolArguments(Struct, frozen=True):

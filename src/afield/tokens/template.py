@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from typing import Any
 
@@ -23,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.tokens.escape import BREAK, Escape
+from afield.tokens.escape import BREAK, Spelled, policy
 from afield.tokens.jsonscan import JsonScanner
 from afield.types import Message, ToolCall
 
@@ -56,25 +57,33 @@ class ChatTemplate:
     ) -> None:
         environment = _environment(now)
         try:
-            fixed = [text for source in sources.values() for text in _fixed(environment, source)]
+            self._fixed = [text for source in sources.values() for text in _fixed(environment, source)]
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"the chat template does not compile (line {error.lineno}): {error}") from error
-        self._escape = Escape(literals, fixed)
+        self._literals = tuple(literals)
+        self._escape = policy("escape", self._literals, self._fixed)
         self.source = "\n".join(sources[name] for name in sorted(sources))
         self.hash = hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()
         self._variables = dict(variables)
         self._knows_developer = "developer" in self.source
 
+    def under(self, escape: str) -> ChatTemplate:
+        """The same template under another policy for control tokens in content."""
+        other = copy(self)
+        other._escape = policy(escape, self._literals, self._fixed)
+        return other
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
         """Escaped text; with `generation` it ends where the model goes on."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        said = [self._checked(self._message, m, f"message {n} ({m.role})") for n, m in enumerate(messages)]
         try:
             return self._templates[name].render(
                 {
                     **self._variables,
-                    "messages": [self._message(message) for message in messages],
-                    "tools": [self._escaped(tool.raw) for tool in tools] or None,
+                    "messages": said,
+                    "tools": [self._checked(self._escaped, t.raw, f"tool {t.name}") for t in tools] or None,
                     "documents": None,
                     "add_generation_prompt": generation,
                 }
@@ -86,6 +95,15 @@ class ChatTemplate:
             raise TemplateRefusal(
                 f"the model's chat template refuses these messages (roles: {roles}): {error}"
             ) from error
+
+    def _checked(self, convert: Callable[[Any], Any], value: Any, what: str) -> Any:
+        try:
+            return convert(value)
+        except Spelled as spelled:
+            raise TemplateRefusal(
+                f"{what} spells the control token {spelled.literal!r}, which this session refuses;"
+                " remove it, or open the session with the policy 'escape'"
+            ) from spelled
 
     def _message(self, message: Message) -> dict[str, Any]:
         role = message.role
