@@ -60,7 +60,7 @@ def test_an_unknown_policy_is_named_with_the_choices(tiny: ChatTokens, wrong: di
 def test_doing_as_the_template_does_branches_where_it_strips_reasoning(thinking: ChatTokens) -> None:
     assert thinking.append([USER], truncated=False) is not None
     assert thinking.under(thinking="template").append([USER], truncated=False) is None
-    assert thinking.under(thinking="template").append([RESULT], truncated=False) is not None
+    assert thinking.under(thinking="template").append([SYSTEM], truncated=False) is not None
 
 
 def test_per_turn_never_appends(tiny: ChatTokens) -> None:
@@ -90,7 +90,7 @@ def test_a_turn_nobody_sampled_is_spliced_behind_what_was_sampled(
     assert whole[-len(ids) :] == ids
     assert whole[-len(ids) - 1] == end
     spoken = tiny.decode(whole[: -len(ids) - 1])
-    assert spoken.endswith(history[-1].content or "</tool_call>")
+    assert spoken.endswith("</tool_call>" if history[-1].tool_calls else history[-1].content)
     assert tiny.splice(history, new, truncated=True, tools=[TOOL]) == [end, *ids]
 
 
