@@ -9,6 +9,10 @@ from afield.errors import AfieldError
 
 
 class Refusal(AfieldError):
+    """`sizes` are the tokens asked for and the tokens allowed, where that is what is wrong."""
+
+    sizes: tuple[int, int] | None = None
+
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.status = status
@@ -48,12 +52,14 @@ def budget_exhausted(message: str) -> Refusal:
 
 
 def context_exceeded(prompt: int, limit: int) -> Refusal:
-    return Refusal(
+    refusal = Refusal(
         400,
         "context_length_exceeded",
         f"This model's maximum context length is {limit} tokens; the request has {prompt} in its messages",
         "shorten the conversation",
     )
+    refusal.sizes = (prompt, limit)
+    return refusal
 
 
 def engine_down(message: str) -> Refusal:

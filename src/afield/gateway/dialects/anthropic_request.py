@@ -1,0 +1,339 @@
+"""Anthropic Messages, the asking half: what a request says, as canonical messages.
+
+One assistant turn becomes one message however many blocks or entries it is sent in; each tool result
+becomes one tool message, ahead of what else its user entry says. Cache marks, billing lines and unknown
+keys are dropped. Tools marked `defer_loading` are not in the prompt's head: their definition is written
+where the conversation loads them, so that loading one keeps the root. Blocks of server-side tools are
+dropped with a tag; files, PDFs and block types nobody knows are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
+from afield.gateway.dialects.images import Gallery
+from afield.gateway.marks import unseal
+from afield.gateway.refusal import bad_request
+from afield.gateway.request import ModelRequest
+from afield.tokens import Tool
+from afield.types import ImageRef, Message, ToolCall
+
+BILLING = "x-anthropic-billing-header:"
+# How a call's arguments that are no JSON object travel in `input`, which has to be one.
+UNPARSED = "__unparsedToolInput"
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
+CONTEXT = "send its text as a text block"
+
+
+# --- the wire ------------------------------------------------------------------------------------
+
+
+class Source(Struct):
+    type: str = ""
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+    content: str | list[Block] | None = None
+
+
+class Block(Struct):
+    type: str
+    text: str | None = None
+    source: Source | str | None = None
+    title: str | None = None
+    context: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Raw = Raw(b"{}")
+    tool_use_id: str | None = None
+    content: str | list[Block] | dict[str, Any] | None = None
+    tool_name: str | None = None
+    tool: dict[str, Any] | None = None
+
+
+class Entry(Struct):
+    role: str
+    content: str | list[Block] | None = None
+    clear_at: str | None = None
+
+
+class WireTool(Struct):
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    defer_loading: bool | None = False
+
+
+class ToolChoice(Struct):
+    type: str = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = False
+
+
+class Body(Struct):
+    messages: list[Entry]
+    model: str = ""
+    system: str | list[Block] | None = None
+    tools: list[WireTool] | None = None
+    tool_choice: ToolChoice | None = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    return_token_ids: bool | None = False
+    logprobs: bool | None = False
+
+
+DECODER = msgspec.json.Decoder(Body)
+
+
+# --- the request ---------------------------------------------------------------------------------
+
+
+def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+    wire = read(DECODER, asked.body, "a Messages request")
+    if not wire.messages:
+        raise bad_request("messages is empty", "send at least one message")
+    if wire.max_tokens is not None and wire.max_tokens < 1:
+        raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1")
+    toolbox = _Toolbox(wire.tools or [])
+    reader = _Reader(toolbox)
+    request = ModelRequest(
+        dialect="anthropic",
+        model=wire.model,
+        messages=reader.messages(wire),
+        tools=toolbox.offered,
+        may_call=not (wire.tool_choice and wire.tool_choice.type == "none"),
+        max_tokens=wire.max_tokens,
+        stop=tuple(wire.stop_sequences or ()),
+        stream=bool(wire.stream),
+        hints=frozenset(reader.hints),
+        retry=asks_again(asked),
+        thread=asked.headers.get("x-claude-code-agent-id", ""),
+        tags=tuple(dict.fromkeys([*_unenforced(wire, toolbox), *reader.tags])),
+        images=reader.gallery.images,
+    )
+    wish = Wish(model=wire.model, logprobs=bool(wire.logprobs), token_ids=bool(wire.return_token_ids))
+    return request, wish
+
+
+def _unenforced(wire: Body, toolbox: _Toolbox) -> list[str]:
+    tags = [f"unenforced:tool:{name}" for name in toolbox.server_side]
+    choice = wire.tool_choice
+    if choice and choice.type == "tool" and choice.name in toolbox.server_side:
+        raise bad_request(f"tool {choice.name!r} runs on the provider's servers", "offer a tool of your own")
+    if choice and choice.type in ("any", "tool"):
+        tags.append("unenforced:tool_choice")
+    if choice and choice.disable_parallel_tool_use:
+        tags.append("unenforced:disable_parallel_tool_use")
+    if wire.output_format or (wire.output_config or {}).get("format"):
+        tags.append("unenforced:output_format")
+    if wire.mcp_servers:
+        tags.append("unenforced:mcp_servers")
+    if wire.messages[-1].role == "assistant":
+        tags.append("unenforced:prefill")
+    return tags
+
+
+class _Toolbox:
+    """The tools of a request: those in the prompt's head, and those that the conversation loads later.
+
+    Where a server-side search would have loaded them, none would ever be; then all are in the head.
+    """
+
+    def __init__(self, wires: Sequence[WireTool]) -> None:
+        own = [wire for wire in wires if wire.type in (None, "custom")]
+        self.server_side = [
+            wire.name or wire.type or "" for wire in wires if wire.type not in (None, "custom")
+        ]
+        searched = any((wire.type or "").startswith("tool_search_tool") for wire in wires)
+        for wire in own:
+            if not wire.name:
+                raise bad_request("a tool has no name")
+        self.offered = tuple(_tool(wire) for wire in own if searched or not wire.defer_loading)
+        self._known = {wire.name: _tool(wire) for wire in own}
+
+    def definition(self, name: str) -> str:
+        tool = self._known.get(name)
+        return encode(tool.raw).decode() if tool else name
+
+
+def _tool(wire: WireTool) -> Tool:
+    """As a Chat client would write it, so that the same tools give the same root in both dialects."""
+    parameters = wire.input_schema or {}
+    described = {} if wire.description is None else {"description": wire.description}
+    function = {"name": wire.name, **described, "parameters": parameters}
+    return Tool(wire.name, wire.description or "", parameters, {"type": "function", "function": function})
+
+
+class _Reader:
+    """Reads the entries of one request and keeps what they refer to: images, our marks, tags."""
+
+    def __init__(self, toolbox: _Toolbox) -> None:
+        self._toolbox = toolbox
+        self.gallery = Gallery()
+        self.hints: set[str] = set()
+        self.tags: list[str] = []
+
+    def messages(self, wire: Body) -> tuple[Message, ...]:
+        said: list[Message] = []
+        if system := self._system(wire.system):
+            said.append(Message(role="system", content=system))
+        turn: list[Block] = []
+        for index, entry in enumerate(wire.messages):
+            where = f"messages[{index}]"
+            if entry.role == "assistant":
+                turn += _blocks(entry.content)
+                continue
+            if turn:
+                said.append(self._assistant(turn, where))
+                turn = []
+            said += self._entry(entry, where)
+        if turn:
+            said.append(self._assistant(turn, "the last message"))
+        return tuple(said)
+
+    def _system(self, system: str | list[Block] | None) -> str:
+        if isinstance(system, str) and system.startswith(BILLING):
+            system = system.partition("\n")[2]
+        blocks = [block for block in _blocks(system) if not (block.text or "").startswith(BILLING)]
+        return self._text(blocks, "system")[0]
+
+    def _entry(self, entry: Entry, where: str) -> list[Message]:
+        if entry.role not in ("user", "system"):
+            raise bad_request(f"{where}: role {entry.role!r} is not one of assistant, system, user")
+        if entry.clear_at == "next_user_message":
+            self.tags.append("unenforced:clear_at")
+        blocks = _blocks(entry.content)
+        results = [block for block in blocks if block.type == "tool_result"]
+        said = [self._result(block, where) for block in results]
+        if len(results) < len(blocks) or not blocks:
+            text, images = self._text([b for b in blocks if b.type != "tool_result"], where)
+            role = "system" if entry.role == "system" else "user"
+            said.append(Message(role=role, content=text, images=images))
+        return said
+
+    def _result(self, block: Block, where: str) -> Message:
+        if isinstance(block.content, dict):
+            raise bad_request(f"{where}: the content of a tool_result is neither text nor blocks")
+        text, images = self._text(_blocks(block.content), where)
+        return Message(role="tool", content=text, tool_call_id=block.tool_use_id or "", images=images)
+
+    def _assistant(self, blocks: Sequence[Block], where: str) -> Message:
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        rest: list[Block] = []
+        for block in blocks:
+            if block.type in ("thinking", "redacted_thinking"):
+                reasoning.append(block.thinking or "")
+                self._hint(block.signature or block.data or "")
+            elif block.type == "tool_use":
+                calls.append(_call(block, where))
+            else:
+                rest.append(block)
+        text, images = self._text(rest, where)
+        thought = "".join(reasoning)
+        return Message(
+            role="assistant", content=text, reasoning=thought, tool_calls=tuple(calls), images=images
+        )
+
+    def _hint(self, signature: str) -> None:
+        if turn_id := unseal(signature):
+            self.hints.add(turn_id)
+
+    def _text(self, blocks: Sequence[Block], where: str) -> tuple[str, tuple[ImageRef, ...]]:
+        text = ""
+        images: list[ImageRef] = []
+        for block in blocks:
+            if block.type == "text":
+                text += block.text or ""
+            elif block.type == "image":
+                images.append(self._image(block, len(text), where))
+            else:
+                text += self._other(block, where)
+        return text, tuple(images)
+
+    def _image(self, block: Block, at: int, where: str) -> ImageRef:
+        source = block.source
+        if isinstance(source, Source) and source.type == "base64":
+            return self.gallery.from_base64(source.data, source.media_type or "image/png", at, where)
+        if isinstance(source, Source) and source.type == "url":
+            return self.gallery.from_url(source.url, at, where)
+        kind = source.type if isinstance(source, Source) else source
+        raise bad_request(f"{where}: an image with a source of type {kind!r}", "send it as base64 or by URL")
+
+    def _other(self, block: Block, where: str) -> str:
+        """What a block that is neither text nor image says in words."""
+        if block.type in ("document", "search_result"):
+            return self._document(block, where)
+        if block.type == "tool_reference":
+            return self._toolbox.definition(block.tool_name or "")
+        if block.type in ("tool_addition", "tool_removal"):
+            return self._tool_change(block)
+        if block.type == "compaction":
+            return block.content if isinstance(block.content, str) else ""
+        if block.type in SERVER_BLOCKS or block.type.endswith("_tool_result"):
+            self.tags.append(f"unenforced:block:{block.type}")
+            return ""
+        raise bad_request(f"{where} has a block of type {block.type!r}", CONTEXT)
+
+    def _document(self, block: Block, where: str) -> str:
+        source = block.source
+        if block.type == "search_result":
+            inner = block.content
+            origin = [source] if isinstance(source, str) else []
+        elif isinstance(source, Source) and source.type == "text":
+            inner, origin = source.data, []
+        elif isinstance(source, Source) and source.type == "content":
+            inner, origin = source.content, []
+        else:
+            kind = source.type if isinstance(source, Source) else source
+            raise bad_request(f"{where}: a document with a source of type {kind!r}", CONTEXT)
+        text, _ = self._text(_blocks(None if isinstance(inner, dict) else inner), where)
+        return "\n".join(part for part in (block.title, *origin, block.context, text) if part) + "\n"
+
+    def _tool_change(self, block: Block) -> str:
+        tool: Mapping[str, Any] = block.tool or {}
+        if block.type == "tool_removal":
+            return f"The tool {tool.get('name', '')} is no longer available.\n"
+        given = tool.get("definition")
+        if isinstance(given, dict):
+            return encode(_tool(msgspec.convert(given, WireTool, strict=False)).raw).decode() + "\n"
+        return self._toolbox.definition(str(tool.get("name", ""))) + "\n"
+
+
+def _blocks(content: str | list[Block] | None) -> list[Block]:
+    if isinstance(content, str):
+        return [Block("text", text=content)]
+    return content or []
+
+
+def _call(block: Block, where: str) -> ToolCall:
+    try:
+        arguments = bytes(block.input).decode()
+    except UnicodeDecodeError as error:
+        raise bad_request(f"{where}: the input of {block.name!r} is not UTF-8: {error}") from error
+    if arguments == "null":
+        arguments = "{}"
+    if not arguments.startswith("{"):
+        raise bad_request(f"{where}: the input of {block.name!r} is {arguments[:40]}, not an object")
+    if UNPARSED in arguments:
+        arguments = _as_sampled(arguments)
+    return ToolCall(block.id or "", block.name or "", arguments)
+
+
+def _as_sampled(arguments: str) -> str:
+    given = msgspec.json.decode(arguments)
+    text = given.get(UNPARSED)
+    return text if len(given) == 1 and isinstance(text, str) else arguments
