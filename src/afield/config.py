@@ -185,10 +185,16 @@ class Environment(Struct, frozen=True):
 
     admin_key: str | None
     runs: Path
+    envs: Path  # where foreign programs are installed
 
     @classmethod
     def read(cls) -> Self:
-        return cls(os.environ.get("AFIELD_ADMIN_KEY") or None, Path(os.environ.get("AFIELD_RUNS", "runs")))
+        cache = os.environ.get("XDG_CACHE_HOME")
+        return cls(
+            os.environ.get("AFIELD_ADMIN_KEY") or None,
+            Path(os.environ.get("AFIELD_RUNS", "runs")),
+            (Path(cache) if cache else Path.home() / ".cache") / "afield" / "envs",
+        )
 
 
 def agent_environment() -> dict[str, str]:

@@ -21,6 +21,29 @@ READY = "afield-ready"
 PIP = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
 
 
+def interpreter(version: str) -> str:
+    """A Python of this version ("3.12"): on the PATH, or where version managers keep theirs.
+
+    What is on the PATH may be a shim that knows of no such version, so it is run before it is believed.
+    """
+    name = f"python{version}"
+    kept = (
+        f".pyenv/versions/{version}.*/bin/{name}",
+        f".local/share/uv/python/cpython-{version}.*/bin/{name}",
+    )
+    candidates = [name, *(str(path) for pattern in kept for path in sorted(Path.home().glob(pattern)))]
+    for candidate in candidates:
+        try:
+            if (
+                _run([candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).strip()
+                == version
+            ):
+                return candidate
+        except Unavailable:
+            continue
+    raise Unavailable(f"{name} is not installed here; install Python {version} and put it on the PATH")
+
+
 def python_environment(
     cache: Path,
     name: str,

@@ -1,0 +1,83 @@
+"""A model directory without a model: a tokenizer and a chat template, written on the fly.
+
+Byte-level, so that it encodes whatever a client sends; merges are few, so that every text can be
+sampled in many ways. The template is ChatML with hermes tool calls and reasoning, and takes any role
+anywhere, as the clients' messages need.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+VOCABULARY = 1200
+CORPUS = (
+    "the model answers, calls a tool with its arguments, reads what came back, and goes on from there",
+    "You are an agent that works on a computer. Use the tools that are available to finish the task.",
+    '{"type": "function", "function": {"name": "run", "description": "", "parameters": {"type": "object"}}}',
+    '{"properties": {"command": {"type": "string", "description": "what to run"}}, "required": ["command"]}',
+    "for name in names: print(name); return value; if not value: raise ValueError(message)",
+    "This is not the way that these things should be done; they would have been here before there was any.",
+)
+
+TEMPLATE = """\
+{%- set has_system = messages and messages[0].role == 'system' %}
+{%- if tools or has_system %}
+{{- '<|im_start|>system\\n' }}
+{%- if has_system %}{{- messages[0].content }}{% endif %}
+{%- if tools %}
+{{- '\\n\\n# Functions\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
+{{- '\\n</tools>\\nA call is written as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.' }}
+{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if message.reasoning_content %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{%- if message.content %}{{- message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": ' }}{{- call.function.name | tojson }}{{- ', "arguments": ' }}
+{%- if call.function.arguments is string %}{{- call.function.arguments }}
+{%- else %}{{- call.function.arguments | tojson }}{% endif %}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif not (loop.first and has_system) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def write_model(directory: Path) -> Path:
+    """Write the files a gateway reads; the same ones every time."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in CONTROL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return directory

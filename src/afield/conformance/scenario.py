@@ -1,0 +1,111 @@
+"""A scenario: what the model says to a client, and what goes wrong on the way.
+
+Every request tells where its thread stands by the last marker in it, `[at main-3]`. The marker comes
+out of a tool that was really run (or a sub-agent's answer, or a summary), so a reply is found by what
+the request looks like, whatever the order in which threads ask. The same request again gets the same
+words in other tokens. Requests with a phrase of their own (titles, summaries) are asides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+from msgspec import Struct
+
+MARKER = re.compile(r"\[at ([a-z]+-\d+)\]")
+LONG = (
+    "This takes a while to say, because the connection is going to break before it is said: first a few"
+    " words in plain letters, then some that are not (naïve café, 北京 を見る, ☂ 🚲), and then again the same"
+    " thought once more, so that there is enough of it on the way when the line goes dead. After that the"
+    " client asks again, and hears it from the beginning, in the same words and in other tokens than before."
+)
+
+
+def marker(thread: str, step: int) -> str:
+    return f"[at {thread}-{step}]"
+
+
+def shell(thread: str, step: int) -> str:
+    """A command whose output holds the marker; the command itself does not."""
+    return f'echo "[at {thread}-$(({step - 1}+1))]"'
+
+
+def last_marker(text: str) -> str | None:
+    found = MARKER.findall(text)
+    return found[-1] if found else None
+
+
+class Use(Struct, frozen=True):
+    """A tool call the model makes."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    text: str = ""
+    reasoning: str = ""
+    uses: tuple[Use, ...] = ()
+
+    def words(self) -> str:
+        """As the model writes it, without the stop token."""
+        parts = [self.text] if self.text else []
+        for use in self.uses:
+            call = json.dumps({"name": use.name, "arguments": use.arguments}, ensure_ascii=False)
+            parts.append(f"<tool_call>\n{call}\n</tool_call>")
+        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
+        return thought + "\n".join(parts)
+
+
+Answer = Reply | Callable[[str], Reply]  # from the prompt, where the reply has to quote it
+
+
+class Fault(StrEnum):
+    """What happens, once, to the request with a certain marker."""
+
+    REFUSE = "refuse"  # a 500 before any byte
+    CUT = "cut"  # the connection breaks while the model is sampling
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """`branches` is the number of committed leaves the forest has to have in the end."""
+
+    replies: Mapping[str, Answer]
+    faults: Mapping[str, Fault]
+    branches: int
+    asides: Mapping[str, Reply] = {}
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.faults) - set(self.replies)):
+            raise ValueError(f"faults at {unknown}, where nothing is said; known: {sorted(self.replies)}")
+
+
+def steps(
+    use: Callable[[str, int], Use],
+    *,
+    last: int = 9,
+    branches: int = 1,
+    parallel: bool = True,
+    instead: Mapping[str, Answer] | None = None,
+    asides: Mapping[str, Reply] | None = None,
+    faults: Mapping[str, Fault] | None = None,
+) -> Scenario:
+    """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third
+    step, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n."""
+    replies: dict[str, Answer] = {}
+    for n in range(last):
+        said = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."
+        thought = f"What comes after {n}? Number {n + 1}, 当然." if n % 3 == 1 else ""
+        uses = (use("main", n + 1),) * (2 if parallel and n == 0 else 1)
+        replies[f"main-{n}"] = Reply(text=said, reasoning=thought, uses=uses)
+    replies[f"main-{last}"] = Reply(text="All steps are done. ✓")
+    return Scenario(
+        replies=replies | dict(instead or {}),
+        faults=faults if faults is not None else {"main-3": Fault.REFUSE, "main-5": Fault.CUT},
+        branches=branches,
+        asides=asides or {},
+    )

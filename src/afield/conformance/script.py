@@ -1,0 +1,93 @@
+"""The scenario as the scripted engine speaks it.
+
+Words are sampled as models sample them and tokenizers never would: split at random, in the middle of
+words and characters, differently on every call. What no scenario foresees is answered, so that the
+client ends, and noted, so that the run does not count.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from afield import wiring
+from afield.conformance.model import CONTROL, MARKERS
+from afield.conformance.scenario import Fault, Reply, Scenario, last_marker
+from afield.seams import Call
+
+SLOW_S = 0.05  # before each chunk of a reply that is going to be cut
+SLOW_WHOLE_S = 6.0  # before one that is not streamed
+LONGEST_PIECE = 16
+_SPECIAL = re.compile("|".join(re.escape(text) for text in (*CONTROL, *MARKERS)))
+
+
+class Sampler:
+    """Text to ids, another way each time."""
+
+    def __init__(self, vocabulary: Any) -> None:
+        spelled = {n: vocabulary.piece(n) for n in range(vocabulary.size)}
+        special = {vocabulary.id_of(text): text for text in (*CONTROL, *MARKERS)}
+        self._special: dict[str, int] = {text: n for n, text in special.items()}
+        self._pieces: dict[bytes, int] = {b: n for n, b in spelled.items() if b and n not in special}
+
+    def sample(self, text: str, chance: random.Random) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        for found in _SPECIAL.finditer(text):
+            ids += self._plain(text[at : found.start()].encode(), chance)
+            ids.append(self._special[found[0]])
+            at = found.end()
+        return ids + self._plain(text[at:].encode(), chance)
+
+    def _plain(self, data: bytes, chance: random.Random) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            ends = range(at + 1, min(at + LONGEST_PIECE, len(data)) + 1)
+            end = chance.choice([end for end in ends if data[at:end] in self._pieces])
+            ids.append(self._pieces[data[at:end]])
+            at = end
+        return ids
+
+
+class Script:
+    """A script for the scripted engine: a function from the call to the answer."""
+
+    def __init__(self, scenario: Scenario, vocabulary: Any) -> None:
+        self._scenario = scenario
+        self._vocabulary = vocabulary
+        self._sampler = Sampler(vocabulary)
+        self._scripted: Callable[..., Any] = wiring.load("engines.scripted:Scripted")
+        self.asked: Counter[str] = Counter()
+        self.surprises: list[str] = []
+
+    def __call__(self, call: Call) -> Any:
+        prompt: str = self._vocabulary.decode(call.prompt_ids)
+        where, reply = self._reply(prompt)
+        self.asked[where] += 1
+        chance = random.Random(f"{where} {self.asked[where]}")
+        slow = self._scenario.faults.get(where) is Fault.CUT and self.asked[where] == 1
+        return self._scripted(
+            token_ids=(*self._sampler.sample(reply.words(), chance), *call.stop_ids[:1]),
+            chunks=tuple(chance.randint(1, 4) for _ in range(12)),
+            delay_s=(SLOW_S if call.stream else SLOW_WHOLE_S) if slow else 0.0,
+        )
+
+    def _reply(self, prompt: str) -> tuple[str, Reply]:
+        for phrase, reply in self._scenario.asides.items():
+            if phrase in prompt:
+                return phrase, reply
+        where = last_marker(prompt)
+        if where is None or where not in self._scenario.replies:
+            self.surprises.append(f"nothing to say at {where}; the prompt ends {prompt[-300:]!r}")
+            return "surprise", Reply(text="This was not foreseen.")
+        answer = self._scenario.replies[where]
+        return where, answer(prompt) if callable(answer) else answer
+
+    def unsaid(self) -> list[str]:
+        """What the client should have asked for and did not."""
+        said: Mapping[str, int] = self.asked
+        return [where for where in (*self._scenario.replies, *self._scenario.asides) if not said[where]]

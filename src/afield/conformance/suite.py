@@ -1,0 +1,124 @@
+"""Run real clients against a gateway in front of the scripted engine, and judge what was recorded.
+
+Each client gets a gateway, a session and folders of its own; nothing else on the network can be
+reached. A client that cannot be installed is reported with the reason and is not ok.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, structs
+
+from afield import wiring
+from afield.conformance.client import Client, Stage, run
+from afield.conformance.faults import Faults, faulty
+from afield.conformance.judge import Verdict, judge
+from afield.conformance.model import write_model
+from afield.conformance.scenario import Scenario
+from afield.conformance.script import Script
+from afield.errors import Unavailable
+from afield.seams import Gateway, Record, SessionSpec
+from afield.types import Sampling
+
+MAX_CONTEXT = 400_000
+SETTLE_S = 10.0
+FEWEST_TURNS = 8
+
+
+class Up(Struct, frozen=True):
+    """A gateway that serves, and what is behind and before it."""
+
+    gateway: Gateway
+    ledger: list[Any]
+    script: Script
+    faults: Faults
+    port: int  # of the faulty proxy
+
+
+async def check(client: Client, cache: Path, folder: Path, path: str) -> Verdict:
+    """Install and run one client; keep everything it leaves in the folder."""
+    try:
+        programs = await asyncio.to_thread(client.install, cache)
+    except Unavailable as error:
+        return Verdict(problems=(f"skipped: {error}",))
+    async with gateway(client.scenario, folder) as up:
+        ticket = await up.gateway.open(SessionSpec(id=client.name, sampling=Sampling(max_tokens=8192)))
+        stage = Stage(
+            home=folder / "home",
+            work=folder / "work",
+            programs=programs,
+            base_url=f"http://127.0.0.1:{up.port}/s/{ticket.id}",
+            api_key=ticket.api_key,
+            model="m",
+        )
+        stage.home.mkdir(parents=True)
+        stage.work.mkdir()
+        problems = await _drive(client, stage, path, folder / "client.log")
+        await _settled(up, ticket.id)
+        record = await up.gateway.finalize(ticket.id)
+        verdict = judge(up.ledger, record, client.scenario.branches)
+        problems += _course(client.scenario, up, record)
+        problems += client.inspect(stage, up.ledger)
+        return structs.replace(verdict, problems=(*problems, *verdict.problems))
+
+
+@asynccontextmanager
+async def gateway(scenario: Scenario, folder: Path) -> AsyncIterator[Up]:
+    model = write_model(folder / "model")
+    tokenizer = model / "tokenizer.json"
+    vocabulary = wiring.load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
+    script = Script(scenario, vocabulary)
+    engine = wiring.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
+    listener = wiring.load("sdk.listen:listen")("127.0.0.1", 0)
+    address = listener.getsockname()[:2]
+    url, admin_key = f"http://{address[0]}:{address[1]}", secrets.token_urlsafe(16)
+    local = wiring.load("gateway.service:LocalGateway")(
+        tokens=wiring.load("tokens:ChatTokens").load(model),
+        engine=engine,
+        store=folder / "store",
+        admin_key=admin_key,
+        public_url=url,
+    )
+    faults = Faults(scenario.faults)
+    ready = asyncio.Event()
+    async with engine, local:
+        server = asyncio.create_task(wiring.load("gateway.server:serve")(local, listener, ready.set))
+        try:
+            await asyncio.wait_for(ready.wait(), wiring.START_TIMEOUT_S)
+            client = wiring.load("gateway.client:HttpGateway")(url, admin_key)
+            async with client, faulty(address, faults) as port:
+                yield Up(client, engine.ledger, script, faults, port)
+        finally:
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+
+
+async def _drive(client: Client, stage: Stage, path: str, log: Path) -> list[str]:
+    for command in client.commands(stage):
+        if problem := await run(command, stage, path, log, client.timeout_s):
+            return [problem]
+    return []
+
+
+async def _settled(up: Up, session_id: str) -> None:
+    """Calls whose client has left end a moment later."""
+    for _ in range(int(SETTLE_S / 0.1)):
+        if not (await up.gateway.state(session_id)).dangling:
+            return
+        await asyncio.sleep(0.1)
+
+
+def _course(scenario: Scenario, up: Up, record: Record) -> list[str]:
+    """Whether the client was really led through all of it."""
+    problems = [f"a surprise: {surprise}" for surprise in up.script.surprises]
+    problems += [f"never asked at {where!r}" for where in up.script.unsaid()]
+    problems += [f"the fault at {at} never happened" for at in scenario.faults if at not in up.faults.fired]
+    if (turns := len(record.turns)) < FEWEST_TURNS:
+        problems.append(f"{turns} turns, expected at least {FEWEST_TURNS}")
+    return problems
