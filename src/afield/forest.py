@@ -20,6 +20,8 @@ class Forest:
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[str, Turn] = {}
         self._by_digest: dict[str, list[str]] = {}
+        self._by_request: dict[str, list[str]] = {}
+        self._by_call: dict[str, str] = {}
         self._parents: set[str] = set()
         self._lengths: dict[str, int] = {}
         for turn in turns:
@@ -57,8 +59,11 @@ class Forest:
             self._parents.add(parent.id)
         self._turns[turn.id] = turn
         self._lengths[turn.id] = length
+        self._by_request.setdefault(turn.asked, []).append(turn.id)
         if turn.status is TurnStatus.COMMITTED:
             self._by_digest.setdefault(turn.digest, []).append(turn.id)
+            if turn.messages:
+                self._by_call.update((call.id, turn.id) for call in turn.messages[-1].tool_calls)
 
     def path(self, turn_id: str) -> list[Turn]:
         """From the root to this turn."""
@@ -77,6 +82,18 @@ class Forest:
 
     def length(self, turn_id: str) -> int:
         return self._lengths[turn_id]
+
+    def asked(self, digest: str) -> list[Turn]:
+        """The turns, of any status, that answered this conversation."""
+        return [self._turns[turn_id] for turn_id in self._by_request.get(digest, ())]
+
+    def caller(self, call_id: str) -> Turn | None:
+        """The turn that made a tool call."""
+        turn_id = self._by_call.get(call_id)
+        return self._turns[turn_id] if turn_id else None
+
+    def has_children(self, turn_id: str) -> bool:
+        return turn_id in self._parents
 
     def find(
         self, digests: Sequence[str], hints: Iterable[str] = (), missed: frozenset[str] = frozenset()
@@ -126,7 +143,8 @@ def extend_digest(previous: str, message: Message) -> str:
 
 def canonical(message: Message) -> list[object]:
     calls = [[call.name, _as_json(call.arguments)] for call in message.tool_calls]
-    return [message.role, message.content.strip(), calls]
+    images = [image.digest for image in message.images]
+    return [message.role, message.content.strip(), calls, *([images] if images else [])]
 
 
 def _as_json(text: str) -> object:

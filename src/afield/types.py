@@ -215,15 +215,26 @@ class ToolCall(Struct, frozen=True):
     arguments: str
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ImageRef(Struct, frozen=True):
+    """An image in a message: the digest of its content, and before which character of the text it stands."""
+
+    digest: str
+    at: int
+
+
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message as people read it. Never turned back into training ids."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    images: tuple[ImageRef, ...] = ()
 
 
 class VersionSpan(Struct, frozen=True, array_like=True):
@@ -262,7 +273,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     """One model call exactly as sampled: written once, never edited, never re-tokenised.
 
     The prompt is the parent's whole path followed by `delta_ids`; without a parent, `delta_ids` is
-    the whole prompt. `versions` counts from the first sampled token.
+    the whole prompt. `versions` counts from the first sampled token. `asked` is the digest of the
+    conversation up to the request, `digest` with the reply.
     """
 
     id: str
@@ -278,6 +290,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     tier: str = ""
     dialect: str = ""
     messages: tuple[Message, ...] = ()
+    asked: str = ""
     digest: str = ""
     tools_digest: str = ""
     tags: tuple[str, ...] = ()

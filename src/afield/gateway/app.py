@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing, suppress
-from typing import Any
+import re
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.gateway import control
-from afield.gateway.calls import Done, Piece, Started
-from afield.gateway.dialects import chat
-from afield.gateway.http import ClientGone, EventStream, Receive, Scope, Send, key_of, read_body, send_json
+from afield.gateway.answering import Answering
+from afield.gateway.dialects import Asked, Dialects
+from afield.gateway.dialects.models import models
+from afield.gateway.http import ClientGone, Receive, Scope, Send, headers, key_of, query, read_body, send_json
 from afield.gateway.keys import Scope as KeyScope
 from afield.gateway.refusal import (
     Refusal,
@@ -32,25 +32,34 @@ from afield.gateway.sessions import Session
 
 log = logging.getLogger("afield.gateway")
 
+# Routes of dialects that clients ask for with `/v1` missing, because their base URL lacks it.
+_BARE = re.compile(
+    r"/(chat/completions|completions|responses|messages|messages/count_tokens|models|models/[^/]+)"
+)
+_AGENT = ("/v1/", "/v1beta/")
+
 
 class App:
     def __init__(self, gateway: LocalGateway) -> None:
         self._gateway = gateway
+        self._dialects = Dialects(gateway.tokens)
+        self._answering = Answering(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the gateway serves http, not {scope['type']}")
         session_id, path = split_path(scope["path"])
-        dialect = path.startswith("/v1/")
+        spoken = path.startswith(_AGENT)
         try:
-            if dialect or session_id:
+            if spoken or session_id is not None:
                 await self._agent(session_id, path, scope, receive, send)
             else:
                 await self._control(path, scope, receive, send)
         except (Refusal, Missing, Unavailable, OverflowError) as error:
             refusal = as_refusal(error)
+            self._gateway.metrics.refused(refusal.status)
             log.info("%s %s: %d %s", scope["method"], scope["path"], refusal.status, refusal.message)
-            shape = chat.encode_error if dialect else control.encode_error
+            shape = self._dialects.of_path(path).error if spoken else control.encode_error
             await send_json(send, refusal.status, shape(refusal))
         except (ClientGone, asyncio.CancelledError):
             log.info("%s %s: the client left", scope["method"], scope["path"])
@@ -60,23 +69,31 @@ class App:
     async def _agent(
         self, session_id: str | None, path: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        route = (scope["method"], path)
-        if route == ("POST", "/v1/chat/completions"):
+        method = scope["method"]
+        match = self._dialects.match(path) if method == "POST" else None
+        if match is not None:
             session = self._session(session_id, scope, KeyScope.INFER)
-            await self._chat(session, scope, receive, send)
-        elif route == ("GET", "/v1/models"):
-            self._session(session_id, scope, KeyScope.INFER)
-            model = {"id": self._gateway.tokens.name, "object": "model", "created": 0, "owned_by": "afield"}
-            await send_json(send, 200, {"object": "list", "data": [model]})
-        elif route in (("POST", "/reward"), ("POST", "/complete")):
-            session = self._session(session_id, scope, KeyScope.REWARD)
             body = await read_body(scope, receive)
-            await send_json(send, 200, await control.report(self._gateway, session, path, body))
-        else:
+            asked = Asked(path, body, match.parts, query(scope), headers(scope))
+            request, wish = match.dialect.decode(asked)
+            if match.verb == "count":
+                tokens = await self._gateway.calls.count(session, request)
+                await send_json(send, 200, match.dialect.count(tokens))
+            else:
+                await self._answering.answer(session, match.dialect, request, wish, receive, send)
+        elif method == "GET" and (listed := models(self._gateway.tokens.name, path)):
             self._session(session_id, scope, KeyScope.INFER)
-            raise not_found(f"{scope['method']} {path} is not served", "POST v1/chat/completions is")
+            await send_json(send, 200, listed)
+        elif (method, path) in control.REPORTS:
+            session = self._session(session_id, scope, control.REPORTS[method, path].needs)
+            body = await read_body(scope, receive)
+            grant = self._gateway.keys.check(key_of(scope))
+            await send_json(send, 200, await control.report(self._gateway, session, grant, scope, path, body))
+        else:
+            self._session(session_id, scope, None)
+            raise not_found(f"{method} {path} is not served", "POST v1/chat/completions is, for one")
 
-    def _session(self, session_id: str | None, scope: Scope, needs: KeyScope) -> Session:
+    def _session(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> Session:
         """The session a request may use; the key decides, the path must agree."""
         key = key_of(scope)
         if not key:
@@ -88,73 +105,19 @@ class App:
         grant = self._gateway.keys.check(key)
         if grant is None or session_id not in (None, grant.session_id):
             raise unauthorized()
-        if needs not in grant.scopes:
-            raise forbidden(f"this key may not {needs}")
+        if needs is not None and needs not in grant.scopes:
+            log.warning("session %s: a key without the scope %s was used for it", grant.session_id, needs)
+            raise forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
         try:
             return self._gateway.sessions.get(grant.session_id)
         except Missing as gone:
             raise unauthorized("the session of this key no longer exists") from gone
 
-    async def _chat(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        request, wish = chat.decode(await read_body(scope, receive))
-        task = asyncio.current_task()
-        assert task is not None
-        session.in_flight.add(task)
-        watch = asyncio.create_task(_cancel_when_gone(receive, task))
-        out = EventStream(send)
-        turn_id: str | None = None
-        try:
-            async with aclosing(self._gateway.calls.run(session, request)) as items:
-                started = await anext(items)
-                assert isinstance(started, Started)
-                turn_id = started.turn_id
-                if request.stream:
-                    await self._stream(session, started, items, wish, out)
-                else:
-                    done = [item async for item in items][-1]
-                    assert isinstance(done, Done)
-                    answer = chat.fold(session.id, started, done, wish, self._gateway.tokens)
-                    await send_json(send, 200, answer)
-        except asyncio.CancelledError:
-            if turn_id and turn_id in session.forest:
-                await asyncio.shield(self._gateway.sessions.withhold(session, turn_id))
-            if watch.done():
-                raise
-            ended = conflict(f"session {session.id} was ended while this call ran")
-            if not out.started:
-                raise ended from None
-            with suppress(TimeoutError):  # a client that no longer reads is not waited for
-                async with asyncio.timeout(1):
-                    await out.emit([chat.encode_error(ended)])
-                    await out.close()
-        finally:
-            session.in_flight.discard(task)
-            watch.cancel()
-
-    async def _stream(
-        self, session: Session, started: Started, items: Any, wish: chat.Wish, out: EventStream
-    ) -> None:
-        view = chat.Stream(session.id, started, session.last_activity, wish, self._gateway.tokens)
-        try:
-            async for item in items:
-                opening = [] if out.started else view.opening()
-                if isinstance(item, Piece):
-                    await out.emit(opening + view.piece(item))
-                elif isinstance(item, Done):
-                    await out.emit(opening + view.closing(item))
-            await out.close(b"data: [DONE]\n\n")
-        except Refusal as refusal:
-            if not out.started:
-                raise
-            await out.emit([chat.encode_error(refusal)])
-            await out.close()
-
     # --- trainers and collectors -----------------------------------------------------------------
 
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path == "/health":
-            info = await self._gateway.engine.info()
-            await send_json(send, 200, {"status": "ok", "version": info.version, "engine": info.kind})
+            await send_json(send, 200, await self._gateway.health())
             return
         if not self._gateway.keys.is_admin(key_of(scope)):
             raise unauthorized("this needs the admin key", "the gateway printed it, or it was given one")
@@ -177,19 +140,16 @@ def as_refusal(error: Exception) -> Refusal:
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """The session a path names, and the rest with exactly one /v1 before a dialect's route."""
+    """The session a path names, and the rest with exactly one version before a dialect's route."""
     session_id = None
     if path.startswith("/s/"):
         session_id, slash, rest = path[3:].partition("/")
         path = slash + rest
-    while path.startswith("/v1/v1/"):
-        path = path[3:]
-    if path in ("/chat/completions", "/models"):
-        path = "/v1" + path
+    for version in _AGENT:
+        while path.startswith(version[:-1] + version):
+            path = path[len(version) - 1 :]
+    if _BARE.fullmatch(path):
+        path = ("/v1beta" if ":" in path else "/v1") + path
+    elif path.startswith("/v1/models/") and ":" in path:
+        path = "/v1beta" + path[3:]
     return session_id, path.rstrip("/") or "/"
-
-
-async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()

@@ -10,83 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import ParamSpec, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.forest import extend_digest
-from afield.gateway import lineage
-from afield.gateway.refusal import bad_request, context_exceeded, engine_down
+from afield.gateway import lineage, side
+from afield.gateway.marks import call_id
+from afield.gateway.metrics import Metrics
+from afield.gateway.partial import Partial
+from afield.gateway.refusal import Refusal, bad_request, context_exceeded, engine_down
+from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
 from afield.gateway.sessions import ENGINE_FAILED, Session, Sessions
 from afield.gateway.stops import StopStrings
 from afield.gateway.store import Store, TurnRow, to_its_end
-from afield.seams import Call, Chunk, Engine, EngineInfo
-from afield.tokens import ChatTokens, Event, Parser, Tool
-from afield.types import FinishReason, Message, ToolCall, Turn, TurnStatus, VersionSpan
+from afield.seams import Call, Engine, EngineInfo
+from afield.tokens import ChatTokens, Event, Parser, ToolStart
+from afield.types import FinishReason, Message, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
 LAST = 1 << 62  # calls that never ended sort behind those that did
-INLINE_CHARACTERS = 20_000  # longer conversations are rendered off the event loop
-
-
-class ModelRequest(Struct, frozen=True, kw_only=True):
-    """A request in no dialect. What it asks of sampling beyond these is the trainer's to decide."""
-
-    dialect: str
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...] = ()
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-
-
-class Started(Struct, frozen=True):
-    turn_id: str
-    prompt_ids: tuple[int, ...]
-
-
-class Piece(Struct, frozen=True):
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    events: list[Event]
-
-
-class Done(Struct, frozen=True):
-    turn: Turn
-    reply: Message
-    prompt_tokens: int
-
-
-Item = Started | Piece | Done
-
-
-class Partial:
-    """What has been sampled so far."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans: list[VersionSpan] = []
-        self.first_token: float | None = None
-        self.finish: FinishReason | None = None
-
-    def fold(self, chunk: Chunk, now: float) -> None:
-        if len(chunk.token_ids) != len(chunk.logprobs):
-            raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
-        if not all(math.isfinite(p) for p in chunk.logprobs):
-            raise Unavailable("the engine gave a log-probability that is not a finite number")
-        if chunk.token_ids:
-            self.first_token = self.first_token or now
-            start, end = len(self.ids), len(self.ids) + len(chunk.token_ids)
-            if self.spans and (self.spans[-1].low, self.spans[-1].high) == (chunk.low, chunk.high):
-                start = self.spans.pop().start
-            self.spans.append(VersionSpan(start, end, chunk.low, chunk.high))
-            self.ids.extend(chunk.token_ids)
-            self.logprobs.extend(chunk.logprobs)
-        self.finish = chunk.finish
+P = ParamSpec("P")
+R = TypeVar("R")
+INLINE_CHARACTERS = 8_000  # more new text than this is rendered off the event loop
 
 
 class Calls:
@@ -98,6 +47,7 @@ class Calls:
         engine: Engine,
         info: EngineInfo,
         tokens: ChatTokens,
+        metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
@@ -105,36 +55,74 @@ class Calls:
         self._engine = engine
         self._info = info
         self._tokens = tokens
+        self._metrics = metrics
         self._clock = clock
 
     async def run(self, session: Session, request: ModelRequest) -> AsyncGenerator[Item]:
         """Started, then Pieces, then Done. Close it early to abandon the call."""
         session.check_open(self._clock())
-        if request.tools and self._tokens.certificate.tool_format is None:
-            raise bad_request(
-                f"the chat template of {self._tokens.name!r} has a tool-call format afield cannot parse",
-                "call without tools, or use a model whose tool format is known (hermes)",
-            )
-        place = await self._place(session, request)
+        self._check(request)
+        tokens = self._tokens_of(session)
+        place = await self._place(session, tokens, request)
         limit = self._limit(session, request, place)
-        if items := await self._missed(session, request, place, limit):
+        if items := await self._again(session, tokens, request, place, limit):
             for item in items:
                 yield item
             return
         n = session.charge(self._clock())
-        async with aclosing(self._sample(session, request, place, limit, n)) as sampled:
+        async with aclosing(self._sample(session, tokens, request, place, limit, n)) as sampled:
             async for item in sampled:
                 yield item
 
-    async def _place(self, session: Session, request: ModelRequest) -> lineage.Place:
-        missed = frozenset(session.row.undelivered)
-        arguments = (session.forest, self._tokens, request.messages, request.tools, missed)
+    async def count(self, session: Session, request: ModelRequest) -> int:
+        """How many tokens the prompt of a request has. Nothing is recorded."""
+        self._check(request)
+        return len((await self._place(session, self._tokens_of(session), request)).prompt_ids)
+
+    def _tokens_of(self, session: Session) -> ChatTokens:
+        spec = session.row.spec
+        return self._tokens.under(thinking=spec.thinking, escape=spec.escape)
+
+    def _check(self, request: ModelRequest) -> None:
+        if request.tools and self._tokens.certificate.tool_format is None:
+            raise bad_request(
+                f"the chat template of {self._tokens.name!r} has a tool-call format afield cannot parse",
+                "call without tools, or use a model whose tool format is known (afield certify MODEL)",
+            )
+        if request.images and not self._info.images:
+            raise bad_request(
+                f"the engine ({self._info.kind}) takes no images",
+                "send text, or serve a model and an engine that take images",
+            )
+
+    # --- where it stands -------------------------------------------------------------------------
+
+    async def _place(self, session: Session, tokens: ChatTokens, request: ModelRequest) -> lineage.Place:
+        forest = session.forest
         try:
-            if sum(map(_size, request.messages)) > INLINE_CHARACTERS:
-                return await asyncio.to_thread(lineage.place, *arguments)
-            return lineage.place(*arguments)
+            if request.prompt is not None:
+                return await _off_loop(len(request.prompt), lineage.place_raw, forest, tokens, request.prompt)
+            if request.after is not None:
+                request = self._with_history(session, request)
+            spot = lineage.locate(forest, tokens, request, frozenset(session.undelivered))
+            return await _off_loop(sum(map(_size, spot.new)), lineage.place, forest, tokens, spot, request)
         except (ValueError, RecursionError) as error:
             raise bad_request(f"the chat template refuses these messages: {error}") from error
+
+    def _with_history(self, session: Session, request: ModelRequest) -> ModelRequest:
+        """The conversation a client left to us to remember."""
+        after = request.after
+        if after is None or after not in session.forest:
+            name = f"previous response of turn {after!r}"
+            raise Refusal(400, "previous_response_not_found", f"{name} is not of this session")
+        history = [m for turn in session.forest.path(after) for m in turn.messages]
+        new = request.messages
+        if new and new[0].role == "system":  # instructions are not inherited
+            history = [m for m in history[:1] if m.role != "system"] + history[1:]
+            return structs.replace(
+                request, messages=(new[0], *history, *new[1:]), hints=request.hints | {after}
+            )
+        return structs.replace(request, messages=(*history, *new), hints=request.hints | {after})
 
     def _limit(self, session: Session, request: ModelRequest, place: lineage.Place) -> int:
         """How many tokens the call may sample: what context, session and client allow."""
@@ -146,23 +134,30 @@ class Calls:
         bounds = (room, request.max_tokens, spec.sampling.max_tokens)
         return min(bound for bound in bounds if bound is not None)
 
-    async def _missed(
-        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int
+    # --- asked again -----------------------------------------------------------------------------
+
+    async def _again(
+        self, session: Session, tokens: ChatTokens, request: ModelRequest, place: lineage.Place, limit: int
     ) -> list[Item]:
-        """The answer a client missed and asks for again, so that its retry samples nothing new."""
-        wanted = (place.root, place.parent, place.delta_ids, limit)
-        for turn in [session.forest[turn_id] for turn_id in session.row.undelivered]:
-            if (turn.root, turn.parent, turn.delta_ids, turn.sampling.max_tokens) != wanted:
+        """The answer a client missed, or says that it asks for again: its retry samples nothing new."""
+        if request.retry and (flight := session.flights.get((place.asked, limit))):
+            await asyncio.wait([flight])
+        for turn in reversed(session.forest.asked(place.asked)):
+            same = (turn.parent, turn.delta_ids, turn.sampling.max_tokens)
+            if turn.status is not TurnStatus.COMMITTED or same != (place.parent, place.delta_ids, limit):
                 continue
-            parser, stops = self._readers(request)
+            parser, stops = self._readers(tokens, request)
             events = stops.filter(parser.feed(turn.token_ids))
             events += [] if stops.hit else stops.filter(parser.finish(), last=True)
             reply = with_call_ids(stops.cut(parser.reply), turn.id)
-            if reply == turn.messages[-1] and await self._take(session, turn):
-                log.info("session %s: turn %s goes to a client that missed it", session.id, turn.id)
-                started = Started(turn.id, place.prompt_ids)
-                piece = Piece(turn.token_ids, turn.logprobs, events)
-                return [started, piece, Done(turn, reply, len(place.prompt_ids))]
+            if reply != turn.messages[-1]:
+                continue
+            if await self._take(session, turn) or request.retry:
+                log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
+                self._metrics.retries += 1
+                started = Started(session.id, turn.id, place.prompt_ids, turn.started)
+                piece = Piece(turn.token_ids, turn.logprobs, _named(events, turn.id))
+                return [started, piece, Done(turn, reply, len(place.prompt_ids), stops.found)]
         return []
 
     async def _take(self, session: Session, turn: Turn) -> bool:
@@ -172,38 +167,53 @@ class Calls:
             await asyncio.shield(self._sessions.withhold(session, turn.id))
             raise
 
-    def _readers(self, request: ModelRequest) -> tuple[Parser, StopStrings]:
+    def _readers(self, tokens: ChatTokens, request: ModelRequest) -> tuple[Parser, StopStrings]:
+        stops = StopStrings(request.stop)
+        if request.prompt is not None:
+            return tokens.plain_parser(), stops
         # Calls are shown when they are closed, so that a client never sees one that turns out malformed.
-        parser = self._tokens.parser(tools=bool(request.tools), hold_calls=True)
-        return parser, StopStrings(request.stop)
+        return tokens.parser(tools=request.tools if request.may_call else (), hold_calls=True), stops
+
+    # --- sampling --------------------------------------------------------------------------------
 
     async def _sample(
-        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, n: int
+        self,
+        session: Session,
+        tokens: ChatTokens,
+        request: ModelRequest,
+        place: lineage.Place,
+        limit: int,
+        n: int,
     ) -> AsyncGenerator[Item]:
         intent = self._intent(session, request, place, limit, n)
         partial = Partial()
-        parser, stops = self._readers(request)
+        parser, stops = self._readers(tokens, request)
         chunks = self._engine.generate(self._call(session, request, place, limit, intent.id))
         broke: tuple[str, ...] = ()
-        ended = False
+        turn: Turn | None = None
+        flight = session.takes_off((place.asked, limit))
+        self._metrics.began(intent)
         try:
             await to_its_end(self._note_intent(session, intent, n))
-            yield Started(intent.id, place.prompt_ids)
+            yield Started(session.id, intent.id, place.prompt_ids, intent.started)
             async for chunk in chunks:
-                partial.fold(chunk, self._clock())
-                session.spend(len(chunk.token_ids), self._clock())
+                now = self._clock()
+                partial.fold(chunk, now)
+                session.spend(len(chunk.token_ids), now)
                 events = stops.filter(parser.feed(chunk.token_ids))
                 partial.finish = chunk.finish or self._why_cut(session, stops)
                 if not partial.finish:
-                    yield Piece(chunk.token_ids, chunk.logprobs, events)
+                    yield Piece(chunk.token_ids, chunk.logprobs, _named(events, intent.id))
                     continue
+                if partial.finish is FinishReason.ABORTED:
+                    raise Unavailable("the engine gave the call up")
                 events += [] if stops.hit else stops.filter(parser.finish(), last=True)
                 reply = with_call_ids(stops.cut(parser.reply), intent.id)
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
-                ended = True  # whatever comes now, the commit is carried through
+                # From here on, whatever comes, the commit is carried through.
                 await to_its_end(self._record(session, turn, n))
-                yield Piece(chunk.token_ids, chunk.logprobs, events)
-                yield Done(turn, reply, len(place.prompt_ids))
+                yield Piece(chunk.token_ids, chunk.logprobs, _named(events, intent.id))
+                yield Done(turn, reply, len(place.prompt_ids), stops.found)
                 return
             raise Unavailable("the engine's stream ended without a finish")
         except ValueError as error:
@@ -217,10 +227,12 @@ class Calls:
             raise engine_down(str(error)) from error
         finally:
             await chunks.aclose()
-            if not ended:
+            if turn is None:
                 partial.finish = FinishReason.ABORTED
                 turn = self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
                 await to_its_end(self._record(session, turn, n))
+            session.lands((place.asked, limit), flight)
+            self._metrics.ended(turn, len(place.prompt_ids))
 
     def _why_cut(self, session: Session, stops: StopStrings) -> FinishReason | None:
         """Reasons of ours to end a call that the engine would go on with."""
@@ -256,8 +268,10 @@ class Calls:
             tier=place.tier,
             dialect=request.dialect,
             messages=place.new,
-            digest=place.digest,
+            asked=place.asked,
+            digest=place.asked,
             tools_digest=place.tools_digest,
+            tags=(*request.tags, *side.tags(request, self._tokens.name)),
             links=place.links,
             started=self._clock(),
         )
@@ -285,15 +299,21 @@ class Calls:
             intent,
             token_ids=tuple(partial.ids),
             logprobs=tuple(partial.logprobs),
-            versions=tuple(partial.spans),
+            versions=partial.spans,
             finish_reason=partial.finish,
             status=status,
             messages=(*intent.messages, reply) if reply else intent.messages,
             digest=extend_digest(intent.digest, reply) if reply else intent.digest,
-            tags=tags,
+            tags=(*intent.tags, *tags),
             first_token=partial.first_token,
             ended=self._clock(),
         )
+
+
+async def _off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    return (
+        await asyncio.to_thread(work, *args, **kwargs) if size > INLINE_CHARACTERS else work(*args, **kwargs)
+    )
 
 
 def _size(message: Message) -> int:
@@ -301,6 +321,18 @@ def _size(message: Message) -> int:
 
 
 def with_call_ids(reply: Message, turn_id: str) -> Message:
+    if not reply.tool_calls:
+        return reply
     calls = enumerate(reply.tool_calls)
-    named = tuple(ToolCall(lineage.call_id(turn_id, i), call.name, call.arguments) for i, call in calls)
+    named = tuple(ToolCall(call.id or call_id(turn_id, i), call.name, call.arguments) for i, call in calls)
     return structs.replace(reply, tool_calls=named)
+
+
+def _named(events: Sequence[Event], turn_id: str) -> list[Event]:
+    """Calls get the ids their turn's reply has."""
+    return [
+        structs.replace(event, id=call_id(turn_id, event.index))
+        if isinstance(event, ToolStart) and not event.id
+        else event
+        for event in events
+    ]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
 
 from afield import assembly
-from afield.gateway.http import Scope, json_body, query
-from afield.gateway.refusal import Refusal, bad_request, not_found
+from afield.gateway.http import Scope, Text, json_body, query
+from afield.gateway.keys import Grant
+from afield.gateway.keys import Scope as KeyScope
+from afield.gateway.refusal import Refusal, bad_request, forbidden, not_found
 from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
 from afield.seams import SessionSpec
 from afield.types import Policy, Turn
 
 Answer = tuple[int, Any]
+Handler = Callable[[LocalGateway, str, bytes, dict[str, str]], Awaitable[Answer]]
+log = logging.getLogger("afield.gateway")
 MAX_WAIT_S = 300.0
 
 
@@ -36,9 +41,29 @@ class AbortBody(Struct):
     reason: str = ""
 
 
+class OutcomeBody(Struct):
+    """What an agent, or its verifier, says came of an attempt."""
+
+    reward: Any = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    status: str = ""
+    stop_reason: str = ""
+    artifacts: dict[str, Any] = {}
+
+
 class PolicyBody(Struct):
     version: int
-    path: str
+    path: str = ""
+
+
+class PauseBody(Struct):
+    in_flight: Literal["keep", "drain", "resume"] = "keep"
+
+
+class EngineBody(Struct):
+    kind: str
+    url: str
 
 
 def encode_error(refusal: Refusal) -> dict[str, Any]:
@@ -52,10 +77,41 @@ async def handle(gateway: LocalGateway, scope: Scope, path: str, body: bytes) ->
     raise not_found(f"{scope['method']} {path} is not served", "see docs/http-api.md for what is")
 
 
-async def report(gateway: LocalGateway, session: Session, path: str, body: bytes) -> dict[str, Any]:
-    """What an agent may report with its own key."""
-    handler = reward if path == "/reward" else complete
-    return (await handler(gateway, session.id, body, {}))[1]
+class Report(Struct, frozen=True):
+    needs: KeyScope
+    handler: Handler
+
+
+async def report(
+    gateway: LocalGateway, session: Session, grant: Grant | None, scope: Scope, path: str, body: bytes
+) -> Any:
+    """What an agent or a verifier may ask and say with its own key; None stands for the admin key."""
+    if path == "/outcome":
+        return await outcome(gateway, session, grant, body)
+    if path == "/complete" and grant and KeyScope.REWARD not in grant.scopes:
+        _refuse_reward(session, json_body(body, CompleteBody).reward)
+    handler = REPORTS[scope["method"], path].handler
+    return (await handler(gateway, session.id, body, query(scope)))[1]
+
+
+async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, body: bytes) -> Any:
+    """The end of an attempt in one message; repeating it is harmless."""
+    asked = json_body(body, OutcomeBody)
+    if grant and KeyScope.REWARD not in grant.scopes:
+        _refuse_reward(session, asked.reward if asked.reward is not None else asked.rewards or None)
+    entries = [{"reward": value, "name": name} for name, value in asked.rewards.items()]
+    entries += [{"reward": asked.reward}] if asked.reward is not None else []
+    for entry in entries:
+        await gateway.sessions.reward(session, entry)
+    await gateway.sessions.settle(session, to_builtins(asked))
+    await gateway.sessions.complete(session, asked.metrics)
+    return session.state()
+
+
+def _refuse_reward(session: Session, reward: Any) -> None:
+    if reward is not None:
+        log.warning("session %s: its agent tried to give itself the reward %r", session.id, reward)
+        raise forbidden("this key may not give a reward", "the session's verifier does")
 
 
 async def open_session(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
@@ -137,6 +193,35 @@ async def trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: 
     return 200, (assembly.linear if form == "linear" else assembly.per_turn)(session.forest, withheld)
 
 
+async def engines(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, {"engines": gateway.pool.list()}
+
+
+async def add_engine(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, EngineBody)
+    return 201, await gateway.pool.add(asked.kind, asked.url)
+
+
+async def remove_engine(gateway: LocalGateway, engine_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    await gateway.pool.remove(engine_id)
+    return 200, {"id": engine_id, "removed": True}
+
+
+async def pause(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, PauseBody)
+    await gateway.pool.pause(asked.in_flight)
+    return 200, {"paused": True, "in_flight": asked.in_flight}
+
+
+async def resume(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    await gateway.pool.resume()
+    return 200, {"paused": False}
+
+
+async def metrics(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, Text(gateway.exposition())
+
+
 async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
     asked = json_body(body, PolicyBody)
     await gateway.publish(Policy(gateway.tokens.name, asked.version), asked.path)
@@ -150,7 +235,6 @@ def _number(asked: dict[str, str], name: str, default: float) -> float:
         raise bad_request(f"{name}={asked[name]!r} is not a number") from error
 
 
-Handler = Callable[[LocalGateway, str, bytes, dict[str, str]], Awaitable[Answer]]
 SESSION = r"/sessions/(?P<id>[^/]+)"
 ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
     (method, re.compile(pattern), handler)
@@ -167,5 +251,20 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("GET", f"{SESSION}/turns", turns),
         ("GET", f"{SESSION}/trajectories", trajectories),
         ("POST", "/policy", policy),
+        ("POST", "/policy/pause", pause),
+        ("POST", "/policy/resume", resume),
+        ("GET", "/engines", engines),
+        ("POST", "/engines", add_engine),
+        ("DELETE", "/engines/(?P<id>[^/]+)", remove_engine),
+        ("GET", "/metrics", metrics),
     )
 ]
+# What agents and verifiers reach under their session's base, and the scope it takes.
+REPORTS: dict[tuple[str, str], Report] = {
+    ("POST", "/reward"): Report(KeyScope.REWARD, reward),
+    ("POST", "/complete"): Report(KeyScope.OUTCOME, complete),
+    ("POST", "/outcome"): Report(KeyScope.OUTCOME, complete),
+    ("GET", "/state"): Report(KeyScope.READ, get_session),
+    ("GET", "/turns"): Report(KeyScope.READ, turns),
+    ("GET", "/trajectories"): Report(KeyScope.READ, trajectories),
+}

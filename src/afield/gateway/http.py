@@ -17,6 +17,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 MAX_BODY = 64 * 1024 * 1024
 ENCODER = msgspec.json.Encoder()
+STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 class ClientGone(Exception):
@@ -45,6 +46,10 @@ def header(scope: Scope, name: bytes) -> str:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
+def headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
 def query(scope: Scope) -> dict[str, str]:
     return dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
 
@@ -63,33 +68,39 @@ def json_body(body: bytes, into: type[T]) -> T:
         raise bad_request(str(error)) from error
 
 
+class Text(str):
+    """An answer that is not JSON."""
+
+
 async def send_json(send: Send, status: int, value: object) -> None:
-    body = ENCODER.encode(value)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    plain = isinstance(value, Text)
+    body = value.encode() if plain else ENCODER.encode(value)
+    kind = b"text/plain; version=0.0.4" if plain else b"application/json"
+    headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-class EventStream:
-    """Server-sent events. Nothing is sent before the first event, so an early error has its status."""
+class ByteStream:
+    """A stream of events. Nothing is sent before the first of them, so an early error has its status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self.sent = 0
 
-    async def emit(self, values: list[dict[str, Any]]) -> None:
-        if not values:
-            return
-        await self._start()
-        body = b"".join(b"data: " + ENCODER.encode(value) + b"\n\n" for value in values)
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    async def emit(self, body: bytes) -> None:
+        if body:
+            await self._begin()
+            self.sent += 1
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def close(self, last: bytes = b"") -> None:
-        await self._start()
+        await self._begin()
+        self.sent += 1
         await self._send({"type": "http.response.body", "body": last})
 
-    async def _start(self) -> None:
+    async def _begin(self) -> None:
         if not self.started:
             self.started = True
-            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})

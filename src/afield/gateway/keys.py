@@ -16,8 +16,12 @@ PREFIX = "afk-"
 
 
 class Scope(StrEnum):
+    """`outcome` is the right to say that the work is done, without a word on its reward."""
+
     INFER = "infer"
     REWARD = "reward"
+    OUTCOME = "outcome"
+    READ = "read"
 
 
 class Grant(Struct, frozen=True):

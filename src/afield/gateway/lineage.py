@@ -1,94 +1,236 @@
 """Which turn does a request extend, and with which ids?
 
 The deepest turn on the same root whose conversation is a prefix of the request's messages becomes the
-parent; what follows it is rendered as a delta (tier T2). A pattern the template is not certified for,
-an assistant message nobody sampled, or no match at all gives a fresh root (T4): always right, at the
-price of another row. A fresh root that leaves a known conversation carries a link to where it left.
+parent. What follows it is rendered as a delta: by the family's bridge (T1) or behind a dummy anchor
+(T2), and in the place it really has (T3) where neither is certified or where it holds assistant
+messages that nobody sampled. What none of them can do, or what matches nothing, is a fresh root (T4):
+always right, at the price of another row. Links say where a request that does not simply go on comes
+from: an edit, a fork, a retry, a compaction, a sub-agent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
+from array import array
 from collections.abc import Sequence
 
 from msgspec import Struct
 
 from afield.forest import Forest, chain
+from afield.gateway.echo import recognised
+from afield.gateway.request import ModelRequest
 from afield.tokens import ChatTokens, Tool
-from afield.types import Link, Message, Turn
+from afield.types import Link, Message, Turn, TurnStatus
 
-CALL_ID = re.compile(r"call_(t\d+)_\d+")
+RAW = "raw"
+_QUOTED = 24  # characters of a reply that, found again in a new conversation, are no coincidence
+
+
+class Spot(Struct, frozen=True, kw_only=True):
+    """Where a request stands in the forest, before anything is rendered."""
+
+    root: str
+    messages: tuple[Message, ...]
+    tools_digest: str
+    digests: Sequence[str]
+    parent: Turn | None = None
+    depth: int = 0
+
+    @property
+    def new(self) -> tuple[Message, ...]:
+        return self.messages[self.depth :]
+
+    @property
+    def asked(self) -> str:
+        return self.digests[-1]
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where a request stands in the forest."""
+    """A spot with the ids that are sent."""
 
     root: str
     parent: str | None
     delta_ids: tuple[int, ...]
     prompt_ids: tuple[int, ...]
     new: tuple[Message, ...]
-    digest: str
+    asked: str
     tools_digest: str
     tier: str
     links: tuple[Link, ...] = ()
 
 
-def call_id(turn_id: str, index: int) -> str:
-    """The id of a tool call: it names its turn, so that an echo of it does too."""
-    return f"call_{turn_id}_{index}"
-
-
-def hints(messages: Sequence[Message]) -> set[str]:
-    ids = [call.id for message in messages for call in message.tool_calls]
-    ids += [message.tool_call_id for message in messages]
-    return {found[1] for i in ids if (found := CALL_ID.fullmatch(i))}
-
-
-def place(
-    forest: Forest,
-    tokens: ChatTokens,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    missed: frozenset[str],
-) -> Place:
+def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, missed: frozenset[str]) -> Spot:
     """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
-    root = tokens.root_key(tools)
+    root = tokens.root_key(request.tools)
+    messages = recognised(forest, request.messages)
     digests = chain(root, messages)
-    match = forest.find(digests, hints(messages), missed)
-    tools_digest = digest_of(tools)
-    links: tuple[Link, ...] = ()
-    if match is not None:
-        depth, parent = match
-        new = tuple(messages[depth:])
-        delta = _delta(tokens, parent, new)
-        if delta is not None:
-            return Place(
-                root=root,
-                parent=parent.id,
-                delta_ids=tuple(delta),
-                prompt_ids=(*forest.ids(parent.id), *delta),
-                new=new,
-                digest=digests[-1],
-                tools_digest=tools_digest,
-                tier="T2",
-            )
-        edited = any(m.role == "assistant" for m in new)
-        links = (Link("edit" if edited else "fork", parent.id),)
-    ids = tuple(tokens.render(messages, tools))
-    return Place(
+    match = forest.find(digests, hints(forest, request, messages), missed)
+    depth, parent = match or (0, None)
+    return Spot(
         root=root,
-        parent=None,
-        delta_ids=ids,
-        prompt_ids=ids,
-        new=tuple(messages),
-        digest=digests[-1],
-        tools_digest=tools_digest,
-        tier="T4",
+        messages=messages,
+        tools_digest=digest_of(request.tools),
+        digests=digests,
+        parent=parent,
+        depth=depth,
+    )
+
+
+def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) -> set[str]:
+    """Turns the client names: by the marks it echoed, and by the ids of their tool calls."""
+    ids = [call.id for message in messages for call in message.tool_calls]
+    ids += [message.tool_call_id for message in messages if message.tool_call_id]
+    return {turn.id for i in ids if (turn := forest.caller(i))} | {h for h in request.hints if h in forest}
+
+
+def place(forest: Forest, tokens: ChatTokens, spot: Spot, request: ModelRequest) -> Place:
+    """Render what is new. The cost is that of the new messages, unless they need T3 or T4."""
+    links = _links(forest, spot, request)
+    if spot.parent is not None and spot.new:
+        rendered = _follow(tokens, spot, request.tools)
+        if rendered is not None:
+            tier, delta = rendered
+            prompt = (*forest.ids(spot.parent.id), *delta)
+            return _place(spot, spot.parent.id, tuple(delta), prompt, spot.new, tier, links)
+    ids = tuple(tokens.render(spot.messages, request.tools))
+    if spot.parent is not None and not links:
+        links = (Link("fork", spot.parent.id),)
+    return _place(spot, None, ids, ids, spot.messages, "T4", links)
+
+
+def _place(
+    spot: Spot,
+    parent: str | None,
+    delta: tuple[int, ...],
+    prompt: tuple[int, ...],
+    new: tuple[Message, ...],
+    tier: str,
+    links: tuple[Link, ...],
+) -> Place:
+    return Place(
+        root=spot.root,
+        parent=parent,
+        delta_ids=delta,
+        prompt_ids=prompt,
+        new=new,
+        asked=spot.asked,
+        tools_digest=spot.tools_digest,
+        tier=tier,
         links=links,
     )
+
+
+def _follow(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
+    """The ids of the new messages behind the parent's turn, and the tier that gave them."""
+    assert spot.parent is not None
+    sampled = spot.parent.token_ids
+    truncated = not sampled or sampled[-1] not in tokens.stop_ids
+    if all(message.role != "assistant" for message in spot.new):
+        appended = tokens.append(spot.new, truncated=truncated, tools=tools)
+        if appended is not None:
+            return appended
+    history = spot.messages[: spot.depth]
+    spliced = tokens.splice(history, spot.new, truncated=truncated, tools=tools)
+    return ("T3", spliced) if spliced is not None else None
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def _links(forest: Forest, spot: Spot, request: ModelRequest) -> tuple[Link, ...]:
+    if not len(forest):
+        return ()
+    if gone := [t for t in forest.asked(spot.asked) if t.status is TurnStatus.ABORTED]:
+        return (Link("retry", gone[-1].id),)
+    if edited := _edited(forest, spot):
+        return (Link("edit", edited.id),)
+    if spot.parent is not None:
+        return (Link("fork", spot.parent.id),) if forest.has_children(spot.parent.id) else ()
+    if summary := _compacted(forest, spot):
+        return (Link("compaction", summary.id),)
+    caller = _waiting(forest)
+    if caller is not None and (request.thread or _other_head(forest, spot)):
+        return (Link("sub-agent", caller.id),)
+    return ()
+
+
+def _edited(forest: Forest, spot: Spot) -> Turn | None:
+    """The turn whose place an assistant message takes that nobody sampled."""
+    for at in range(len(spot.messages) - 1, max(spot.depth, 1) - 1, -1):
+        if spot.messages[at].role == "assistant":
+            answered = [t for t in forest.asked(spot.digests[at - 1]) if t.status is TurnStatus.COMMITTED]
+            if answered:
+                return answered[-1]
+    return None
+
+
+def _compacted(forest: Forest, spot: Spot) -> Turn | None:
+    """The turn whose reply, usually a summary, a new conversation quotes."""
+    texts = [message.content for message in spot.messages if message.role != "system"]
+    for turn in reversed(forest.turns):
+        reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
+        said = reply.content.strip() if reply else ""
+        if len(said) >= _QUOTED and any(said in text for text in texts):
+            return turn
+    return None
+
+
+def _waiting(forest: Forest) -> Turn | None:
+    """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
+    for turn in reversed(forest.turns):
+        committed = turn.status is TurnStatus.COMMITTED and turn.messages
+        if committed and turn.messages[-1].tool_calls and not forest.has_children(turn.id):
+            return turn
+    return None
+
+
+def _other_head(forest: Forest, spot: Spot) -> bool:
+    """Whether tools or system message are other than those of every conversation so far."""
+    head = _system(spot.messages)
+    roots = [turn for turn in forest.turns if turn.parent is None]
+    return all(turn.root != spot.root or _system(turn.messages) != head for turn in roots)
+
+
+def _system(messages: Sequence[Message]) -> str:
+    return messages[0].content if messages and messages[0].role == "system" else ""
+
+
+# --- raw prompts ---------------------------------------------------------------------------------
+
+
+def place_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]) -> Place:
+    """A prompt without messages goes on from the turn whose prompt and reply it repeats, ids or text."""
+    root = hashlib.blake2b(f"{RAW}/{tokens.root_key(())}".encode(), digest_size=16).hexdigest()
+    turns = [t for t in forest.turns if t.root == root and t.status is TurnStatus.COMMITTED]
+    turns.sort(key=lambda turn: forest.length(turn.id))
+    before: tuple[int, ...] = ()
+    parent: Turn | None = None
+    rest = prompt
+    for turn in reversed(turns):
+        known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, turn)
+        if len(known) < len(prompt) and prompt[: len(known)] == (
+            tuple(known) if isinstance(prompt, tuple) else known
+        ):
+            parent, rest, before = turn, prompt[len(known) :], tuple(forest.ids(turn.id))
+            break
+    delta = rest if isinstance(rest, tuple) else tuple(tokens.encode_raw(rest))
+    text = rest if isinstance(rest, str) else tokens.decode(rest)
+    whole = (*before, *delta)
+    return Place(
+        root=root,
+        parent=parent.id if parent else None,
+        delta_ids=delta,
+        prompt_ids=whole,
+        new=(Message(role="user", content=text),),
+        asked=hashlib.blake2b(array("q", whole).tobytes(), digest_size=16, key=RAW.encode()).hexdigest(),
+        tools_digest="",
+        tier=RAW,
+    )
+
+
+def _raw_text(forest: Forest, turn: Turn) -> str:
+    return "".join(message.content for t in forest.path(turn.id) for message in t.messages)
 
 
 def digest_of(tools: Sequence[Tool]) -> str:
@@ -96,11 +238,3 @@ def digest_of(tools: Sequence[Tool]) -> str:
         return ""
     body = json.dumps([tool.raw for tool in tools], sort_keys=True)
     return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()
-
-
-def _delta(tokens: ChatTokens, parent: Turn, new: tuple[Message, ...]) -> list[int] | None:
-    if not new or any(message.role == "assistant" for message in new):
-        return None
-    truncated = not parent.token_ids or parent.token_ids[-1] not in tokens.stop_ids
-    appended = tokens.append(new, truncated=truncated)
-    return appended[1] if appended else None

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from afield import assembly
+from afield.gateway import side
 from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
+from afield.gateway.metrics import Metrics, exposition
 from afield.gateway.sessions import Phase, Session, Sessions
 from afield.gateway.store import Store
 from afield.seams import Engine, Record, SessionSpec, SessionState, SessionTicket
 from afield.tokens import ChatTokens
 from afield.types import Exclusion, Policy, TurnStatus
 
-AGENT_SCOPES = frozenset({Scope.INFER, Scope.REWARD})
+log = logging.getLogger("afield.gateway")
+REAP_EVERY_S = 5.0
+LAG_EVERY_S = 0.5
 
 
 class LocalGateway:
@@ -37,6 +42,7 @@ class LocalGateway:
     ) -> None:
         self.tokens = tokens
         self.engine = engine
+        self.pool: Any = engine
         self.public_url = public_url.rstrip("/")
         self._store_path = store
         self._durable = durable
@@ -49,6 +55,7 @@ class LocalGateway:
             Store(self._store_path / "gateway.sqlite", durable=self._durable)
         )
         self.keys = Keys(store.secret, self._admin_key)
+        self.metrics = Metrics()
         self.sessions = Sessions(store, self._clock)
         self.calls = Calls(
             store=store,
@@ -56,8 +63,11 @@ class LocalGateway:
             engine=self.engine,
             info=await self.engine.info(),
             tokens=self.tokens,
+            metrics=self.metrics,
             clock=self._clock,
         )
+        chores = [asyncio.create_task(self._reap()), asyncio.create_task(self._watch_lag())]
+        self._stack.push_async_callback(_end, chores)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -70,8 +80,36 @@ class LocalGateway:
 
     def ticket(self, session: Session) -> SessionTicket:
         base = f"{self.public_url}/s/{session.id}"
-        key = self.keys.issue(session.id, AGENT_SCOPES)
-        return SessionTicket(id=session.id, api_key=key, base_url=base, openai_base_url=f"{base}/v1")
+        spec = session.row.spec
+        judged = spec.reward_from == "verifier"
+        scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
+        verifier = frozenset({Scope.REWARD, Scope.READ})
+        return SessionTicket(
+            id=session.id,
+            api_key=self.keys.issue(session.id, frozenset(scopes - {Scope.REWARD} if judged else scopes)),
+            base_url=base,
+            openai_base_url=f"{base}/v1",
+            verifier_key=self.keys.issue(session.id, verifier) if judged else None,
+        )
+
+    async def health(self) -> dict[str, Any]:
+        info = await self.engine.info()
+        return {"status": "ok", "version": info.version, "engine": info.kind}
+
+    def exposition(self) -> str:
+        return exposition(self.metrics, {"sessions_open": len(self.sessions)})
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            if ended := await self.sessions.reap():
+                log.info("%d sessions had outlived their time and were ended", ended)
+
+    async def _watch_lag(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
+            self.metrics.loop_lag_s.observe(max(0.0, time.monotonic() - due))
 
     async def state(self, session_id: str) -> SessionState:
         return self.sessions.get(session_id).state()
@@ -99,7 +137,9 @@ class LocalGateway:
         return [Exclusion(t.id, 0, "dangling") for t in turns if t.status is TurnStatus.DANGLING]
 
     def withheld(self, session: Session) -> dict[str, str]:
-        return dict.fromkeys(session.row.undelivered, "undelivered")
+        """Turns that are not trained, and why: side calls, answers nobody got, answers asked for again."""
+        aside = side.withheld(session.forest.turns) if session.row.spec.side_calls == "exclude" else {}
+        return aside | session.row.withheld
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)
@@ -113,3 +153,9 @@ class LocalGateway:
             except TimeoutError:
                 break
         return session.state()
+
+
+async def _end(chores: list[asyncio.Task[None]]) -> None:
+    for chore in chores:
+        chore.cancel()
+    await asyncio.gather(*chores, return_exceptions=True)

@@ -24,6 +24,8 @@ from afield.gateway.store import SessionRow, Store, TurnRow, to_its_end
 from afield.seams import SessionSpec, SessionState
 from afield.types import Turn, TurnStatus, check_id
 
+UNDELIVERED = "undelivered"
+SUPERSEDED = "superseded"
 ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
 
 
@@ -53,6 +55,7 @@ class Session:
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
         self.in_flight: set[asyncio.Task[Any]] = set()
+        self.flights: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.changed = asyncio.Event()
         self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
         self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
@@ -68,6 +71,21 @@ class Session:
     @property
     def dangling(self) -> int:
         return sum(r.turn.status is TurnStatus.DANGLING for r in self.rows.values())
+
+    @property
+    def undelivered(self) -> list[str]:
+        return [turn for turn, reason in self.row.withheld.items() if reason == UNDELIVERED]
+
+    def takes_off(self, key: tuple[str, int]) -> asyncio.Future[None]:
+        """A call begins. Who asks the same again may wait for it to land."""
+        flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        return self.flights.setdefault(key, flight)
+
+    def lands(self, key: tuple[str, int], flight: asyncio.Future[None]) -> None:
+        if not flight.done():
+            flight.set_result(None)
+        if self.flights.get(key) is flight:
+            del self.flights[key]
 
     def expired(self, now: float) -> bool:
         ttl = self.row.spec.ttl_s
@@ -242,21 +260,41 @@ class Sessions:
             await to_its_end(self._store.delete_session(session.id))
             session.deleted = True
 
-    async def withhold(self, session: Session, turn_id: str) -> None:
-        """A turn was sampled but its client left before it got the end of it."""
+    async def withhold(self, session: Session, turn_id: str, reason: str = UNDELIVERED) -> None:
+        """Keep a turn out of the loss: its client left before it got the end of it, for one."""
         async with session.lock:
             committed = session.forest[turn_id].status is TurnStatus.COMMITTED
-            if committed and turn_id not in session.row.undelivered:
-                await self._save(session, undelivered=(*session.row.undelivered, turn_id))
+            if committed and turn_id not in session.row.withheld:
+                await self._save(session, withheld={**session.row.withheld, turn_id: reason})
 
     async def redeliver(self, session: Session, turn_id: str) -> bool:
         """Whether this caller is the one to hand out a turn that its client missed."""
+        if session.row.withheld.get(turn_id) != UNDELIVERED:
+            return False
         async with session.lock:
-            if turn_id not in session.row.undelivered:
+            if session.row.withheld.get(turn_id) != UNDELIVERED:
                 return False
-            left = tuple(i for i in session.row.undelivered if i != turn_id)
-            await self._save(session, undelivered=left)
+            left = {i: reason for i, reason in session.row.withheld.items() if i != turn_id}
+            await self._save(session, withheld=left)
             return True
+
+    async def settle(self, session: Session, outcome: dict[str, Any]) -> None:
+        """What the agent says came of its work. The same again is fine; another is refused."""
+        async with session.lock:
+            if session.row.outcome not in (None, outcome):
+                raise conflict(f"session {session.id} already has another outcome", "the first one counts")
+            if session.phase is Phase.FINALIZED and session.row.outcome is None:
+                raise conflict(f"session {session.id} is finalized", "an outcome comes before finalize")
+            if session.row.outcome is None:
+                await self._save(session, outcome=outcome)
+
+    async def reap(self) -> int:
+        """End the sessions that have outlived their time; says how many."""
+        now = self._clock()
+        expired = [session for session in self._live.values() if session.expired(now)]
+        for session in expired:
+            await self.abort(session, f"expired after {session.row.spec.ttl_s} s")
+        return len(expired)
 
     async def close(self) -> None:
         """The gateway stops: calls that still run end now, with their partials kept."""

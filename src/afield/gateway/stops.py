@@ -16,7 +16,11 @@ class StopStrings:
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1
         self._text = ""
         self._sent = 0
-        self.hit = False
+        self.found: str | None = None
+
+    @property
+    def hit(self) -> bool:
+        return self.found is not None
 
     def filter(self, events: list[Event], *, last: bool = False) -> list[Event]:
         if not self._stops:
@@ -37,10 +41,10 @@ class StopStrings:
 
     def _take(self, text: str) -> list[Event]:
         self._text += text
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if found:
-            self.hit = True
-            self._text = self._text[: min(found)]
+            at, self.found = min(found)
+            self._text = self._text[:at]
             return self._release(len(self._text))
         return self._release(len(self._text) - self._hold)
 

@@ -33,11 +33,11 @@ CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, phase TEXT NOT NULL, c
 CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, status TEXT NOT NULL,
   seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
 """
-FORMAT = "1"
+FORMAT = "2"
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """A session as stored: everything but its turns."""
+    """A session as stored: everything but its turns. `withheld` are turns kept out of the loss, and why."""
 
     id: str
     spec: SessionSpec
@@ -46,7 +46,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     rewards: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = {}
     reason: str = ""
-    undelivered: tuple[str, ...] = ()
+    outcome: dict[str, Any] | None = None
+    withheld: dict[str, str] = {}
 
 
 class TurnRow(Struct, frozen=True):

@@ -5,7 +5,7 @@ How agents see it (OpenAI, Anthropic and so on) is the gateway's own affair.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
@@ -13,26 +13,41 @@ from afield.types import Budget, Exclusion, Policy, Sampling, Split, Trajectory,
 
 
 class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a session is opened with; the body of `POST /sessions`."""
+    """What a session is opened with; the body of `POST /sessions`.
+
+    With `reward_from` "verifier" the agent's key infers and says when it is done; only the verifier's
+    key, given out once with the ticket, speaks about rewards. `thinking` and `escape` are the policies
+    that `docs/tokens.md` describes; `side_calls` says whether titles and probes are trained.
+    """
 
     id: str | None = None
     rollout_id: str | None = None
     attempt: int | None = None
     group_id: str | None = None
     split: Split = Split.TRAIN
+    scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
+    reward_from: Literal["agent", "verifier"] = "agent"
     sampling: Sampling = Sampling()
     budget: Budget = Budget()
+    thinking: Literal["preserve", "template", "per_turn"] = "preserve"
+    escape: Literal["escape", "faithful", "reject"] = "escape"
+    side_calls: Literal["exclude", "train"] = "exclude"
     ttl_s: float | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ValueError(f"ttl_s {self.ttl_s} must be positive")
 
-class SessionTicket(Struct, frozen=True, kw_only=True):
-    """What an agent needs to use its session."""
+
+class SessionTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an agent needs to use its session; and, apart from it, what its verifier needs."""
 
     id: str
     api_key: str
     base_url: str
     openai_base_url: str
+    verifier_key: str | None = None
 
 
 class SessionState(Struct, frozen=True, kw_only=True):

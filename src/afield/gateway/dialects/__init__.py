@@ -1,1 +1,52 @@
-"""Dialects: each is a view of the same items that `calls` emits, streaming or folded."""
+"""The model dialects, each a view of one neutral event stream, and the paths they are served under."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from afield.gateway.dialects.anthropic import Anthropic
+from afield.gateway.dialects.base import Asked, Dialect, View, Wish
+from afield.gateway.dialects.chat import Chat
+from afield.tokens import ChatTokens
+
+__all__ = ["Asked", "Dialect", "Dialects", "View", "Wish"]
+
+Route = tuple[str, re.Pattern[str], str]
+ROUTES: list[Route] = [
+    (verb, re.compile(pattern), name)
+    for verb, pattern, name in (
+        ("generate", "/v1/chat/completions", "chat"),
+        ("generate", "/v1/messages", "anthropic"),
+        ("count", "/v1/messages/count_tokens", "anthropic"),
+    )
+]
+
+
+class Match(Struct, frozen=True):
+    verb: str
+    dialect: Dialect
+    parts: Mapping[str, str]
+
+
+class Dialects:
+    """All of them, for one model."""
+
+    def __init__(self, tokens: ChatTokens) -> None:
+        self._by_name: dict[str, Dialect] = {made.name: made for made in (Chat(tokens), Anthropic())}
+
+    def match(self, path: str) -> Match | None:
+        for verb, pattern, name in ROUTES:
+            if found := pattern.fullmatch(path):
+                return Match(verb, self._by_name[name], found.groupdict())
+        return None
+
+    def of_path(self, path: str) -> Dialect:
+        """Whose errors a client on this path expects; OpenAI's where nothing is known."""
+        if path.startswith("/v1/messages"):
+            return self._by_name.get("anthropic", self._by_name["chat"])
+        if path.startswith("/v1beta/"):
+            return self._by_name.get("gemini", self._by_name["chat"])
+        return self._by_name["chat"]

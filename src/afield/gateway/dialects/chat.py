@@ -1,9 +1,9 @@
 """OpenAI Chat Completions.
 
-Unknown fields are tolerated. What would silently change the meaning is refused instead: several
-choices, images, forced tool choice, structured output. Temperature and the like belong to the trainer
-and are ignored here; `max_tokens` may only lower what the session allows. A client that asks for
-`logprobs` or `return_token_ids` gets exactly what is recorded.
+Unknown fields are tolerated; several choices are refused. Temperature and the like belong to the
+trainer and are ignored here; `max_tokens` may only lower what the session allows. A forced tool choice
+and structured output are not enforced, and the turn says so. A client that asks for `logprobs` or
+`return_token_ids` gets exactly what is recorded.
 """
 
 from __future__ import annotations
@@ -14,31 +14,37 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.gateway.calls import Done, ModelRequest, Piece, Started
-from afield.gateway.lineage import call_id
+from afield.gateway.dialects.base import Asked, Wish, asks_again, data, encode, read
+from afield.gateway.dialects.images import Gallery
 from afield.gateway.refusal import Refusal, bad_request
+from afield.gateway.request import Done, ModelRequest, Piece, Started
 from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
-from afield.types import FinishReason, Message, ToolCall
+from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
 
-NAME = "chat"
-ROLES = {"developer": "system", "function": "tool"}
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
 
-
-class Wish(Struct, frozen=True, kw_only=True):
-    """What the client wants of the answer, besides the answer."""
-
-    model: str
-    usage: bool
-    logprobs: bool
-    token_ids: bool
+TEXTS = ("text", "refusal", "input_text")
 
 
 # --- requests ------------------------------------------------------------------------------------
 
 
+class ImageUrl(Struct):
+    url: str
+
+
 class ContentPart(Struct):
     type: str = "text"
     text: str | None = None
+    refusal: str | None = None
+    image_url: ImageUrl | None = None
 
 
 class FunctionCall(Struct):
@@ -48,7 +54,7 @@ class FunctionCall(Struct):
 
 class WireCall(Struct):
     function: FunctionCall
-    id: str = ""
+    id: str | None = None
 
 
 class WireMessage(Struct):
@@ -92,81 +98,99 @@ class Body(Struct):
     response_format: dict[str, Any] | None = None
 
 
+class _Raw(Struct):
+    tools: list[dict[str, Any]] | None = None
+
+
 DECODER = msgspec.json.Decoder(Body)
-RAW_TOOLS = msgspec.json.Decoder(dict[str, Any])
+RAW_TOOLS = msgspec.json.Decoder(_Raw)
 
 
-def decode(body: bytes) -> tuple[ModelRequest, Wish]:
-    try:
-        wire = DECODER.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the request is not a chat completion request: {error}") from error
-    _refuse_what_would_be_ignored(wire)
-    tools = _tools(wire, body) if wire.tool_choice != "none" else ()
-    limit = wire.max_completion_tokens or wire.max_tokens
-    stop = (wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ())
+def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+    wire = read(DECODER, asked.body, "a chat completion request")
+    _check(wire)
+    gallery = Gallery()
     request = ModelRequest(
-        dialect=NAME,
-        messages=tuple(_message(message, i) for i, message in enumerate(wire.messages)),
-        tools=tools,
-        max_tokens=limit,
-        stop=stop,
+        dialect="chat",
+        model=wire.model,
+        messages=tuple([_message(message, i, gallery) for i, message in enumerate(wire.messages)]),
+        tools=_tools(wire, asked.body),
+        may_call=wire.tool_choice != "none",
+        max_tokens=wire.max_completion_tokens or wire.max_tokens,
+        stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
+        retry=asks_again(asked),
+        tags=_unenforced(wire),
+        images=gallery.images,
     )
     options = wire.stream_options
-    usage = not wire.stream or bool(options and options.include_usage)
     wish = Wish(
-        model=wire.model, usage=usage, logprobs=bool(wire.logprobs), token_ids=bool(wire.return_token_ids)
+        model=wire.model,
+        usage=bool(options and options.include_usage),
+        logprobs=bool(wire.logprobs),
+        token_ids=bool(wire.return_token_ids),
     )
     return request, wish
 
 
-def _refuse_what_would_be_ignored(wire: Body) -> None:
+def _check(wire: Body) -> None:
     if not wire.messages:
         raise bad_request("messages is empty", "send at least one message")
     if (wire.n or 1) != 1:
         raise bad_request(f"n={wire.n} is not served", "ask once per choice; each call is its own turn")
-    if wire.response_format and wire.response_format.get("type", "text") != "text":
-        raise bad_request(f"response_format {wire.response_format.get('type')!r} is not served", "remove it")
-    if wire.tool_choice not in (None, "auto", "none"):
-        raise bad_request(f"tool_choice {wire.tool_choice!r} is not served", "use 'auto' or 'none'")
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(wire, name)
         if value is not None and value < 1:
             raise bad_request(f"{name}={value} must be at least 1")
 
 
-def _message(wire: WireMessage, index: int) -> Message:
-    role = ROLES.get(wire.role, wire.role)
-    try:
-        return msgspec.convert(
-            {
-                "role": role,
-                "content": _text(wire.content, index),
-                "reasoning": wire.reasoning_content or wire.reasoning or "",
-                "tool_calls": tuple(_call(call) for call in wire.tool_calls or ()),
-                "tool_call_id": wire.tool_call_id or "",
-                "name": wire.name or "",
-            },
-            Message,
-        )
-    except msgspec.ValidationError as error:
-        raise bad_request(f"messages[{index}]: role {wire.role!r}: {error}") from error
+def _unenforced(wire: Body) -> tuple[str, ...]:
+    tags: list[str] = []
+    if wire.response_format and wire.response_format.get("type", "text") != "text":
+        tags.append("unenforced:response_format")
+    if wire.tool_choice not in (None, "auto", "none"):
+        tags.append("unenforced:tool_choice")
+    return tuple(tags)
 
 
-def _text(content: str | list[ContentPart] | None, index: int) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "refusal", "input_text") or part.text is None:
-            raise bad_request(f"messages[{index}] has a part of type {part.type!r}", "send text")
-    return "".join(part.text or "" for part in content)
+def _message(wire: WireMessage, index: int, gallery: Gallery) -> Message:
+    role = ROLES.get(wire.role)
+    if role is None:
+        known = ", ".join(sorted(ROLES))
+        raise bad_request(f"messages[{index}]: role {wire.role!r} is not one of {known}")
+    content, images = wire.content, ()
+    if not isinstance(content, str):
+        content, images = _parts(content or (), index, gallery)
+    return Message(
+        role=role,
+        content=content,
+        reasoning=wire.reasoning_content or wire.reasoning or "",
+        tool_calls=tuple([_call(call) for call in wire.tool_calls]) if wire.tool_calls else (),
+        tool_call_id=wire.tool_call_id or "",
+        name=wire.name or "",
+        images=images,
+    )
+
+
+def _parts(parts: Sequence[ContentPart], index: int, gallery: Gallery) -> tuple[str, tuple[ImageRef, ...]]:
+    text = ""
+    images: list[ImageRef] = []
+    for part in parts:
+        if part.type == "image_url" and part.image_url:
+            images.append(gallery.from_url(part.image_url.url, len(text), f"messages[{index}]"))
+        elif (
+            part.type in ("text", "refusal", "input_text") and (said := part.text or part.refusal) is not None
+        ):
+            text += said
+        else:
+            raise bad_request(f"messages[{index}] has a part of type {part.type!r}", "send text or images")
+    return text, tuple(images)
 
 
 def _call(wire: WireCall) -> ToolCall:
     arguments = wire.function.arguments
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
-    return ToolCall(wire.id, wire.function.name, text)
+    text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
+    return ToolCall(wire.id or "", wire.function.name, text)
 
 
 def _tools(wire: Body, body: bytes) -> tuple[Tool, ...]:
@@ -175,7 +199,7 @@ def _tools(wire: Body, body: bytes) -> tuple[Tool, ...]:
         return ()
     if odd := [tool.type for tool in wire.tools if tool.type != "function"]:
         raise bad_request(f"tools of type {odd[0]!r} are not served", "use type 'function'")
-    raw = RAW_TOOLS.decode(body)["tools"]
+    raw = RAW_TOOLS.decode(body).tools or []
     return tuple(
         Tool(tool.function.name, tool.function.description or "", tool.function.parameters or {}, given)
         for tool, given in zip(wire.tools, raw, strict=True)
@@ -185,8 +209,9 @@ def _tools(wire: Body, body: bytes) -> tuple[Tool, ...]:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def encode_error(refusal: Refusal) -> dict[str, Any]:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+def error(refusal: Refusal) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     return {"error": {"message": refusal.text, "type": kind, "param": None, "code": refusal.code}}
 
 
@@ -202,98 +227,116 @@ def usage(done: Done) -> dict[str, int]:
     return {"prompt_tokens": done.prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
 
 
-def fold(session_id: str, started: Started, done: Done, wish: Wish, tokens: ChatTokens) -> dict[str, Any]:
-    """The whole answer at once."""
-    reply = done.reply
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in reply.tool_calls
-        ]
-    choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason(done)}
-    choice["logprobs"] = _logprobs(done.turn.token_ids, done.turn.logprobs, tokens) if wish.logprobs else None
-    answer = _envelope("chat.completion", session_id, started, done.turn.started, wish, choice)
-    answer["usage"] = usage(done)
-    if wish.token_ids:
-        choice["token_ids"] = list(done.turn.token_ids)
-        answer["prompt_token_ids"] = list(started.prompt_ids)
-    return answer
+class Chat:
+    name = "chat"
 
-
-class Stream:
-    """The answer in chunks."""
-
-    def __init__(self, session_id: str, started: Started, created: float, wish: Wish, tokens: ChatTokens):
-        self._session_id = session_id
-        self._started = started
-        self._created = created
-        self._wish = wish
+    def __init__(self, tokens: ChatTokens) -> None:
         self._tokens = tokens
 
-    def opening(self) -> list[dict[str, Any]]:
-        chunk = self._chunk({"role": "assistant", "content": ""}, None)
-        if self._wish.token_ids:
-            chunk["prompt_token_ids"] = list(self._started.prompt_ids)
-        return [chunk]
+    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+        return decode(asked)
 
-    def piece(self, piece: Piece) -> list[dict[str, Any]]:
-        deltas = [delta for event in piece.events if (delta := self._delta(event))]
-        wanted = self._wish.logprobs or self._wish.token_ids
-        chunks = [self._chunk(delta, None) for delta in deltas or ([{}] if wanted else [])]
-        if wanted and piece.token_ids:
-            choice = chunks[0]["choices"][0]
-            if self._wish.logprobs:
-                choice["logprobs"] = _logprobs(piece.token_ids, piece.logprobs, self._tokens)
-            if self._wish.token_ids:
-                choice["token_ids"] = list(piece.token_ids)
-        return chunks
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        return error(refusal)
 
-    def closing(self, done: Done) -> list[dict[str, Any]]:
-        chunks = [self._chunk({}, finish_reason(done))]
-        if self._wish.usage:
-            last = self._chunk({}, None)
-            last["choices"] = []
-            last["usage"] = usage(done)
-            chunks.append(last)
-        return chunks
+    def count(self, tokens: int) -> dict[str, Any]:
+        return {"total_tokens": tokens}
 
-    def _delta(self, event: Event) -> dict[str, Any] | None:
-        if isinstance(event, TextDelta):
-            return {"content": event.text}
-        if isinstance(event, ReasoningDelta):
-            return {"reasoning_content": event.text}
-        if isinstance(event, ToolStart):
-            named = {"name": event.name, "arguments": ""}
-            start = {"index": event.index, "id": call_id(self._started.turn_id, event.index)}
-            return {"tool_calls": [{**start, "type": "function", "function": named}]}
-        if isinstance(event, ToolArguments):
-            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-        return None
+    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
+        reply = done.reply
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [_wire_call(call) for call in reply.tool_calls]
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason(done)}
+        sampled = (done.turn.token_ids, done.turn.logprobs)
+        choice["logprobs"] = logprobs(*sampled, self._tokens) if wish.logprobs else None
+        answer = envelope("chat.completion", started, wish) | {"choices": [choice], "usage": usage(done)}
+        if wish.token_ids:
+            choice["token_ids"] = done.turn.token_ids
+            answer["prompt_token_ids"] = started.prompt_ids
+        return answer
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        kind = "chat.completion.chunk"
-        return _envelope(kind, self._session_id, self._started, self._created, self._wish, choice)
+    def view(self, started: Started, wish: Wish) -> ChatView:
+        return ChatView(started, wish, self._tokens)
 
 
-def _envelope(
-    kind: str, session_id: str, started: Started, created: float, wish: Wish, choice: dict[str, Any]
-) -> dict[str, Any]:
+def _wire_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def envelope(kind: str, started: Started, wish: Wish) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{session_id}-{started.turn_id}",
+        "id": f"chatcmpl-{started.session_id}-{started.turn_id}",
         "object": kind,
-        "created": int(created),
+        "created": int(started.created),
         "model": wish.model,
-        "choices": [choice],
     }
 
 
-def _logprobs(ids: Sequence[int], logprobs: Sequence[float], tokens: ChatTokens) -> dict[str, Any]:
+class ChatView:
+    """The answer in chunks. What all chunks share is encoded once."""
+
+    def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
+        self._started = started
+        self._wish = wish
+        self._tokens = tokens
+        self._head = encode(envelope("chat.completion.chunk", started, wish))[:-1]
+        self._before = b"data: " + self._head + b',"choices":[{"index":0,"delta":'
+
+    def opening(self) -> bytes:
+        delta = b'{"role":"assistant","content":""}'
+        ids = self._started.prompt_ids if self._wish.token_ids else None
+        return self._chunk(delta, after=b',"prompt_token_ids":' + encode(ids) if ids is not None else b"")
+
+    def piece(self, piece: Piece) -> bytes:
+        deltas = [delta for event in piece.events if (delta := _delta(event))]
+        extra = self._extra(piece)
+        if not deltas:
+            return self._chunk(b"{}", extra) if extra else b""
+        return b"".join(self._chunk(encode(delta), b"" if n else extra) for n, delta in enumerate(deltas))
+
+    def closing(self, done: Done) -> bytes:
+        last = self._chunk(b"{}", finish=encode(finish_reason(done)))
+        if self._wish.usage:
+            last += b"data: " + self._head + b',"choices":[],"usage":' + encode(usage(done)) + b"}\n\n"
+        return last + b"data: [DONE]\n\n"
+
+    def failing(self, refusal: Refusal) -> bytes:
+        return data(error(refusal))
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
+
+    def _extra(self, piece: Piece) -> bytes:
+        extra = b""
+        if self._wish.logprobs and piece.token_ids:
+            extra += b',"logprobs":' + encode(logprobs(piece.token_ids, piece.logprobs, self._tokens))
+        if self._wish.token_ids and piece.token_ids:
+            extra += b',"token_ids":' + encode(piece.token_ids)
+        return extra
+
+    def _chunk(self, delta: bytes, extra: bytes = b"", finish: bytes = b"null", after: bytes = b"") -> bytes:
+        return self._before + delta + b',"finish_reason":' + finish + extra + b"}]" + after + b"}\n\n"
+
+
+def _delta(event: Event) -> dict[str, Any] | None:
+    if isinstance(event, TextDelta):
+        return {"content": event.text}
+    if isinstance(event, ReasoningDelta):
+        return {"reasoning_content": event.text}
+    if isinstance(event, ToolStart):
+        named = {"name": event.name, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": named}]}
+    if isinstance(event, ToolArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return None
+
+
+def logprobs(ids: Sequence[int], values: Sequence[float], tokens: ChatTokens) -> dict[str, Any]:
     content = []
-    for token_id, logprob in zip(ids, logprobs, strict=True):
+    for token_id, logprob in zip(ids, values, strict=True):
         text = tokens.decode([token_id])
         entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
         content.append({**entry, "top_logprobs": []})

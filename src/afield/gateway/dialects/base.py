@@ -1,0 +1,97 @@
+"""What a dialect is: a way to ask, and a view of what comes.
+
+A dialect decodes a request into a `ModelRequest` and a `Wish`, and shows the items of the call as one
+answer (`answer`) or as a stream of bytes (`view`). It tolerates unknown fields. What it cannot honour
+without changing the meaning it refuses (`bad_request`), or passes on with a tag `unenforced:NAME`, so
+that it shows in the turn. It keeps no state: everything a later request may refer to is in the ids
+and marks that it hands out (see `marks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from afield.gateway.refusal import Refusal, bad_request
+from afield.gateway.request import Done, ModelRequest, Piece, Started
+
+T = TypeVar("T")
+ENCODER = msgspec.json.Encoder()
+encode = ENCODER.encode
+
+
+class Asked(Struct, frozen=True):
+    """A request as it came. `parts` are the named pieces of its path, header names are in lower case."""
+
+    path: str
+    body: bytes
+    parts: Mapping[str, str]
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+
+
+class Wish(Struct, frozen=True, kw_only=True):
+    """What the client wants of the answer, besides the answer. `echo` is what its dialect repeats in it."""
+
+    model: str = ""
+    usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    echo: Mapping[str, Any] = {}
+
+
+class View(Protocol):
+    """One answer as a stream: `opening`, any number of `piece`s, then `closing` or `failing`."""
+
+    def opening(self) -> bytes: ...
+
+    def piece(self, piece: Piece) -> bytes: ...
+
+    def closing(self, done: Done) -> bytes: ...
+
+    def failing(self, refusal: Refusal) -> bytes: ...
+
+    def keepalive(self) -> bytes:
+        """Sent while nothing else is; may come before the opening."""
+        ...
+
+
+class Dialect(Protocol):
+    name: str
+
+    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]: ...
+
+    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]: ...
+
+    def view(self, started: Started, wish: Wish) -> View: ...
+
+    def error(self, refusal: Refusal) -> dict[str, Any]: ...
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        """The answer to a question how many tokens a request has."""
+        ...
+
+
+def read(decoder: msgspec.json.Decoder[T], body: bytes, what: str) -> T:
+    try:
+        return decoder.decode(body or b"{}")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the request is not {what}: {error}") from error
+
+
+def data(value: object) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def event(name: str, value: object) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
+
+
+def asks_again(asked: Asked) -> bool:
+    """Whether the client's library says that it has asked this before."""
+    count = asked.headers.get("x-stainless-retry-count", "")
+    return count.isdigit() and int(count) > 0

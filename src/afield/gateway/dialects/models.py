@@ -1,0 +1,35 @@
+"""`GET models`, in one answer that OpenAI's and Anthropic's clients both read, and Gemini's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def models(name: str, path: str) -> dict[str, Any] | None:
+    """The answer for a path; None for a path that asks for something else."""
+    kind, _, asked = path.removeprefix("/v1").removeprefix("beta").removeprefix("/").partition("/")
+    if kind != "models":
+        return None
+    if path.startswith("/v1beta/"):
+        return _gemini(asked or name) if asked else {"models": [_gemini(name)]}
+    if asked:
+        return _model(asked)
+    listed = [_model(name)]
+    return {"object": "list", "data": listed, "has_more": False, "first_id": name, "last_id": name}
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "display_name": name,
+        "owned_by": "afield",
+    }
+
+
+def _gemini(name: str) -> dict[str, Any]:
+    methods = ["generateContent", "countTokens"]
+    return {"name": f"models/{name}", "displayName": name, "supportedGenerationMethods": methods}

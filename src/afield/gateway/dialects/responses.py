@@ -1,0 +1,36 @@
+"""OpenAI Responses: decoding is `responses_request`'s, showing `responses_view`'s.
+
+Sampling parameters belong to the trainer and are ignored; `max_output_tokens` may only lower what the
+session allows. Nothing is kept for later: a `previous_response_id` names a turn of the session.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afield.gateway.dialects import responses_request
+from afield.gateway.dialects.base import Asked, Wish
+from afield.gateway.dialects.chat import error
+from afield.gateway.dialects.responses_view import Items, ResponsesView, output_of
+from afield.gateway.refusal import Refusal
+from afield.gateway.request import Done, ModelRequest, Started
+
+
+class Responses:
+    name = "responses"
+
+    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+        return responses_request.decode(asked)
+
+    def error(self, refusal: Refusal) -> dict[str, Any]:
+        return error(refusal)
+
+    def count(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
+        items = Items(started, wish)
+        return items.ended(done, output_of(items, done))
+
+    def view(self, started: Started, wish: Wish) -> ResponsesView:
+        return ResponsesView(started, wish)

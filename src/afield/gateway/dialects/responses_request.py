@@ -1,0 +1,322 @@
+"""OpenAI Responses: from a request's items to a conversation.
+
+One sampled turn comes back as several items: reasoning, messages, calls. They are put together again by
+the turn their ids name; without such ids, by where they stand. A `previous_response_id` leaves the
+history to us, and so does an `item_reference`: the turn it names stands for everything before it.
+Refused is what would silently change the conversation: files, a provider's own compaction or state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw, Struct
+
+from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
+from afield.gateway.dialects.chat import ROLES
+from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
+from afield.gateway.marks import turn_of_id, unseal
+from afield.gateway.refusal import Refusal, bad_request
+from afield.gateway.request import ModelRequest
+from afield.types import ImageRef, Message, ToolCall
+
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+RAW_INPUT = "ctr_"  # ids of custom calls whose arguments were not an input: they come back as they were
+PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
+
+
+class ImageUrl(Struct):
+    url: str
+
+
+class Part(Struct):
+    type: str = "input_text"
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+
+
+class Item(Struct):
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | dict[str, Any] | None = None
+    output: str | list[Part] | dict[str, Any] | None = None
+
+
+class Reasoning(Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class Body(Struct):
+    input: str | list[Item] | None = None
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Raw = Raw(b"null")
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = False
+    store: bool | None = None
+    include: list[str] | None = None
+    reasoning: Reasoning | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    return_token_ids: bool | None = False
+
+
+class Shown(Struct, frozen=True):
+    """How the answer is to be shown: `fields` are repeated in it, `sealed` reasoning names its turn."""
+
+    toolbox: Toolbox
+    fields: dict[str, Any]
+    sealed: bool
+    summary: bool
+
+
+DECODER = msgspec.json.Decoder(Body)
+
+
+def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+    wire = read(DECODER, asked.body, "a Responses request")
+    _check(wire)
+    toolbox = read_tools(wire.tools)
+    after, items = _history(wire)
+    talk = Conversation(toolbox)
+    if wire.instructions:
+        talk.messages.append(Message(role="system", content=wire.instructions))
+    for index, item in items:
+        talk.add(item, f"input[{index}]")
+    talk.close()
+    if not items and after is None:
+        raise bad_request("input is empty", "send a text or at least one item")
+    request = ModelRequest(
+        dialect="responses",
+        model=wire.model,
+        messages=tuple(talk.messages),
+        tools=toolbox.tools,
+        may_call=wire.tool_choice != "none",
+        max_tokens=wire.max_output_tokens,
+        stream=bool(wire.stream),
+        after=after,
+        hints=frozenset(talk.hints),
+        retry=asks_again(asked),
+        thread=asked.headers.get("thread-id", ""),
+        tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags])),
+        images=talk.gallery.images,
+    )
+    wish = Wish(model=wire.model, token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)})
+    return request, wish
+
+
+def _check(wire: Body) -> None:
+    if wire.background:
+        raise bad_request("background=true is not served", "wait for the answer, or stream it")
+    if wire.conversation is not None:
+        raise bad_request("conversation is not served", "send the items, or previous_response_id")
+    if wire.prompt is not None:
+        raise bad_request("prompt templates are not served", "send their text as input")
+    if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
+        raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
+    forced = wire.tool_choice
+    if isinstance(forced, dict) and forced.get("type") not in ("function", "custom", "allowed_tools"):
+        raise bad_request(f"tool_choice forces {forced.get('type')!r}, which only a provider could run")
+
+
+def _unenforced(wire: Body) -> list[str]:
+    tags: list[str] = []
+    form = (wire.text or {}).get("format")
+    if isinstance(form, dict) and form.get("type", "text") != "text":
+        tags.append("unenforced:text.format")
+    if wire.tool_choice not in (None, "auto", "none"):
+        tags.append("unenforced:tool_choice")
+    if "message.output_text.logprobs" in (wire.include or ()):
+        tags.append("unenforced:logprobs")
+    return tags
+
+
+def _history(wire: Body) -> tuple[str | None, list[tuple[int, Item]]]:
+    """The turn that the client leaves the history to, and the items that follow it."""
+    given = [Item(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input or []
+    items = list(enumerate(given))
+    after = None
+    if wire.previous_response_id is not None:
+        after = turn_of_id(wire.previous_response_id)
+        if after is None:
+            missing = f"previous_response_id {wire.previous_response_id[:80]!r} is not a response of this session"
+            raise Refusal(400, "previous_response_not_found", missing, "send the whole history as input")
+    references = [n for n, item in items if item.type == "item_reference"]
+    if not references:
+        return after, items
+    last = references[-1]
+    after = turn_of_id(given[last].id or "")
+    if after is None:
+        raise bad_request(
+            f"input[{last}] refers to {given[last].id!r}, which is not an item of this session",
+            "send the item itself",
+        )
+    return after, [(n, item) for n, item in items[last + 1 :] if mark(item) != after]
+
+
+def mark(item: Item) -> str | None:
+    """The turn this item was handed out with, if its ids still say so."""
+    for id in (item.id, item.call_id):
+        if id and (turn := turn_of_id(id)):
+            return turn
+    return unseal(item.encrypted_content) if item.encrypted_content else None
+
+
+def _shown(wire: Body, toolbox: Toolbox) -> Shown:
+    reasoning = wire.reasoning or Reasoning()
+    summary = reasoning.summary or reasoning.generate_summary
+    fields = {
+        "instructions": wire.instructions,
+        "max_output_tokens": wire.max_output_tokens,
+        "metadata": wire.metadata or {},
+        "parallel_tool_calls": wire.parallel_tool_calls is not False,
+        "previous_response_id": wire.previous_response_id,
+        "reasoning": {"effort": reasoning.effort, "summary": summary},
+        "store": wire.store is not False,
+        "text": wire.text or {"format": {"type": "text"}},
+        "tool_choice": wire.tool_choice or "auto",
+        "tools": wire.tools if bytes(wire.tools) != b"null" else [],
+    }
+    sealed = wire.store is False or "reasoning.encrypted_content" in (wire.include or ())
+    return Shown(toolbox, fields, sealed, summary not in (None, "none"))
+
+
+# --- items to messages ----------------------------------------------------------------------------
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+class Conversation:
+    """Messages so far, and the assistant's turn that is being put together."""
+
+    def __init__(self, toolbox: Toolbox) -> None:
+        self.messages: list[Message] = []
+        self.hints: set[str] = set()
+        self.tags: list[str] = []
+        self.gallery = Gallery()
+        self._toolbox = toolbox
+        self._turn: str | None = None
+        self._last: Kind | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def add(self, item: Item, where: str) -> None:
+        kind = item.type or "message"
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "reasoning":
+            self._join(item, "reasoning")
+            self._reasoning.append(_thought(item))
+        elif kind in ("function_call", "custom_tool_call"):
+            self._call(item, where)
+        elif kind in OUTPUTS:
+            self.close()
+            text, images = self._content(item.output, where)
+            made = Message(role="tool", content=text, tool_call_id=item.call_id or "", images=images)
+            self.messages.append(made)
+        elif kind in PROVIDERS:
+            raise bad_request(
+                f"{where}: {kind} is a provider's own; this gateway neither makes nor reads it",
+                "let the client compact its history itself",
+            )
+        else:
+            self.tags.append(f"unenforced:item:{kind}")
+
+    def close(self) -> None:
+        """The assistant's turn is over."""
+        if self._last is not None:
+            self.messages.append(
+                Message(
+                    role="assistant",
+                    content="".join(self._text),
+                    reasoning="".join(self._reasoning),
+                    tool_calls=tuple(self._calls),
+                )
+            )
+        self._turn, self._last = None, None
+        self._text, self._reasoning, self._calls = [], [], []
+
+    def _join(self, item: Item, kind: Kind) -> None:
+        """Close the turn that is open unless this item is part of it."""
+        turn = mark(item)
+        if turn:
+            self.hints.add(turn)
+        if turn and self._turn:
+            same = turn == self._turn
+        else:
+            # A turn begins with its reasoning, and nothing stands between two texts of different turns.
+            same = not (kind == "reasoning" or kind == self._last == "text")
+        if not same:
+            self.close()
+        self._turn, self._last = turn or self._turn, kind
+
+    def _message(self, item: Item, where: str) -> None:
+        role = ROLES.get(item.role or "")
+        if role is None:
+            raise bad_request(f"{where}: role {item.role!r} is not one of {', '.join(sorted(ROLES))}")
+        if role == "assistant":
+            self._join(item, "text")
+            self._text.append(self._content(item.content, where)[0])
+            return
+        self.close()
+        text, images = self._content(item.content, where)
+        self.messages.append(Message(role=role, content=text, name=item.name or "", images=images))
+
+    def _call(self, item: Item, where: str) -> None:
+        if not item.name:
+            raise bad_request(f"{where}: a {item.type} needs a name")
+        given = item.arguments if item.type == "function_call" else item.input
+        text = given if isinstance(given, str) else encode(given or {}).decode()
+        if item.type == "custom_tool_call" and not (item.id or "").startswith(RAW_INPUT):
+            text = as_arguments(text)
+        self._join(item, "call")
+        name = self._toolbox.to_model(item.name, item.namespace)
+        self._calls.append(ToolCall(item.call_id or "", name, text))
+
+    def _content(
+        self, content: str | Sequence[Part] | dict[str, Any] | None, where: str
+    ) -> tuple[str, tuple[ImageRef, ...]]:
+        if isinstance(content, str):
+            return content, ()
+        if isinstance(content, dict):
+            return encode(content).decode(), ()
+        text = ""
+        images: list[ImageRef] = []
+        for part in content or ():
+            if part.type == "input_image" and part.image_url is not None:
+                url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
+                images.append(self.gallery.from_url(url, len(text), where))
+            elif part.type in TEXTS and (said := part.text if part.refusal is None else part.refusal) is not None:
+                text += said
+            else:
+                raise bad_request(f"{where} has a part of type {part.type!r}", "send text, or images by URL")
+        return text, tuple(images)
+
+
+def _thought(item: Item) -> str:
+    if isinstance(item.content, str):
+        return item.content
+    parts = item.content or item.summary or []
+    return "\n\n".join(part.text for part in parts if part.text)

@@ -1,0 +1,256 @@
+"""OpenAI Responses: what was sampled, as output items, and as the events that build them.
+
+Items carry the turn in their ids (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that a client that echoes them
+names it. A call is shown when it is closed, never one that turns out malformed. Reasoning is shown as
+it was sampled: as the item's content, or as its summary where the client asked for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afield.gateway.dialects.base import Wish, event
+from afield.gateway.dialects.responses_request import Shown
+from afield.gateway.dialects.responses_tools import free_text
+from afield.gateway.marks import item_id, seal
+from afield.gateway.refusal import Refusal
+from afield.gateway.request import Done, Piece, Started
+from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.types import FinishReason, ToolCall
+
+Json = dict[str, Any]
+
+
+class Items:
+    """Makes the output items of one turn, and knows what the answer says around them."""
+
+    def __init__(self, started: Started, wish: Wish) -> None:
+        self._started = started
+        self._wish = wish
+        self.shown: Shown = wish.echo["shown"]
+        self._made: dict[str, int] = {}
+
+    def message(self) -> Json:
+        id = item_id("msg", self._started.turn_id, self._count("msg"))
+        return {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+
+    def reasoning(self) -> Json:
+        id = item_id("rs", self._started.turn_id, self._count("rs") or None)
+        item: Json = {"id": id, "type": "reasoning", "summary": [], "status": "in_progress"}
+        if self.shown.sealed:
+            item["encrypted_content"] = seal(self._started.turn_id)
+        return item
+
+    def call(self, call: ToolCall) -> Json:
+        """`input` of a custom tool is text; arguments that hold more or less than it are handed out raw."""
+        named = self.shown.toolbox.to_client(call.name)
+        index = self._count("call")
+        if named.custom:
+            text = free_text(call.arguments)
+            id = item_id("ctr" if text is None else "ctc", self._started.turn_id, index)
+            item = {"id": id, "type": "custom_tool_call", "input": call.arguments if text is None else text}
+        else:
+            id = item_id("fc", self._started.turn_id, index)
+            item = {"id": id, "type": "function_call", "arguments": call.arguments}
+        item |= {"status": "completed", "call_id": call.id, "name": named.name}
+        return item | ({"namespace": named.namespace} if named.namespace else {})
+
+    def fill(self, item: Json, text: str, status: str = "completed") -> Json:
+        """The item with its text."""
+        if item["type"] == "message":
+            return item | {"content": [text_part(text)], "status": status}
+        if self.shown.summary:
+            return item | {"summary": [{"type": "summary_text", "text": text}], "status": status}
+        return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
+
+    def response(self, status: str, output: list[Json], **rest: Any) -> Json:
+        made: Json = {
+            "id": item_id("resp", self._started.turn_id),
+            "object": "response",
+            "created_at": int(self._started.created),
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._wish.model,
+            "output": output,
+            "temperature": None,
+            "top_p": None,
+            "truncation": "disabled",
+            "usage": None,
+        }
+        return made | self.shown.fields | rest
+
+    def ended(self, done: Done, output: list[Json]) -> Json:
+        rest: Json = {"usage": usage(done)}
+        if done.turn.ended is not None:
+            rest["completed_at"] = int(done.turn.ended)
+        if self._wish.token_ids:
+            rest |= {"prompt_token_ids": self._started.prompt_ids, "token_ids": done.turn.token_ids}
+        if cut(done):
+            rest["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self.response("incomplete" if cut(done) else "completed", output, **rest)
+
+    def _count(self, kind: str) -> int:
+        self._made[kind] = self._made.get(kind, -1) + 1
+        return self._made[kind]
+
+
+def text_part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def cut(done: Done) -> bool:
+    return done.turn.finish_reason is FinishReason.LENGTH
+
+
+def usage(done: Done) -> Json:
+    sampled = len(done.turn.token_ids)
+    return {
+        "input_tokens": done.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": done.prompt_tokens + sampled,
+    }
+
+
+def output_of(items: Items, done: Done) -> list[Json]:
+    """The items of a whole reply."""
+    reply = done.reply
+    status = "incomplete" if cut(done) and not reply.tool_calls else "completed"
+    output = [items.fill(items.reasoning(), reply.reasoning)] if reply.reasoning else []
+    if reply.content or not (output or reply.tool_calls):
+        output.append(items.fill(items.message(), reply.content, status))
+    return output + [items.call(call) for call in reply.tool_calls]
+
+
+class ResponsesView:
+    """The same as a stream. A text that follows a call is an item of its own."""
+
+    def __init__(self, started: Started, wish: Wish) -> None:
+        self._items = Items(started, wish)
+        self._opened = False
+        self._sequence = 0
+        self._output: list[Json] = []
+        self._open: Json | None = None
+        self._text: list[str] = []
+        self._calls: dict[int, tuple[ToolStart, list[str]]] = {}
+
+    def opening(self) -> bytes:
+        """Nothing the second time: a keepalive may have opened the stream."""
+        if self._opened:
+            return b""
+        self._opened = True
+        response = self._items.response("in_progress", [])
+        return self._send("response.created", response=response) + self._progress()
+
+    def piece(self, piece: Piece) -> bytes:
+        return b"".join([self._event(event) for event in piece.events])
+
+    def closing(self, done: Done) -> bytes:
+        out = b""
+        if self._open is None and not self._output:
+            out = self._start("message")
+        out += self._finish("incomplete" if cut(done) else "completed")
+        response = self._items.ended(done, self._output)
+        return out + self._send(f"response.{response['status']}", response=response)
+
+    def failing(self, refusal: Refusal) -> bytes:
+        out = self.opening()
+        fault = {"code": refusal.code, "message": refusal.text}
+        response = self._items.response("failed", self._output, error=fault)
+        return out + self._send("response.failed", response=response)
+
+    def keepalive(self) -> bytes:
+        # An event rather than a comment: clients count events, not bytes, when they measure silence.
+        return self._progress() if self._opened else self.opening()
+
+    def _progress(self) -> bytes:
+        return self._send("response.in_progress", response=self._items.response("in_progress", []))
+
+    def _send(self, kind: str, **fields: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def _event(self, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            return self._say("message", event.text)
+        if isinstance(event, ReasoningDelta):
+            return self._say("reasoning", event.text)
+        if isinstance(event, ToolStart):
+            self._calls[event.index] = (event, [])
+        elif isinstance(event, ToolArguments):
+            self._calls[event.index][1].append(event.text)
+        elif isinstance(event, ToolEnd):
+            start, arguments = self._calls.pop(event.index)
+            return self._finish() + self._call(ToolCall(start.id, start.name, "".join(arguments)))
+        return b""
+
+    def _say(self, kind: str, text: str) -> bytes:
+        out = b""
+        if self._open is None or self._open["type"] != kind:
+            out = self._finish() + self._start(kind)
+        self._text.append(text)
+        if kind == "message":
+            return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=[])
+        name = "reasoning_summary_text" if self._items.shown.summary else "reasoning_text"
+        return out + self._send(f"response.{name}.delta", **self._at(), delta=text)
+
+    def _at(self) -> Json:
+        """Where the text that is open stands."""
+        assert self._open is not None
+        index = "summary_index" if self._summarises else "content_index"
+        return {"item_id": self._open["id"], "output_index": len(self._output), index: 0}
+
+    @property
+    def _summarises(self) -> bool:
+        return bool(self._open and self._open["type"] == "reasoning" and self._items.shown.summary)
+
+    def _part(self, text: str) -> tuple[str, Json]:
+        assert self._open is not None
+        if self._open["type"] == "message":
+            return "content_part", text_part(text)
+        if self._summarises:
+            return "reasoning_summary_part", {"type": "summary_text", "text": text}
+        return "content_part", {"type": "reasoning_text", "text": text}
+
+    def _start(self, kind: str) -> bytes:
+        self._open = self._items.message() if kind == "message" else self._items.reasoning()
+        self._text = []
+        name, part = self._part("")
+        out = self._send("response.output_item.added", output_index=len(self._output), item=self._open)
+        return out + self._send(f"response.{name}.added", **self._at(), part=part)
+
+    def _finish(self, status: str = "completed") -> bytes:
+        """Close the item that is open, if one is."""
+        if self._open is None:
+            return b""
+        text = "".join(self._text)
+        if self._open["type"] == "message":
+            out = self._send("response.output_text.done", **self._at(), text=text, logprobs=[])
+        else:
+            name = "reasoning_summary_text" if self._summarises else "reasoning_text"
+            out = self._send(f"response.{name}.done", **self._at(), text=text)
+        name, part = self._part(text)
+        out += self._send(f"response.{name}.done", **self._at(), part=part)
+        item, self._open = self._items.fill(self._open, text, status), None
+        return out + self._done(item)
+
+    def _call(self, call: ToolCall) -> bytes:
+        item = self._items.call(call)
+        custom = item["type"] == "custom_tool_call"
+        field = "input" if custom else "arguments"
+        name = "custom_tool_call_input" if custom else "function_call_arguments"
+        at = {"item_id": item["id"], "output_index": len(self._output)}
+        begun = item | {field: "", "status": "in_progress"}
+        out = self._send("response.output_item.added", output_index=len(self._output), item=begun)
+        if item[field]:
+            out += self._send(f"response.{name}.delta", **at, delta=item[field])
+        told = {field: item[field]} | ({} if custom else {"name": item["name"]})
+        return out + self._send(f"response.{name}.done", **at, **told) + self._done(item)
+
+    def _done(self, item: Json) -> bytes:
+        out = self._send("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return out

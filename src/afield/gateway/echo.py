@@ -1,0 +1,90 @@
+"""What clients do to our own turns before they send them back, undone (pure).
+
+A tool-call id that comes back names its turn. Where it does, and the message is that turn's reply in
+all that matters, the reply itself takes its place: arguments that a client could not parse, text that
+it dropped or moved, one turn split into several messages, results in another order than the calls.
+What was really changed stays as it is, and is an edit for `lineage` to place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from afield.forest import Forest, canonical
+from afield.types import Message, ToolCall, Turn
+
+
+def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ...]:
+    if not any(message.tool_calls for message in messages):
+        return tuple(messages)
+    out: list[Message] = []
+    at = 0
+    while at < len(messages):
+        turn = _turn_of(forest, messages[at])
+        if turn is None:
+            out.append(messages[at])
+            at += 1
+            continue
+        end = _end_of_turn(forest, turn, messages, at)
+        out.extend(_as_sampled(turn, messages[at:end]))
+        at = end
+    return tuple(out)
+
+
+def _turn_of(forest: Forest, message: Message) -> Turn | None:
+    """The one turn all calls of an assistant message belong to."""
+    if message.role != "assistant" or not message.tool_calls:
+        return None
+    turns = [forest.caller(call.id) for call in message.tool_calls]
+    return turns[0] if all(turn is not None and turn is turns[0] for turn in turns) else None
+
+
+def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: int) -> int:
+    """Where the messages that carry this turn and its results end."""
+    ours = {call.id for call in turn.messages[-1].tool_calls}
+    end = at + 1
+    while end < len(messages) and _carries(forest, turn, ours, messages[end]):
+        end += 1
+    return end
+
+
+def _carries(forest: Forest, turn: Turn, ours: set[str], message: Message) -> bool:
+    if message.role == "tool":
+        return message.tool_call_id in ours
+    return message.role == "assistant" and _turn_of(forest, message) is turn
+
+
+def _as_sampled(turn: Turn, messages: Sequence[Message]) -> list[Message]:
+    reply = turn.messages[-1]
+    if (
+        len(messages) == 1
+        and messages[0].tool_calls == reply.tool_calls
+        and messages[0].content == reply.content
+    ):
+        return [reply]
+    said = [message for message in messages if message.role == "assistant"]
+    results = [message for message in messages if message.role == "tool"]
+    order = {call.id: n for n, call in enumerate(reply.tool_calls)}
+    calls = [call for message in said for call in message.tool_calls]
+    if not _same(reply, "".join(message.content for message in said), calls):
+        return list(messages)
+    return [reply, *sorted(results, key=lambda result: order[result.tool_call_id])]
+
+
+def _same(reply: Message, content: str, calls: Sequence[ToolCall]) -> bool:
+    by_id = {call.id: call for call in calls}
+    if len(by_id) != len(calls) or set(by_id) != {call.id for call in reply.tool_calls}:
+        return False
+    if content.strip() not in ("", reply.content.strip()):
+        return False
+    return all(_same_call(call, by_id[call.id]) for call in reply.tool_calls)
+
+
+def _same_call(ours: ToolCall, theirs: ToolCall) -> bool:
+    if ours.name != theirs.name:
+        return False
+    (_, _, mine), (_, _, echoed) = (
+        canonical(Message(role="assistant", tool_calls=(call,))) for call in (ours, theirs)
+    )
+    # Arguments that are no JSON object come back as whatever the client made of them.
+    return mine == echoed or not ours.arguments.lstrip().startswith("{")

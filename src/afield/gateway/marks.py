@@ -1,0 +1,44 @@
+"""Marks: turn ids in what we hand out, so that a client that echoes it tells us which turn it means.
+
+Tool-call ids need none: a session knows which turn each of its calls belongs to. Marks are for what
+else comes back word for word: response ids, item ids, thinking signatures, encrypted reasoning. A
+mark names a turn of its own session only, and lineage checks it by content; a forged one gains nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+
+TURN = re.compile(r"t\d+")
+_ID = re.compile(r"[a-z]+_(t\d+)(?:_\d+)?")
+
+
+def call_id(turn_id: str, index: int) -> str:
+    """The id of a tool call."""
+    return f"call_{turn_id}_{index}"
+
+
+def item_id(kind: str, turn_id: str, index: int | None = None) -> str:
+    """`resp_t3`, `msg_t3_0`, `rs_t3`: readable, and valid wherever clients check the form of ids."""
+    return f"{kind}_{turn_id}" if index is None else f"{kind}_{turn_id}_{index}"
+
+
+def turn_of_id(id: str) -> str | None:
+    found = _ID.fullmatch(id)
+    return found[1] if found else None
+
+
+def seal(turn_id: str) -> str:
+    """For fields that clients take for ciphertext: signatures and encrypted reasoning."""
+    return base64.b64encode(f"afield/{turn_id}".encode()).decode()
+
+
+def unseal(sealed: str) -> str | None:
+    try:
+        text = base64.b64decode(sealed, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    name, _, turn_id = text.partition("/")
+    return turn_id if name == "afield" and TURN.fullmatch(turn_id) else None

@@ -1,0 +1,136 @@
+"""What a gateway counts, in the text format that Prometheus scrapes.
+
+Plain numbers on the event loop, so that counting costs nothing; `snapshot` gives them as data, and
+snapshots of several processes add up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct, field
+
+from afield.types import Turn
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Histogram(Struct):
+    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(SECONDS, value)] += 1
+        self.total += value
+
+    def add(self, other: Histogram) -> None:
+        self.counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+
+class Metrics(Struct):
+    """One process's numbers. Keys of the counters are label values."""
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    tiers: Counter[str] = field(default_factory=Counter)
+    links: Counter[str] = field(default_factory=Counter)
+    side: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    retries: int = 0
+    in_flight: int = 0
+    drift: int = 0
+    call_s: Histogram = field(default_factory=Histogram)
+    first_token_s: Histogram = field(default_factory=Histogram)
+    loop_lag_s: Histogram = field(default_factory=Histogram)
+
+    def began(self, intent: Turn) -> None:
+        self.in_flight += 1
+        self.tiers[intent.tier] += 1
+        self.links.update(link.type for link in intent.links)
+        self.side.update(tag for tag in intent.tags if tag.startswith("side:"))
+
+    def ended(self, turn: Turn, prompt: int) -> None:
+        self.in_flight -= 1
+        self.calls[turn.dialect, str(turn.finish_reason)] += 1
+        self.prompt_tokens += prompt
+        self.sampled_tokens += len(turn.token_ids)
+        if turn.ended is not None:
+            self.call_s.observe(turn.ended - turn.started)
+        if turn.first_token is not None:
+            self.first_token_s.observe(turn.first_token - turn.started)
+
+    def refused(self, status: int) -> None:
+        self.refusals[str(status)] += 1
+
+    def add(self, other: Metrics) -> None:
+        for name in self.__struct_fields__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            elif isinstance(mine, Histogram):
+                mine.add(theirs)
+            else:
+                setattr(self, name, mine + theirs)
+
+
+def exposition(metrics: Metrics, gauges: Mapping[str, float]) -> str:
+    """The page under /metrics."""
+    lines: list[str] = []
+    calls = [((("dialect", d), ("finish", f)), n) for (d, f), n in sorted(metrics.calls.items())]
+    _family(lines, "calls_total", "counter", "Model calls that ended.", calls)
+    for name, label, about, counter in (
+        ("tier_total", "tier", "Prompts by rendering tier.", metrics.tiers),
+        ("links_total", "type", "Branches by where they come from.", metrics.links),
+        ("side_calls_total", "kind", "Side calls.", metrics.side),
+        ("refusals_total", "status", "Requests turned down.", metrics.refusals),
+    ):
+        _family(lines, name, "counter", about, [(((label, k),), n) for k, n in sorted(counter.items())])
+    for name, kind, about, value in (
+        ("prompt_tokens_total", "counter", "Tokens sent to the engine.", metrics.prompt_tokens),
+        ("sampled_tokens_total", "counter", "Tokens sampled.", metrics.sampled_tokens),
+        ("retries_total", "counter", "Requests answered with a turn already sampled.", metrics.retries),
+        ("drift_total", "counter", "Sampled turns whose text encodes to other ids.", metrics.drift),
+        ("calls_in_flight", "gauge", "Model calls running.", metrics.in_flight),
+    ):
+        _family(lines, name, kind, about, [((), value)])
+    for name, about, histogram in (
+        ("call_seconds", "How long calls took.", metrics.call_s),
+        ("first_token_seconds", "How long the first token took.", metrics.first_token_s),
+        ("event_loop_lag_seconds", "How late the event loop wakes up.", metrics.loop_lag_s),
+    ):
+        _histogram(lines, name, about, histogram)
+    for name, value in sorted(gauges.items()):
+        _family(lines, name, "gauge", name.replace("_", " ").capitalize() + ".", [((), value)])
+    return "\n".join(lines) + "\n"
+
+
+Labels = tuple[tuple[str, str], ...]
+
+
+def _family(
+    lines: list[str], name: str, kind: str, about: str, values: Iterable[tuple[Labels, float]]
+) -> None:
+    lines += [f"# HELP afield_{name} {about}", f"# TYPE afield_{name} {kind}"]
+    lines += [f"afield_{name}{_labels(labels)} {value}" for labels, value in values]
+
+
+def _labels(labels: Labels) -> str:
+    inside = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels)
+    return f"{{{inside}}}" if inside else ""
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _histogram(lines: list[str], name: str, about: str, histogram: Histogram) -> None:
+    lines += [f"# HELP afield_{name} {about}", f"# TYPE afield_{name} histogram"]
+    seen = 0
+    for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts, strict=True):
+        seen += count
+        lines.append(f'afield_{name}_bucket{{le="{bound}"}} {seen}')
+    lines += [f"afield_{name}_sum {histogram.total}", f"afield_{name}_count {seen}"]

@@ -1,0 +1,43 @@
+"""What has been sampled so far in one call: folded chunk by chunk, before anything is shown."""
+
+from __future__ import annotations
+
+import math
+
+from afield.errors import Unavailable
+from afield.seams import Chunk
+from afield.types import FinishReason, VersionSpan
+
+
+class Partial:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.first_token: float | None = None
+        self.finish: FinishReason | None = None
+        self._spans: list[tuple[int, int, int, int]] = []
+
+    def fold(self, chunk: Chunk, now: float) -> None:
+        if len(chunk.token_ids) != len(chunk.logprobs):
+            raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
+        if not all(map(math.isfinite, chunk.logprobs)):
+            raise Unavailable("the engine gave a log-probability that is not a finite number")
+        if chunk.token_ids:
+            if self.first_token is None:
+                self.first_token = now
+            start = len(self.ids)
+            self.ids.extend(chunk.token_ids)
+            self.logprobs.extend(chunk.logprobs)
+            self._span(start, len(self.ids), chunk.low, chunk.high)
+        self.finish = chunk.finish
+        if chunk.versions is not None:
+            self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
+
+    def _span(self, start: int, end: int, low: int, high: int) -> None:
+        if self._spans and self._spans[-1][2:] == (low, high):
+            start = self._spans.pop()[0]
+        self._spans.append((start, end, low, high))
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        return tuple(VersionSpan(*span) for span in self._spans)

@@ -1,0 +1,69 @@
+"""A model call in no dialect: what is asked, and what comes of it, item by item.
+
+Dialects decode into `ModelRequest` and are views of the items; `calls` runs the one and yields the
+others. A call gives `Started`, then `Piece`s, then `Done`; without `Done` nothing was committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from afield.seams import Image
+from afield.tokens import Event, Tool
+from afield.types import Message, Turn
+
+NO_IMAGES: Mapping[str, Image] = {}
+
+
+class ModelRequest(Struct, frozen=True, kw_only=True):
+    """What it asks of sampling beyond these is the trainer's to decide.
+
+    Tools are rendered even when the reply `may_call` none of them, so that the root stays the same.
+    `prompt` stands in place of messages (Completions). `after` names the turn the messages follow when
+    the client leaves the history to us. `hints` are turns the client named by echoing our marks.
+    `retry` says that the client asks again. `thread` tells the client's own threads apart. `tags` are
+    what the dialect knows about the call. `images` holds those that messages refer to, by digest.
+    """
+
+    dialect: str
+    model: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    may_call: bool = True
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    prompt: str | tuple[int, ...] | None = None
+    after: str | None = None
+    hints: frozenset[str] = frozenset()
+    retry: bool = False
+    thread: str = ""
+    tags: tuple[str, ...] = ()
+    images: Mapping[str, Image] = NO_IMAGES
+
+
+class Started(Struct, frozen=True):
+    session_id: str
+    turn_id: str
+    prompt_ids: tuple[int, ...]
+    created: float
+
+
+class Piece(Struct, frozen=True):
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    events: list[Event]
+
+
+class Done(Struct, frozen=True):
+    """`stop` is the client's stop string that ended the reply, if one did."""
+
+    turn: Turn
+    reply: Message
+    prompt_tokens: int
+    stop: str | None = None
+
+
+Item = Started | Piece | Done
