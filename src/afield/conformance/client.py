@@ -60,8 +60,6 @@ class Client(Struct, frozen=True, kw_only=True):
 async def run(command: Command, stage: Stage, path: str, log: Path, timeout_s: float) -> str | None:
     """What went wrong, or None. The whole process group ends with the command."""
     with log.open("ab") as out:
-        out.write(f"$ {' '.join(command.argv)}\n".encode())
-        out.flush()
         process = await asyncio.create_subprocess_exec(
             *command.argv,
             stdin=asyncio.subprocess.DEVNULL,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from afield.conformance.client import TASK, Client, Command, Stage
+from afield.conformance.client import SCRIPTS, TASK, Client, Command, Stage
 from afield.conformance.environments import interpreter, npm_environment, python_environment
 from afield.conformance.pins import NPM, PYTHON
-from afield.conformance.scenario import Reply, Use, shell, steps
+from afield.conformance.scenario import Answer, Reply, Use, marker, shell, steps
 
 
 def _python(name: str, version: str | None = None) -> Callable[[Path], Path]:
@@ -61,4 +61,61 @@ MINI = Client(
     scenario=steps(_bash, instead={"main-9": SUBMIT}),
 )
 
-CLIENTS = {client.name: client for client in (MINI,)}
+
+# --- Python frameworks ---------------------------------------------------------------------------
+
+GO_ON = f"Go on from where you were. {marker('main', 8)}"
+
+
+def _script(name: str, *more: str) -> Callable[[Stage], list[Command]]:
+    def commands(stage: Stage) -> list[Command]:
+        session = (stage.openai_base_url, stage.api_key, stage.model)
+        return [Command((str(stage.programs / "python"), str(SCRIPTS / name), *session, TASK, GO_ON, *more))]
+
+    return commands
+
+
+def _look(thread: str, step: int) -> Use:
+    return Use("look", {"thread": thread, "step": step})
+
+
+def _helped(argument: str) -> dict[str, Answer]:
+    """A sub-agent at the second step, asked by this argument of a tool; and a stop at the seventh."""
+    return {
+        "main-2": Reply(uses=(Use("ask", {argument: f"Walk a little – 少し. {marker('sub', 0)}"}),)),
+        "sub-0": Reply(text="I look twice.", uses=(_look("sub", 1), _look("sub", 1))),
+        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-7": Reply(text="This is halfway."),
+    }
+
+
+SUMMARY = Reply(text="* Steps one to seven were done. ✓")
+
+STRANDS = Client(
+    name="strands",
+    install=_python("strands"),
+    commands=_script("strands_agent.py"),
+    scenario=steps(
+        _look, instead=_helped("question"), asides={"Please summarize this conversation": SUMMARY}, branches=4
+    ),
+)
+LANGGRAPH = Client(
+    name="langgraph",
+    install=_python("langgraph"),
+    commands=_script("langgraph_agent.py"),
+    scenario=steps(_look, instead=_helped("question"), asides={"Please summarise this": SUMMARY}, branches=4),
+)
+AGENTS = Client(
+    name="openai-agents",
+    install=_python("openai-agents"),
+    commands=_script("openai_agents_agent.py", "responses"),
+    scenario=steps(_look, instead=_helped("input"), branches=2),
+)
+AGENTS_CHAT = Client(
+    name="openai-agents-chat",
+    install=_python("openai-agents"),
+    commands=_script("openai_agents_agent.py", "chat"),
+    scenario=steps(_look, instead=_helped("input"), branches=2),
+)
+
+CLIENTS = {client.name: client for client in (MINI, STRANDS, LANGGRAPH, AGENTS, AGENTS_CHAT)}
