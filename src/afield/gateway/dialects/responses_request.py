@@ -122,7 +122,9 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags])),
         images=talk.gallery.images,
     )
-    wish = Wish(model=wire.model, token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)})
+    wish = Wish(
+        model=wire.model, token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)}
+    )
     return request, wish
 
 
@@ -160,7 +162,9 @@ def _history(wire: Body) -> tuple[str | None, list[tuple[int, Item]]]:
     if wire.previous_response_id is not None:
         after = turn_of_id(wire.previous_response_id)
         if after is None:
-            missing = f"previous_response_id {wire.previous_response_id[:80]!r} is not a response of this session"
+            missing = (
+                f"previous_response_id {wire.previous_response_id[:80]!r} is not a response of this session"
+            )
             raise Refusal(400, "previous_response_not_found", missing, "send the whole history as input")
     references = [n for n, item in items if item.type == "item_reference"]
     if not references:
@@ -177,8 +181,8 @@ def _history(wire: Body) -> tuple[str | None, list[tuple[int, Item]]]:
 
 def mark(item: Item) -> str | None:
     """The turn this item was handed out with, if its ids still say so."""
-    for id in (item.id, item.call_id):
-        if id and (turn := turn_of_id(id)):
+    for handed_out in (item.id, item.call_id):
+        if handed_out and (turn := turn_of_id(handed_out)):
             return turn
     return unseal(item.encrypted_content) if item.encrypted_content else None
 
@@ -196,10 +200,15 @@ def _shown(wire: Body, toolbox: Toolbox) -> Shown:
         "store": wire.store is not False,
         "text": wire.text or {"format": {"type": "text"}},
         "tool_choice": wire.tool_choice or "auto",
-        "tools": wire.tools if bytes(wire.tools) != b"null" else [],
+        "tools": _on_one_line(wire.tools) if bytes(wire.tools) != b"null" else [],
     }
     sealed = wire.store is False or "reasoning.encrypted_content" in (wire.include or ())
     return Shown(toolbox, fields, sealed, summary not in (None, "none"))
+
+
+def _on_one_line(raw: Raw) -> Raw:
+    """In JSON line ends stand only between values; in a stream of events they would end the event."""
+    return Raw(bytes(raw).replace(b"\n", b" ").replace(b"\r", b" "))
 
 
 # --- items to messages ----------------------------------------------------------------------------
@@ -308,7 +317,10 @@ class Conversation:
             if part.type == "input_image" and part.image_url is not None:
                 url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
                 images.append(self.gallery.from_url(url, len(text), where))
-            elif part.type in TEXTS and (said := part.text if part.refusal is None else part.refusal) is not None:
+            elif (
+                part.type in TEXTS
+                and (said := part.text if part.refusal is None else part.refusal) is not None
+            ):
                 text += said
             else:
                 raise bad_request(f"{where} has a part of type {part.type!r}", "send text, or images by URL")

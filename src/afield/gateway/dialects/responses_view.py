@@ -31,12 +31,12 @@ class Items:
         self._made: dict[str, int] = {}
 
     def message(self) -> Json:
-        id = item_id("msg", self._started.turn_id, self._count("msg"))
-        return {"id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        made = {"id": self._id("msg", self._count("msg")), "type": "message", "status": "in_progress"}
+        return made | {"role": "assistant", "content": []}
 
     def reasoning(self) -> Json:
-        id = item_id("rs", self._started.turn_id, self._count("rs") or None)
-        item: Json = {"id": id, "type": "reasoning", "summary": [], "status": "in_progress"}
+        item: Json = {"id": self._id("rs", self._count("rs") or None), "type": "reasoning"}
+        item |= {"summary": [], "status": "in_progress"}
         if self.shown.sealed:
             item["encrypted_content"] = seal(self._started.turn_id)
         return item
@@ -47,11 +47,10 @@ class Items:
         index = self._count("call")
         if named.custom:
             text = free_text(call.arguments)
-            id = item_id("ctr" if text is None else "ctc", self._started.turn_id, index)
-            item = {"id": id, "type": "custom_tool_call", "input": call.arguments if text is None else text}
+            item = {"id": self._id("ctr" if text is None else "ctc", index), "type": "custom_tool_call"}
+            item["input"] = call.arguments if text is None else text
         else:
-            id = item_id("fc", self._started.turn_id, index)
-            item = {"id": id, "type": "function_call", "arguments": call.arguments}
+            item = {"id": self._id("fc", index), "type": "function_call", "arguments": call.arguments}
         item |= {"status": "completed", "call_id": call.id, "name": named.name}
         return item | ({"namespace": named.namespace} if named.namespace else {})
 
@@ -65,7 +64,7 @@ class Items:
 
     def response(self, status: str, output: list[Json], **rest: Any) -> Json:
         made: Json = {
-            "id": item_id("resp", self._started.turn_id),
+            "id": self._id("resp"),
             "object": "response",
             "created_at": int(self._started.created),
             "status": status,
@@ -90,6 +89,9 @@ class Items:
         if cut(done):
             rest["incomplete_details"] = {"reason": "max_output_tokens"}
         return self.response("incomplete" if cut(done) else "completed", output, **rest)
+
+    def _id(self, kind: str, index: int | None = None) -> str:
+        return item_id(kind, self._started.turn_id, index)
 
     def _count(self, kind: str) -> int:
         self._made[kind] = self._made.get(kind, -1) + 1
