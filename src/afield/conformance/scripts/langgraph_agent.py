@@ -15,7 +15,7 @@ def build(model: Any, tools: list[Any]) -> Any:
 
     bound = model.bind_tools(tools)
 
-    def think(state: dict[str, Any]) -> dict[str, Any]:
+    def think(state: MessagesState) -> dict[str, Any]:
         return {"messages": [bound.invoke(state["messages"])]}
 
     retry = RetryPolicy(initial_interval=0.2, max_attempts=4, retry_on=Exception)
@@ -40,9 +40,8 @@ def main(base_url: str, key: str, model_id: str, task: str, go_on: str) -> None:
     def ask(question: str) -> str:
         """Ask a helper, who works on the question alone."""
         helper = build(model, [look])
-        return helper.invoke({"messages": [SystemMessage("You help."), HumanMessage(question)]})["messages"][
-            -1
-        ].text
+        given = {"messages": [SystemMessage("You help."), HumanMessage(question)]}
+        return helper.invoke(given)["messages"][-1].text
 
     agent = build(model, [look, ask])
     system = SystemMessage("You go step by step.")
