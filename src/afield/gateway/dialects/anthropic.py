@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from msgspec import Raw
 
 from afield.gateway.dialects import anthropic_request
-from afield.gateway.dialects.anthropic_request import UNPARSED
-from afield.gateway.dialects.base import Asked, Wish, encode, event
+from afield.gateway.dialects.base import Asked, Wish, event
+from afield.gateway.dialects.objects import as_object
 from afield.gateway.marks import item_id, seal
 from afield.gateway.refusal import Refusal
 from afield.gateway.request import Done, ModelRequest, Piece, Started
@@ -31,7 +30,6 @@ KINDS = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
-OBJECT = msgspec.json.Decoder(dict[str, Raw])
 PING = event("ping", {"type": "ping"})
 
 
@@ -115,17 +113,8 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
         "type": "tool_use",
         "id": call.id,
         "name": call.name,
-        "input": Raw(given(call.arguments).encode()),
+        "input": Raw(as_object(call.arguments).encode()),
     }
-
-
-def given(arguments: str) -> str:
-    """Arguments as the text of a JSON object, word for word where they are one."""
-    try:
-        OBJECT.decode(arguments or "{}")
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return encode({UNPARSED: arguments}).decode()
-    return arguments or "{}"
 
 
 class AnthropicView:
@@ -194,7 +183,7 @@ class AnthropicView:
         if self._open == "thinking":
             last = self._delta({"type": "signature_delta", "signature": seal(self._started.turn_id)})
         elif self._open != "text":
-            text = given("".join(self._arguments))
+            text = as_object("".join(self._arguments))
             last = self._delta({"type": "input_json_delta", "partial_json": text})
             self._arguments.clear()
         self._open = ""

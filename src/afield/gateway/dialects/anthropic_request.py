@@ -17,6 +17,7 @@ from msgspec import Raw, Struct
 
 from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.marks import unseal
 from afield.gateway.refusal import bad_request
 from afield.gateway.request import ModelRequest
@@ -24,8 +25,6 @@ from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
 
 BILLING = "x-anthropic-billing-header:"
-# How a call's arguments that are no JSON object travel in `input`, which has to be one.
-UNPARSED = "__unparsedToolInput"
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
 CONTEXT = "send its text as a text block"
 
@@ -320,20 +319,4 @@ def _blocks(content: str | list[Block] | None) -> list[Block]:
 
 
 def _call(block: Block, where: str) -> ToolCall:
-    try:
-        arguments = bytes(block.input).decode()
-    except UnicodeDecodeError as error:
-        raise bad_request(f"{where}: the input of {block.name!r} is not UTF-8: {error}") from error
-    if arguments == "null":
-        arguments = "{}"
-    if not arguments.startswith("{"):
-        raise bad_request(f"{where}: the input of {block.name!r} is {arguments[:40]}, not an object")
-    if UNPARSED in arguments:
-        arguments = _as_sampled(arguments)
-    return ToolCall(block.id or "", block.name or "", arguments)
-
-
-def _as_sampled(arguments: str) -> str:
-    given = msgspec.json.decode(arguments)
-    text = given.get(UNPARSED)
-    return text if len(given) == 1 and isinstance(text, str) else arguments
+    return ToolCall(block.id or "", block.name or "", as_arguments(block.input, where))

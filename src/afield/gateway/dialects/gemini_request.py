@@ -1,0 +1,396 @@
+"""Gemini generateContent, the asking half: what a request says, as canonical messages.
+
+Neighbouring model contents are one turn: clients keep a streamed answer as its chunks. A function
+response is one tool message, joined to its call by id or, without one, by name in order. Field names
+may be in camel or snake case, schema types in capitals. Tools that Google would run are dropped with a
+tag; several candidates, cached contents and media other than text and images are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
+from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.objects import as_arguments
+from afield.gateway.marks import unseal
+from afield.gateway.refusal import bad_request
+from afield.gateway.request import ModelRequest
+from afield.tokens import Tool
+from afield.types import ImageRef, Message, ToolCall
+
+# What a function is said to return when it returns one thing.
+WRAPPERS = ("result", "output")
+TYPES = {name.upper(): name for name in ("string", "number", "integer", "boolean", "array", "object", "null")}
+URL_SAFE = str.maketrans("-_", "+/")
+
+
+# --- the wire ------------------------------------------------------------------------------------
+
+
+class Wire(Struct, rename="camel"):
+    pass
+
+
+class FunctionCall(Wire):
+    name: str = ""
+    args: Raw = Raw(b"{}")
+    id: str | None = None
+
+
+class Blob(Wire):
+    data: str = ""
+    mime_type: str = ""
+
+
+class FileData(Wire):
+    file_uri: str = ""
+    mime_type: str = ""
+
+
+class FunctionResponse(Wire):
+    name: str = ""
+    response: Any = None
+    id: str | None = None
+    parts: list[Part] | None = None
+
+
+class Part(Wire):
+    text: str | None = None
+    thought: bool | None = False
+    thought_signature: str | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    inline_data: Blob | None = None
+    file_data: FileData | None = None
+    executable_code: Any = None
+    code_execution_result: Any = None
+    tool_call: Any = None
+    tool_response: Any = None
+
+
+class Content(Wire):
+    parts: Part | list[Part] | None = None
+    role: str | None = None
+
+
+class CallingConfig(Wire):
+    mode: str | None = None
+    allowed_function_names: list[str] | None = None
+
+
+class ToolConfig(Wire):
+    function_calling_config: CallingConfig | None = None
+
+
+class GenerationConfig(Wire):
+    max_output_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    candidate_count: int | None = 1
+    response_mime_type: str | None = None
+    response_schema: Any = None
+    response_json_schema: Any = None
+    response_modalities: list[str] | None = None
+    response_logprobs: bool | None = False
+
+
+class Body(Wire):
+    contents: Content | list[Content] | None = None
+    system_instruction: Content | str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_config: ToolConfig | None = None
+    generation_config: GenerationConfig | None = None
+    cached_content: str | None = None
+    generate_content_request: Body | None = None
+    return_token_ids: bool | None = False
+
+
+class Declaration(Wire):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: dict[str, Any] | None = None
+
+
+DECODER = msgspec.json.Decoder(Body)
+SNAKE = re.compile(
+    rb'"(?:system_instruction|generation_config|tool_config|function_(?:declarations|calling_config|call|response)'
+    rb"|thought_signature|inline_data|file_data|cached_content|generate_content_request|return_token_ids"
+    rb'|(?:max_output|stop|candidate|response)_[a-z_]+)"\s*:'
+)
+ANY = msgspec.json.Decoder()
+# Below these lies the client's own data, whose keys are not ours to respell.
+OPAQUE = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
+
+
+# --- the request ---------------------------------------------------------------------------------
+
+
+def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+    what = "a generateContent request"
+    body = asked.body
+    if SNAKE.search(body):
+        body = encode(_camel(read(ANY, body, what)))
+    wire = read(DECODER, body, what)
+    wire = wire.generate_content_request or wire
+    config = wire.generation_config or GenerationConfig()
+    _check(wire, config)
+    model = asked.parts.get("model", "")
+    tools, tags = _tools(wire.tools or [])
+    reader = _Reader()
+    messages = reader.messages(wire)
+    request = ModelRequest(
+        dialect="gemini",
+        model=model,
+        messages=messages,
+        tools=tools,
+        may_call=_mode(wire) != "NONE",
+        max_tokens=config.max_output_tokens,
+        stop=tuple(config.stop_sequences or ()),
+        stream=asked.parts.get("method") == "streamGenerateContent",
+        hints=frozenset(reader.hints),
+        retry=asks_again(asked),
+        tags=tuple(dict.fromkeys([*tags, *_unenforced(wire, config), *reader.tags])),
+        images=reader.gallery.images,
+    )
+    echo = {"sse": asked.query.get("alt") == "sse"}
+    wish = Wish(
+        model=model, logprobs=bool(config.response_logprobs), token_ids=bool(wire.return_token_ids), echo=echo
+    )
+    return request, wish
+
+
+def _camel(value: Any) -> Any:
+    """The same with the names of fields in camel case; both are allowed on the wire."""
+    if isinstance(value, list):
+        return [_camel(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = {_camel_name(key): item for key, item in value.items()}
+    return {key: item if key in OPAQUE else _camel(item) for key, item in named.items()}
+
+
+def _camel_name(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def _check(wire: Body, config: GenerationConfig) -> None:
+    if not wire.contents:
+        raise bad_request("contents is empty", "send at least one content")
+    if (config.candidate_count or 1) != 1:
+        count = config.candidate_count
+        raise bad_request(
+            f"candidateCount={count} is not served", "ask once per candidate; each call is its own turn"
+        )
+    if config.max_output_tokens is not None and config.max_output_tokens < 1:
+        raise bad_request(f"maxOutputTokens={config.max_output_tokens} must be at least 1")
+    if wire.cached_content:
+        raise bad_request(
+            f"cachedContent {wire.cached_content!r} is not known here", "send the contents themselves"
+        )
+    if odd := [kind for kind in config.response_modalities or () if kind.upper() != "TEXT"]:
+        raise bad_request(f"responseModalities {odd} are not served", "ask for TEXT")
+
+
+def _mode(wire: Body) -> str:
+    config = wire.tool_config and wire.tool_config.function_calling_config
+    return ((config and config.mode) or "AUTO").upper()
+
+
+def _unenforced(wire: Body, config: GenerationConfig) -> list[str]:
+    tags: list[str] = []
+    if _mode(wire) not in ("AUTO", "NONE", "MODE_UNSPECIFIED"):
+        tags.append("unenforced:tool_choice")
+    structured = config.response_schema or config.response_json_schema
+    if structured or config.response_mime_type not in (None, "", "text/plain"):
+        tags.append("unenforced:response_format")
+    return tags
+
+
+def _tools(wires: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tool, ...], list[str]]:
+    tools: list[Tool] = []
+    tags: list[str] = []
+    for n, wire in enumerate(wires):
+        try:
+            declared = msgspec.convert(wire.get("functionDeclarations") or [], list[Declaration])
+        except msgspec.ValidationError as error:
+            raise bad_request(f"tools[{n}].functionDeclarations: {error}") from error
+        tools += [_tool(declaration) for declaration in declared]
+        tags += [f"unenforced:tool:{kind}" for kind in wire if kind != "functionDeclarations"]
+    return tuple(tools), tags
+
+
+def _tool(wire: Declaration) -> Tool:
+    """As a Chat client would write it, so that the same tools give the same root in both dialects."""
+    parameters = wire.parameters_json_schema
+    if parameters is None:
+        parameters = _schema(wire.parameters or {})
+    described = {} if wire.description is None else {"description": wire.description}
+    function = {"name": wire.name, **described, "parameters": parameters}
+    return Tool(wire.name, wire.description or "", parameters, {"type": "function", "function": function})
+
+
+def _schema(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Google's schema as JSON schema: types in small letters, and first, where others write them."""
+    kind = given.get("type")
+    made: dict[str, Any] = (
+        {} if kind is None else {"type": TYPES.get(kind, kind) if isinstance(kind, str) else kind}
+    )
+    for key, value in given.items():
+        if key == "properties" and isinstance(value, dict):
+            made[key] = {name: _schema(v) if isinstance(v, dict) else v for name, v in value.items()}
+        elif key in ("anyOf", "any_of") and isinstance(value, list):
+            made["anyOf"] = [_schema(v) if isinstance(v, dict) else v for v in value]
+        elif key == "items" and isinstance(value, dict):
+            made[key] = _schema(value)
+        elif key != "type":
+            made[key] = value
+    return made
+
+
+class _Reader:
+    """Reads the contents of one request and keeps what they refer to: images, our marks, tags."""
+
+    def __init__(self) -> None:
+        self.gallery = Gallery()
+        self.hints: set[str] = set()
+        self.tags: list[str] = []
+        self._asked: list[ToolCall] = []
+
+    def messages(self, wire: Body) -> tuple[Message, ...]:
+        said: list[Message] = []
+        if system := self._system(wire.system_instruction):
+            said.append(Message(role="system", content=system))
+        turn: list[Part] = []
+        contents = wire.contents if isinstance(wire.contents, list) else [wire.contents or Content()]
+        for index, content in enumerate(contents):
+            where = f"contents[{index}]"
+            if content.role == "model":
+                turn += _parts(content)
+                continue
+            if turn:
+                said.append(self._model(turn, f"contents[{index - 1}]"))
+                turn = []
+            said += self._user(content, where)
+        if turn:
+            said.append(self._model(turn, f"contents[{len(contents) - 1}]"))
+            self.tags.append("unenforced:prefill")
+        return tuple(said)
+
+    def _system(self, given: Content | str | None) -> str:
+        if isinstance(given, str) or given is None:
+            return given or ""
+        return self._text(_parts(given), "systemInstruction")[0]
+
+    def _user(self, content: Content, where: str) -> list[Message]:
+        if content.role not in (None, "", "user", "function", "tool", "system"):
+            raise bad_request(f"{where}: role {content.role!r} is not one of model, user")
+        parts = _parts(content)
+        answers = [part.function_response for part in parts if part.function_response]
+        said = [self._response(answer, where) for answer in answers]
+        if len(answers) < len(parts) or not parts:
+            text, images = self._text([part for part in parts if not part.function_response], where)
+            role = "system" if content.role == "system" else "user"
+            said.append(Message(role=role, content=text, images=images))
+        return said
+
+    def _response(self, answer: FunctionResponse, where: str) -> Message:
+        text, images = _returned(answer.response), ()
+        if answer.parts:
+            more, placed = self._text(answer.parts, where)
+            images = tuple([ImageRef(image.digest, image.at + len(text)) for image in placed])
+            text += more
+        return Message(role="tool", content=text, tool_call_id=self._call_id(answer), images=images)
+
+    def _call_id(self, answer: FunctionResponse) -> str:
+        for call in self._asked:
+            if call.id == answer.id if answer.id else call.name == answer.name:
+                self._asked.remove(call)
+                return call.id
+        return answer.id or ""
+
+    def _model(self, parts: Sequence[Part], where: str) -> Message:
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        rest: list[Part] = []
+        for part in parts:
+            if turn_id := unseal((part.thought_signature or "").translate(URL_SAFE)):
+                self.hints.add(turn_id)
+            if part.function_call:
+                call = part.function_call
+                calls.append(ToolCall(call.id or "", call.name, as_arguments(call.args, where)))
+            elif part.thought:
+                reasoning.append(part.text or "")
+            elif part.text is not None or not part.thought_signature:
+                rest.append(part)
+        text, images = self._text(rest, where)
+        self._asked = list(calls)
+        thought = "".join(reasoning)
+        return Message(
+            role="assistant", content=text, reasoning=thought, tool_calls=tuple(calls), images=images
+        )
+
+    def _text(self, parts: Sequence[Part], where: str) -> tuple[str, tuple[ImageRef, ...]]:
+        text = ""
+        images: list[ImageRef] = []
+        for part in parts:
+            if part.text is not None:
+                text += part.text
+            elif blob := part.inline_data:
+                if blob.mime_type.startswith("text/"):
+                    text += _plain(blob, where)
+                else:
+                    images.append(self._image(blob, len(text), where))
+            elif part.file_data:
+                images.append(self._file(part.file_data, len(text), where))
+            else:
+                self._drop(part, where)
+        return text, tuple(images)
+
+    def _image(self, blob: Blob, at: int, where: str) -> ImageRef:
+        if not blob.mime_type.startswith("image/"):
+            raise bad_request(f"{where}: inlineData of type {blob.mime_type!r}", "send text or images")
+        return self.gallery.from_base64(blob.data.translate(URL_SAFE), blob.mime_type, at, where)
+
+    def _file(self, given: FileData, at: int, where: str) -> ImageRef:
+        if not given.mime_type.startswith("image/"):
+            raise bad_request(f"{where}: fileData of type {given.mime_type!r}", "send text or images")
+        return self.gallery.from_url(given.file_uri, at, where)
+
+    def _drop(self, part: Part, where: str) -> None:
+        names = ("executable_code", "code_execution_result", "tool_call", "tool_response")
+        served = [name for name in names if getattr(part, name) is not None]
+        if not served:
+            raise bad_request(
+                f"{where} has a part with nothing known in it", "send text, images or functions"
+            )
+        self.tags.append(f"unenforced:part:{_camel_name(served[0])}")
+
+
+def _parts(content: Content) -> list[Part]:
+    return [content.parts] if isinstance(content.parts, Part) else content.parts or []
+
+
+def _plain(blob: Blob, where: str) -> str:
+    try:
+        return base64.b64decode(blob.data.translate(URL_SAFE), validate=True).decode()
+    except (binascii.Error, ValueError) as error:
+        raise bad_request(f"{where}: inlineData is not UTF-8 text in base64: {error}") from error
+
+
+def _returned(response: Any) -> str:
+    """What the function returned, as a Chat client would say it: text as it is, the rest as JSON."""
+    if isinstance(response, dict) and len(response) == 1:
+        (key,) = response
+        response = response[key] if key in WRAPPERS else response
+    if response is None:
+        return ""
+    return response if isinstance(response, str) else encode(response).decode()
