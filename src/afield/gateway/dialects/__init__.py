@@ -10,17 +10,24 @@ from msgspec import Struct
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.base import Asked, Dialect, View, Wish
 from afield.gateway.dialects.chat import Chat
+from afield.gateway.dialects.gemini import Gemini
+from afield.gateway.dialects.responses import Responses
 from afield.tokens import ChatTokens
 
 __all__ = ["Asked", "Dialect", "Dialects", "View", "Wish"]
 
+GEMINI = "/v1beta/models/(?P<model>[^:]+)"
 Route = tuple[str, re.Pattern[str], str]
 ROUTES: list[Route] = [
     (verb, re.compile(pattern), name)
     for verb, pattern, name in (
         ("generate", "/v1/chat/completions", "chat"),
+        ("generate", "/v1/responses", "responses"),
+        ("count", "/v1/responses/input_tokens", "responses"),
         ("generate", "/v1/messages", "anthropic"),
         ("count", "/v1/messages/count_tokens", "anthropic"),
+        ("generate", GEMINI + ":(?P<method>generateContent|streamGenerateContent)", "gemini"),
+        ("count", GEMINI + ":countTokens", "gemini"),
     )
 ]
 
@@ -35,7 +42,8 @@ class Dialects:
     """All of them, for one model."""
 
     def __init__(self, tokens: ChatTokens) -> None:
-        self._by_name: dict[str, Dialect] = {made.name: made for made in (Chat(tokens), Anthropic())}
+        made = (Chat(tokens), Responses(), Anthropic(), Gemini(tokens))
+        self._by_name: dict[str, Dialect] = {dialect.name: dialect for dialect in made}
 
     def match(self, path: str) -> Match | None:
         for verb, pattern, name in ROUTES:
