@@ -118,7 +118,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         after=after,
         hints=frozenset(talk.hints),
         retry=asks_again(asked),
-        thread=asked.headers.get("thread-id", ""),
+        thread=_thread(asked),
         tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags])),
         images=talk.gallery.images,
     )
@@ -126,6 +126,12 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         model=wire.model, token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)}
     )
     return request, wish
+
+
+def _thread(asked: Asked) -> str:
+    """Codex says which thread a sub-agent has; its main thread stays nameless, as with other clients."""
+    spawned = "x-codex-parent-thread-id" in asked.headers or "x-openai-subagent" in asked.headers
+    return asked.headers.get("thread-id", "") if spawned else ""
 
 
 def _check(wire: Body) -> None:
