@@ -10,6 +10,7 @@ from msgspec import Struct
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.base import Asked, Dialect, View, Wish
 from afield.gateway.dialects.chat import Chat
+from afield.gateway.dialects.completions import Completions
 from afield.gateway.dialects.gemini import Gemini
 from afield.gateway.dialects.responses import Responses
 from afield.tokens import ChatTokens
@@ -22,6 +23,7 @@ ROUTES: list[Route] = [
     (verb, re.compile(pattern), name)
     for verb, pattern, name in (
         ("generate", "/v1/chat/completions", "chat"),
+        ("generate", "/v1/completions", "completions"),
         ("generate", "/v1/responses", "responses"),
         ("count", "/v1/responses/input_tokens", "responses"),
         ("generate", "/v1/messages", "anthropic"),
@@ -42,7 +44,7 @@ class Dialects:
     """All of them, for one model."""
 
     def __init__(self, tokens: ChatTokens) -> None:
-        made = (Chat(tokens), Responses(), Anthropic(), Gemini(tokens))
+        made = (Chat(tokens), Completions(tokens), Responses(), Anthropic(), Gemini(tokens))
         self._by_name: dict[str, Dialect] = {dialect.name: dialect for dialect in made}
 
     def match(self, path: str) -> Match | None:

@@ -80,15 +80,15 @@ def _check(wire: Body) -> None:
 
 
 def _prompt(given: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
-    if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
-        (given,) = given
-    if not given:
+    alone = given[0] if isinstance(given, list) and len(given) == 1 else given
+    prompt = given if isinstance(alone, int) else alone
+    if not prompt:
         raise bad_request("prompt is empty", "send text or token ids")
-    if isinstance(given, str):
-        return given
-    ids = tuple(part for part in given if isinstance(part, int))
-    if len(ids) != len(given):
-        raise bad_request(f"{len(given)} prompts are not served", "ask once per prompt")
+    if isinstance(prompt, str):
+        return prompt
+    ids = tuple(part for part in prompt if isinstance(part, int))
+    if len(ids) != len(prompt):
+        raise bad_request(f"{len(prompt)} prompts are not served", "ask once per prompt")
     if min(ids) < 0:
         raise bad_request(f"prompt has the token id {min(ids)}, which is negative")
     return ids
