@@ -11,7 +11,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from afield.conformance.environments import interpreter, npm_environment, python_environment
 from afield.conformance.judge import Served
+from afield.conformance.pins import NPM, PYTHON
 from afield.conformance.scenario import Scenario, marker
 
 TASK = f"Go through the steps, one after the other, until the last. {marker('main', 0)}"
@@ -55,6 +57,18 @@ class Client(Struct, frozen=True, kw_only=True):
     scenario: Scenario
     inspect: Callable[[Stage, Sequence[Served]], list[str]] = lambda stage, ledger: []
     timeout_s: float = 150.0
+
+
+def from_pypi(name: str, version: str | None = None) -> Callable[[Path], Path]:
+    def install(cache: Path) -> Path:
+        python = interpreter(version) if version else "python3"
+        return python_environment(cache, name, PYTHON[name], python=python).parent
+
+    return install
+
+
+def from_npm(name: str) -> Callable[[Path], Path]:
+    return lambda cache: npm_environment(cache, name, NPM[name])
 
 
 async def run(command: Command, stage: Stage, path: str, log: Path, timeout_s: float) -> str | None:

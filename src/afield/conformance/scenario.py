@@ -26,7 +26,11 @@ LONG = (
 
 
 def marker(thread: str, step: int) -> str:
-    return f"[at {thread}-{step}]"
+    return bracketed(f"{thread}-{step}")
+
+
+def bracketed(where: str) -> str:
+    return f"[at {where}]"
 
 
 def shell(thread: str, step: int) -> str:
@@ -77,7 +81,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     replies: Mapping[str, Answer]
     faults: Mapping[str, Fault]
     branches: int
-    asides: Mapping[str, Reply] = {}
+    asides: Mapping[str, Answer] = {}
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.faults) - set(self.replies)):
@@ -91,7 +95,7 @@ def steps(
     branches: int = 1,
     parallel: bool = True,
     instead: Mapping[str, Answer] | None = None,
-    asides: Mapping[str, Reply] | None = None,
+    asides: Mapping[str, Answer] | None = None,
     faults: Mapping[str, Fault] | None = None,
 ) -> Scenario:
     """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third

@@ -77,14 +77,12 @@ class Script:
         )
 
     def _reply(self, prompt: str) -> tuple[str, Reply]:
-        for phrase, reply in self._scenario.asides.items():
-            if phrase in prompt:
-                return phrase, reply
-        where = last_marker(prompt)
-        if where is None or where not in self._scenario.replies:
+        asides = self._scenario.asides
+        where = next((phrase for phrase in asides if phrase in prompt), last_marker(prompt))
+        answer = asides.get(where or "") or self._scenario.replies.get(where or "")
+        if where is None or answer is None:
             self.surprises.append(f"nothing to say at {where}; the prompt ends {prompt[-300:]!r}")
             return "surprise", Reply(text="This was not foreseen.")
-        answer = self._scenario.replies[where]
         return where, answer(prompt) if callable(answer) else answer
 
     def unsaid(self) -> list[str]:

@@ -25,6 +25,7 @@ from afield.conformance.script import Script
 from afield.errors import Unavailable
 from afield.seams import Gateway, Record, SessionSpec
 from afield.types import Sampling
+from afield.wire import encode
 
 MAX_CONTEXT = 400_000
 SETTLE_S = 10.0
@@ -62,6 +63,8 @@ async def check(client: Client, cache: Path, folder: Path, path: str) -> Verdict
         problems = await _drive(client, stage, path, folder / "client.log")
         await _settled(up, ticket.id)
         record = await up.gateway.finalize(ticket.id)
+        (folder / "record.json").write_bytes(encode(record))
+        (folder / "ledger.json").write_bytes(encode(up.ledger))
         verdict = judge(up.ledger, record, client.scenario.branches)
         problems += _course(client.scenario, up, record)
         problems += client.inspect(stage, up.ledger)

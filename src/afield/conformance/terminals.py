@@ -1,0 +1,166 @@
+"""Coding agents with a command line of their own: Claude Code, Codex, opencode."""
+
+from __future__ import annotations
+
+import json
+
+from afield.conformance.client import TASK, Client, Command, Stage, from_npm
+from afield.conformance.scenario import (
+    Answer,
+    Reply,
+    Scenario,
+    Use,
+    bracketed,
+    last_marker,
+    marker,
+    shell,
+    steps,
+)
+
+GO_ON = f"Go on from where you were. {marker('main', 8)}"
+
+
+def _so_far(prompt: str) -> Reply:
+    """A summary that says where the thread stands."""
+    return Reply(text=f"* Everything was done up to here – そこまで: {bracketed(last_marker(prompt) or '')}")
+
+
+# --- Claude Code ---------------------------------------------------------------------------------
+
+
+def _claude(stage: Stage) -> list[Command]:
+    environment = {
+        "IS_SANDBOX": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "ANTHROPIC_BASE_URL": stage.base_url,
+        "ANTHROPIC_API_KEY": stage.api_key,
+    }
+    options = ("--model", stage.model, "--dangerously-skip-permissions", "--output-format", "json")
+
+    def say(*words: str) -> Command:
+        return Command((str(stage.programs / "claude"), "-p", *words, *options), environment)
+
+    return [say(TASK), say("/compact", "--continue"), say(GO_ON, "--continue")]
+
+
+def _claude_bash(thread: str, step: int) -> Use:
+    return Use("Bash", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
+
+
+def _claude_scenario() -> Scenario:
+    ask = {
+        "subagent_type": "general-purpose",
+        "description": "Walk a little",
+        "prompt": f"Walk a little on your own. {marker('sub', 0)}",
+        "run_in_background": False,
+    }
+    instead: dict[str, Answer] = {
+        "main-2": Reply(text="Somebody else can do this.", uses=(Use("Agent", ask),)),
+        "sub-0": Reply(text="I walk.", uses=(_claude_bash("sub", 1), _claude_bash("sub", 1))),
+        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-7": Reply(text="This is halfway."),
+    }
+    summary = Reply(text="<analysis>\nShort – 短い.\n</analysis>\n<summary>\nSteps one to seven.\n</summary>")
+    # The main thread, its sub-agent, the summary (which leaves out the last turn), and the new context.
+    return steps(_claude_bash, instead=instead, asides={"Respond with TEXT ONLY": summary}, branches=4)
+
+
+CLAUDE_CODE = Client(
+    name="claude-code", install=from_npm("claude-code"), commands=_claude, scenario=_claude_scenario()
+)
+
+
+# --- Codex ---------------------------------------------------------------------------------------
+
+CODEX_CONFIG = """\
+model = {model}
+model_provider = "afield"
+model_auto_compact_token_limit = {limit}
+features = {{ plugins = false }}
+
+[model_providers.afield]
+name = "afield"
+base_url = {base_url}
+env_key = "AFIELD_SESSION_KEY"
+wire_api = "responses"
+
+[analytics]
+enabled = false
+"""
+COMPACT_AT = 60_000  # tokens of the suite's own tokenizer: more than the opening prompt, less than MUCH
+MUCH = "seq 10000 16000"
+
+
+def _codex(stage: Stage) -> list[Command]:
+    text = CODEX_CONFIG.format(
+        model=json.dumps(stage.model), limit=COMPACT_AT, base_url=json.dumps(stage.openai_base_url)
+    )
+    (stage.home / "config.toml").write_text(text)
+    argv = (str(stage.programs / "codex"), "exec", "--skip-git-repo-check")
+    environment = {"CODEX_HOME": str(stage.home), "AFIELD_SESSION_KEY": stage.api_key}
+    return [Command((*argv, "--dangerously-bypass-approvals-and-sandbox", TASK), environment)]
+
+
+def _codex_exec(thread: str, step: int) -> Use:
+    return Use("exec_command", {"cmd": shell(thread, step)})
+
+
+def _codex_scenario() -> Scenario:
+    much = Use("exec_command", {"cmd": f"{MUCH}; {shell('main', 7)}", "max_output_tokens": 20000})
+    instead: dict[str, Answer] = {"main-6": Reply(text="Now for a lot of text.", uses=(much,))}
+    # Before the compaction, the summary (asked for without tools), and after it.
+    asides: dict[str, Answer] = {"CONTEXT CHECKPOINT COMPACTION": _so_far}
+    return steps(_codex_exec, instead=instead, asides=asides, branches=3)
+
+
+CODEX = Client(name="codex", install=from_npm("codex"), commands=_codex, scenario=_codex_scenario())
+
+
+# --- opencode ------------------------------------------------------------------------------------
+
+
+def _opencode(stage: Stage) -> list[Command]:
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "afield",
+        "options": {"baseURL": stage.openai_base_url, "apiKey": stage.api_key},
+        "models": {stage.model: {"name": stage.model, "limit": {"context": 400_000, "output": 8192}}},
+    }
+    named = f"afield/{stage.model}"
+    config = {
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": "allow",
+        "provider": {"afield": provider},
+        "model": named,
+        "small_model": named,
+    }
+    (stage.work / "opencode.json").write_text(json.dumps(config))
+    off = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")
+    environment = {f"OPENCODE_DISABLE_{name}": "1" for name in off}
+    return [Command((str(stage.programs / "opencode"), "run", "--model", named, TASK), environment)]
+
+
+def _opencode_bash(thread: str, step: int) -> Use:
+    return Use("bash", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
+
+
+def _opencode_scenario() -> Scenario:
+    ask = {
+        "description": "Walk a little",
+        "prompt": f"Walk a little on your own. {marker('sub', 0)}",
+        "subagent_type": "general",
+    }
+    instead: dict[str, Answer] = {
+        "main-2": Reply(text="Somebody else can do this.", uses=(Use("task", ask),)),
+        "sub-0": Reply(text="I walk.", uses=(_opencode_bash("sub", 1), _opencode_bash("sub", 1))),
+        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
+    }
+    asides = {"You are a title generator": Reply(text="Steps, one by one")}
+    # The main thread, its sub-agent, and the title.
+    return steps(_opencode_bash, instead=instead, asides=asides, branches=3)
+
+
+OPENCODE = Client(
+    name="opencode", install=from_npm("opencode"), commands=_opencode, scenario=_opencode_scenario()
+)
