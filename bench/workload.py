@@ -92,6 +92,13 @@ class Workload:
         calls = [{"id": call_id, "type": "function", "function": call}]
         return {"role": "assistant", "content": text, "tool_calls": calls}
 
+    def told(self) -> dict[str, Any]:
+        """What the upstream has to know to give this answer."""
+        message = self.assistant()
+        pieces = self.pieces()
+        marker = pieces.index("<tool_call>") - 1
+        return {"ids": self.ids, "pieces": pieces, "message": message, "text": marker}
+
     def pieces(self) -> list[str]:
         """What each id of the answer spells; the text is plain ASCII, so each is whole."""
         return [self.tokenizer.decode([token], skip_special_tokens=False) for token in self.ids]
