@@ -13,7 +13,9 @@ import pytest
 from afield import assembly
 from afield.engines.scripted import Script, Scripted, ScriptedEngine
 from afield.errors import Unavailable
-from afield.gateway.calls import Calls, Done, Item, ModelRequest, Piece
+from afield.gateway.calls import Calls
+from afield.gateway.metrics import Metrics
+from afield.gateway.request import Done, Item, ModelRequest, Piece
 from afield.gateway.refusal import Refusal
 from afield.gateway.sessions import Session, Sessions
 from afield.gateway.store import Store, TurnRow
@@ -93,6 +95,7 @@ async def custody(tmp_path: Path, script: Script) -> AsyncIterator[Custody]:
             engine=engine,
             info=await engine.info(),
             tokens=TOKENS,
+            metrics=Metrics(),
             clock=lambda: float(next(ticks)),
         )
         yield Custody(store, sessions, calls, engine)
@@ -121,7 +124,7 @@ async def test_a_client_that_leaves_during_the_commit_leaves_one_committed_turn(
         assert not assembly.linear(session.forest, {"t1": "undelivered"}).trajectories
         again = await c.reply(session, ask("Hi"))
         assert again.content == "One."
-        assert session.row.undelivered == ()
+        assert session.undelivered == []
     assert len(c.engine.ledger) == 1
 
 
@@ -230,7 +233,7 @@ async def test_a_missed_answer_whose_retry_leaves_too_is_still_missed(tmp_path: 
         await c.run(session, ask("Hi"))
         await c.sessions.withhold(session, "t1")
         await cancelled_at(c, "open", c.run(session, ask("Hi")))
-        assert session.row.undelivered == ("t1",)
+        assert session.undelivered == ["t1"]
         assert (await c.reply(session, ask("Hi"))).content == "Once."
 
 

@@ -292,8 +292,6 @@ async def test_opening_again_gives_the_same_ticket_and_another_spec_is_refused(u
         ({**CHAT, "n": 3}, "n=3"),
         ({**CHAT, "max_tokens": 0}, "max_tokens"),
         ({**CHAT, "max_tokens": "many"}, "max_tokens"),
-        ({**CHAT, "tool_choice": "required"}, "tool_choice"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
         ({**CHAT, "tools": [{"type": "browser", "function": {"name": "x"}}]}, "browser"),
     ],
 )

@@ -80,6 +80,14 @@ class Forest:
             ids.extend(turn.token_ids)
         return ids
 
+    def sent(self, turn_id: str) -> list[int]:
+        """The same as it goes to an engine, which expands images itself."""
+        ids: list[int] = []
+        for turn in self.path(turn_id):
+            ids.extend(turn.sent_ids or turn.delta_ids)
+            ids.extend(turn.token_ids)
+        return ids
+
     def length(self, turn_id: str) -> int:
         return self._lengths[turn_id]
 

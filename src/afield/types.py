@@ -273,14 +273,16 @@ class Turn(Struct, frozen=True, kw_only=True):
     """One model call exactly as sampled: written once, never edited, never re-tokenised.
 
     The prompt is the parent's whole path followed by `delta_ids`; without a parent, `delta_ids` is
-    the whole prompt. `versions` counts from the first sampled token. `asked` is the digest of the
-    conversation up to the request, `digest` with the reply.
+    the whole prompt. Where the engine put more ids in the place of an image, `delta_ids` has them and
+    `sent_ids` is the delta as it was sent. `versions` counts from the first sampled token. `asked` is
+    the digest of the conversation up to the request, `digest` with the reply.
     """
 
     id: str
     root: str
     parent: str | None = None
     delta_ids: tuple[int, ...] = ()
+    sent_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[VersionSpan, ...] = ()

@@ -24,10 +24,10 @@ from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
 from afield.gateway.refusal import Refusal, bad_request, context_exceeded, engine_down
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
-from afield.gateway.sessions import ENGINE_FAILED, Session, Sessions
+from afield.gateway.sessions import ENGINE_FAILED, SUPERSEDED, Session, Sessions
 from afield.gateway.stops import StopStrings
 from afield.gateway.store import Store, TurnRow, to_its_end
-from afield.seams import Call, Engine, EngineInfo
+from afield.seams import Call, Engine, EngineInfo, Image
 from afield.tokens import ChatTokens, Event, Parser, ToolStart
 from afield.types import FinishReason, Message, ToolCall, Turn, TurnStatus
 
@@ -188,6 +188,8 @@ class Calls:
         intent = self._intent(session, request, place, limit, n)
         partial = Partial()
         parser, stops = self._readers(tokens, request)
+        if request.images:
+            await self._store.put_images(session.id, request.images.values())
         chunks = self._engine.generate(self._call(session, request, place, limit, intent.id))
         broke: tuple[str, ...] = ()
         turn: Turn | None = None
@@ -199,6 +201,8 @@ class Calls:
             async for chunk in chunks:
                 now = self._clock()
                 partial.fold(chunk, now)
+                if chunk.prompt_ids is not None:
+                    intent = self._expanded(session, intent, chunk.prompt_ids)
                 session.spend(len(chunk.token_ids), now)
                 events = stops.filter(parser.feed(chunk.token_ids))
                 partial.finish = chunk.finish or self._why_cut(session, stops)
@@ -212,6 +216,7 @@ class Calls:
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
                 # From here on, whatever comes, the commit is carried through.
                 await to_its_end(self._record(session, turn, n))
+                await self._supersede(session, turn)
                 yield Piece(chunk.token_ids, chunk.logprobs, _named(events, intent.id))
                 yield Done(turn, reply, len(place.prompt_ids), stops.found)
                 return
@@ -234,6 +239,29 @@ class Calls:
             session.lands((place.asked, limit), flight)
             self._metrics.ended(turn, len(place.prompt_ids))
 
+    def _expanded(self, session: Session, intent: Turn, prompt_ids: tuple[int, ...]) -> Turn:
+        """The prompt as the engine made it of ours, images expanded: that is what is recorded."""
+        before = session.forest.ids(intent.parent) if intent.parent else []
+        if list(prompt_ids[: len(before)]) != before:
+            raise Unavailable("the engine expanded an earlier image in another way than before")
+        delta = tuple(prompt_ids[len(before) :])
+        return structs.replace(intent, delta_ids=delta, sent_ids=intent.sent_ids or intent.delta_ids)
+
+    async def _supersede(self, session: Session, turn: Turn) -> None:
+        """The same request with more room makes an answer that was cut off worthless to its client."""
+        room = turn.sampling.max_tokens or 0
+        for twin in session.forest.asked(turn.asked):
+            cut = twin.finish_reason is FinishReason.LENGTH and (twin.sampling.max_tokens or 0) < room
+            if cut and twin.parent == turn.parent and not session.forest.has_children(twin.id):
+                await self._sessions.withhold(session, twin.id, SUPERSEDED)
+
+    def _images(self, session: Session, place: lineage.Place) -> tuple[Image, ...]:
+        """All images of the conversation, in the order of their places in the prompt."""
+        path = session.forest.path(place.parent) if place.parent else []
+        messages = [m for turn in path for m in turn.messages] + list(place.new)
+        digests = [image.digest for message in messages for image in message.images]
+        return tuple(self._store.image(session.id, digest) for digest in digests)
+
     def _why_cut(self, session: Session, stops: StopStrings) -> FinishReason | None:
         """Reasons of ours to end a call that the engine would go on with."""
         if stops.hit:
@@ -248,11 +276,12 @@ class Calls:
         return Call(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
-            prompt_ids=place.prompt_ids,
+            prompt_ids=place.sent_ids or place.prompt_ids,
             sampling=spec.sampling,
             max_tokens=limit,
             stop_ids=self._tokens.stop_ids,
             stream=request.stream or watched,
+            images=self._images(session, place) if self._info.images else (),
         )
 
     def _intent(

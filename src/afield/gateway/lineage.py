@@ -15,7 +15,7 @@ import json
 from array import array
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield.forest import Forest, chain
 from afield.gateway.echo import recognised
@@ -53,6 +53,7 @@ class Place(Struct, frozen=True, kw_only=True):
     parent: str | None
     delta_ids: tuple[int, ...]
     prompt_ids: tuple[int, ...]
+    sent_ids: tuple[int, ...] = ()
     new: tuple[Message, ...]
     asked: str
     tools_digest: str
@@ -92,7 +93,10 @@ def place(forest: Forest, tokens: ChatTokens, spot: Spot, request: ModelRequest)
         if rendered is not None:
             tier, delta = rendered
             prompt = (*forest.ids(spot.parent.id), *delta)
-            return _place(spot, spot.parent.id, tuple(delta), prompt, spot.new, tier, links)
+            made = _place(spot, spot.parent.id, tuple(delta), prompt, spot.new, tier, links)
+            if any(message.images for message in spot.messages):
+                made = structs.replace(made, sent_ids=(*forest.sent(spot.parent.id), *delta))
+            return made
     ids = tuple(tokens.render(spot.messages, request.tools))
     if spot.parent is not None and not links:
         links = (Link("fork", spot.parent.id),)

@@ -13,7 +13,7 @@ import queue
 import secrets
 import sqlite3
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
-from afield.seams import SessionSpec
+from afield.seams import Image, SessionSpec
 from afield.types import Turn
 
 SCHEMA = """
@@ -32,6 +32,8 @@ CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, phase TEXT NOT NULL, c
   body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, status TEXT NOT NULL,
   seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
+  PRIMARY KEY (session_id, digest));
 """
 FORMAT = "2"
 
@@ -99,8 +101,18 @@ class Store:
         sql = "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)"
         await self._write([(sql, (session_id, row.n, str(row.turn.status), row.seq, body))])
 
+    async def put_images(self, session_id: str, images: Iterable[Image]) -> None:
+        sql = "INSERT OR IGNORE INTO images VALUES (?,?,?)"
+        await self._write([(sql, (session_id, i.digest, msgspec.msgpack.encode(i))) for i in images])
+
+    def image(self, session_id: str, digest: str) -> Image:
+        sql = "SELECT body FROM images WHERE session_id=? AND digest=?"
+        row = self._reader.execute(sql, (session_id, digest)).fetchone()
+        return msgspec.msgpack.decode(row[0], type=Image)
+
     async def delete_session(self, session_id: str) -> None:
-        tables = ("DELETE FROM turns WHERE session_id=?", "DELETE FROM sessions WHERE id=?")
+        tables = [f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images")]
+        tables.append("DELETE FROM sessions WHERE id=?")
         await self._write([(sql, (session_id,)) for sql in tables])
 
     def session(self, session_id: str) -> SessionRow | None:
