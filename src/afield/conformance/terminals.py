@@ -87,7 +87,7 @@ wire_api = "responses"
 [analytics]
 enabled = false
 """
-COMPACT_AT = 60_000  # tokens of the suite's own tokenizer: more than the opening prompt, less than MUCH
+COMPACT_AT = 30_000  # tokens of the suite's own tokenizer: more than the opening prompt, less than MUCH
 MUCH = "seq 10000 16000"
 
 
@@ -157,8 +157,9 @@ def _opencode_scenario() -> Scenario:
         "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
     }
     asides = {"You are a title generator": Reply(text="Steps, one by one")}
-    # The main thread, its sub-agent, and the title.
-    return steps(_opencode_bash, instead=instead, asides=asides, branches=3)
+    # The title, the sub-agent, and the main thread twice: after the cut opencode writes an empty assistant
+    # message before the answer it got, and so goes on from a conversation that was never sampled.
+    return steps(_opencode_bash, instead=instead, asides=asides, branches=4)
 
 
 OPENCODE = Client(
