@@ -8,11 +8,12 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from afield.engines.ledger import Served
 from afield.engines.scripted import Scripted, ScriptedEngine, read_script
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk
+from afield.seams.engine import Call, Chunk, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 
 pytestmark = pytest.mark.anyio
@@ -143,3 +144,42 @@ def test_a_script_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path.write_text('{"text": "hi"}')
     with pytest.raises(UsageError, match="line 1: 'text' and 'match' need a tokenizer"):
         read_script(path)
+
+
+def an_image(digest: str) -> Image:
+    return Image(digest=digest, media_type="image/png", data=digest.encode())
+
+
+async def test_images_take_their_length_in_the_prompt_and_the_first_chunk_says_so() -> None:
+    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5, 6, 0)), image_id=ord("#"), image_length=3)
+    assert (await engine.info()).images
+    call = structs.replace(a_call("a#b#"), images=(an_image("x"), an_image("y")))
+    chunks = await answer(engine, call)
+    expanded = tuple(map(ord, "a###b###"))
+    assert [chunk.prompt_ids for chunk in chunks] == [expanded, None, None]
+    assert engine.ledger[0].prompt_ids == expanded
+    (whole,) = await answer(engine, structs.replace(call, stream=False))
+    assert whole.prompt_ids == expanded
+
+
+async def test_images_the_prompt_has_no_places_for_are_refused() -> None:
+    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5, 0)), image_id=ord("#"), max_context=9)
+    with pytest.raises(ValueError, match="has 1 images and 2 places"):
+        await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"),)))
+    with pytest.raises(ValueError, match="prompt of 9 ids"):
+        await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"), an_image("y"))))
+    blind = ScriptedEngine(lambda call: Scripted(token_ids=(5, 0)))
+    with pytest.raises(ValueError, match="does not take"):
+        await answer(blind, structs.replace(a_call("#"), images=(an_image("x"),)))
+
+
+async def test_a_paused_engine_stands_still() -> None:
+    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5, 6, 0)))
+    async with asyncio.timeout(BOUND_S), aclosing(engine.generate(a_call())) as chunks:
+        await anext(chunks)
+        await engine.pause()
+        going_on = asyncio.ensure_future(anext(chunks))
+        done, _ = await asyncio.wait([going_on], timeout=0.05)
+        assert not done
+        await engine.resume()
+        assert (await going_on).token_ids == (6,)

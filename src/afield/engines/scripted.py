@@ -3,7 +3,8 @@
 A script is a function from the call to a `Scripted` answer, or a list of answers used up in order.
 `read_script` makes such a function from a JSONL file. It follows the engine contract to the letter
 (context, `max_tokens`, stop ids, versions) and keeps a ledger of every call served. It fails, hangs
-or changes its version in the middle of an answer when the script says so.
+or changes its version in the middle of an answer when the script says so. With an `image_id` it takes
+images, each of which stands for `image_length` ids in the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol, Self
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield.engines.checks import check_call, is_newer
 from afield.engines.ledger import Entry, watch
@@ -56,11 +57,21 @@ Script = Callable[[Call], Scripted] | Sequence[Scripted]
 
 class ScriptedEngine:
     def __init__(
-        self, script: Script, *, version: int = 0, max_context: int = 4096, vocab_size: int = 1 << 18
+        self,
+        script: Script,
+        *,
+        version: int = 0,
+        max_context: int = 4096,
+        vocab_size: int = 1 << 18,
+        image_id: int | None = None,
+        image_length: int = 4,
     ) -> None:
         self._answer = script if callable(script) else _in_order(script)
         self._version = version
         self._max_context, self._vocab_size = max_context, vocab_size
+        self._image_id, self._image_length = image_id, image_length
+        self._moving = asyncio.Event()
+        self._moving.set()
         self._broken: str | None = None
         self._breaking = asyncio.Event()
         self.ledger: list[Entry] = []
@@ -76,6 +87,7 @@ class ScriptedEngine:
         """From now on every call fails, those in flight too. Repeating changes nothing."""
         self._broken = self._broken or reason
         self._breaking.set()
+        self._moving.set()
 
     async def info(self) -> EngineInfo:
         self._check_up()
@@ -84,7 +96,16 @@ class ScriptedEngine:
             version=self._version,
             max_context=self._max_context,
             vocab_size=self._vocab_size,
+            images=self._image_id is not None,
         )
+
+    async def pause(self) -> None:
+        self._check_up()
+        self._moving.clear()
+
+    async def resume(self) -> None:
+        self._check_up()
+        self._moving.set()
 
     async def load(self, version: int, path: str) -> None:
         self._check_up()
@@ -96,9 +117,10 @@ class ScriptedEngine:
         return watch(call, self._chunks(call), self.ledger.append)
 
     async def _chunks(self, call: Call) -> AsyncGenerator[Chunk]:
-        check_call(call, await self.info())
+        expanded = self._expanded(call)
+        check_call(structs.replace(call, prompt_ids=expanded), await self.info())
         answer = self._answer(call)
-        tokens, finish = _as_sampled(answer, call, self._max_context - len(call.prompt_ids))
+        tokens, finish = _as_sampled(answer, call, self._max_context - len(expanded))
         logprobs = answer.logprobs or tuple(_logprob(token, n) for n, token in enumerate(tokens))
         for start, end in _cuts(answer, len(tokens), call.stream):
             await self._pause(answer.delay_s)
@@ -111,6 +133,7 @@ class ScriptedEngine:
                 low=self._version,
                 high=self._version,
                 finish=finish if ends else None,
+                prompt_ids=expanded if call.images and start == 0 else None,
             )
         if answer.fail == "hang":
             await self._breaking.wait()
@@ -118,12 +141,25 @@ class ScriptedEngine:
         if answer.fail == "unavailable":
             raise Unavailable(f"the script fails call {call.id!r} here")
 
+    def _expanded(self, call: Call) -> tuple[int, ...]:
+        """The prompt with every image at its full length."""
+        if not call.images:
+            return call.prompt_ids
+        if self._image_id is None:
+            raise ValueError(f"call {call.id!r} has images, which this engine does not take")
+        places = call.prompt_ids.count(self._image_id)
+        if places != len(call.images):
+            raise ValueError(f"call {call.id!r} has {len(call.images)} images and {places} places for them")
+        longer = ((t,) * (self._image_length if t == self._image_id else 1) for t in call.prompt_ids)
+        return tuple(chain.from_iterable(longer))
+
     async def _pause(self, seconds: float) -> None:
         # Even without a delay others get their turn, as they would with a real engine.
         await asyncio.sleep(0)
         if seconds:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._breaking.wait(), seconds)
+        await self._moving.wait()
         self._check_up()
 
     def _check_up(self) -> None:
