@@ -8,6 +8,7 @@ is sampled the stream carries the dialect's own keepalives.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -20,6 +21,8 @@ from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
 
 KEEPALIVE_S = 10.0
+# Codex compacts when a stream fails for this reason; the same as an HTTP error ends its run.
+TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
 
 
 class Answering:
@@ -54,6 +57,11 @@ class Answering:
                 else:
                     done = await _last(items)
                     await send_json(send, 200, dialect.answer(started, done, wish))
+        except Refusal as refusal:
+            if out.started or not request.stream or (dialect.name, refusal.code) not in TOLD_IN_STREAM:
+                raise
+            nothing = Started(session.id, "t0", (), time.time())
+            await out.close(dialect.view(nothing, wish).failing(refusal))
         except asyncio.CancelledError:
             if turn_id and turn_id in session.forest:
                 await asyncio.shield(self._gateway.sessions.withhold(session, turn_id))
