@@ -144,12 +144,12 @@ def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves
 
 
 def test_a_pattern_the_template_refuses_is_not_certified(models: dict[str, ChatTokens]) -> None:
-    assert models["moving"].certificate.appends["system"] is False
+    assert models["moving"].certificate.appends["system"] is None
     assert appended(models["moving"], [SYSTEM], truncated=False) is None
 
 
 def test_a_message_the_template_drops_is_not_certified(models: dict[str, ChatTokens]) -> None:
-    assert models["moving"].certificate.appends["developer"] is False
+    assert models["moving"].certificate.appends["developer"] is None
 
 
 def test_a_template_without_an_end_of_turn_appends_nothing(models: dict[str, ChatTokens]) -> None:

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
-from afield.tokens.certify import TRUNCATED, Certificate, Findings, certify
-from afield.tokens.delta import delta_text, pattern_of, splice_text
+from afield.tokens.certify import Certificate, certify
+from afield.tokens.delta import TurnEnd, delta_text, pattern_of, splice_text
 from afield.tokens.escape import POLICIES, Spelled, policy
-from afield.tokens.parser import Parser, ReplyReader
+from afield.tokens.formats import FORMATS, HARMONY, REASONING
+from afield.tokens.harmony import MARKERS, HarmonyReader
+from afield.tokens.parser import Parser, Spellings
+from afield.tokens.reply import Reader, ReplyReader
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message
@@ -49,13 +52,19 @@ class ChatTokens:
         self._template = template
         self._escape = policy("escape", vocab.control)
         self._arguments = dict(arguments)
-        self._findings: Findings = certify(template, vocab)
-        ends = (self._findings.end.id,) if self._findings.end else ()
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *ends)))
+        self.certificate: Certificate = certify(template, vocab, stop_ids)
+        end = self.certificate.end_of_turn
+        self._end = TurnEnd(end, vocab.control[end]) if end else None
+        self._format = next((f for f in FORMATS if f.name == self.certificate.tool_format), None)
+        self._tags = next((tags for tags in REASONING if tags.name == self.certificate.reasoning), None)
+        self.stop_ids: tuple[int, ...] = tuple(
+            dict.fromkeys((*stop_ids, *([self._end.id] if self._end else [])))
+        )
         self.thinking, self.escape = THINKING[0], POLICIES[0]
         self._others = {(self.thinking, self.escape): self}
-        markers = {vocab.control.get(text) for text in self._findings.markers}
-        self._hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
+        markers = {vocab.control.get(text) for text in self._markers()}
+        hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
+        self._spellings = Spellings(vocab, hidden)
 
     @classmethod
     def load(
@@ -94,9 +103,11 @@ class ChatTokens:
             vocab_size=_of(config, "vocab_size") or vocab.size,
         )
 
-    @property
-    def certificate(self) -> Certificate:
-        return self._findings.certificate
+    def _markers(self) -> set[str]:
+        """What structures a reply: read, not hidden, even where the tokenizer calls it special."""
+        tags = (self._tags.opening, self._tags.closing) if self._tags else ()
+        calls = self._format.markers if self._format else ()
+        return {*tags, *calls, *(MARKERS if self.certificate.reasoning == HARMONY else ())}
 
     def under(self, *, thinking: str = "preserve", escape: str = "escape") -> ChatTokens:
         """The same model under other policies; made once for each.
@@ -144,7 +155,7 @@ class ChatTokens:
         The turn ended with a stop id, unless it was truncated: then the missing stop comes first.
         Costs what the new messages cost, whatever the length of the conversation.
         """
-        end, pattern, certificate = self._findings.end, pattern_of(new), self.certificate
+        end, pattern, certificate = self._end, pattern_of(new), self.certificate
         if end is None or not certificate.appends.get(pattern) or not self._may_append(truncated):
             return None
         if self.thinking == "template" and pattern in certificate.strips:
@@ -168,7 +179,7 @@ class ChatTokens:
         `new` may be anything, also assistant messages nobody sampled. None where the new messages
         would change what the template writes before them. Costs a rendering of the conversation.
         """
-        end = self._findings.end
+        end = self._end
         if end is None or not new or not self._may_append(truncated):
             return None
         strict = self.thinking == "template"
@@ -179,7 +190,7 @@ class ChatTokens:
         return None if text is None else self._behind_stop(text, truncated)
 
     def _may_append(self, truncated: bool) -> bool:
-        return self.thinking != "per_turn" and (not truncated or self.certificate.appends[TRUNCATED])
+        return self.thinking != "per_turn" and (not truncated or self.certificate.truncated)
 
     def _behind_stop(self, text: str, truncated: bool) -> list[int]:
         ids = self._vocab.encode(text)
@@ -191,13 +202,27 @@ class ChatTokens:
         A call is reported as it is sampled, and withdrawn should it turn out malformed; with
         `hold_calls` it is reported when it is closed, all at once, and nothing is ever withdrawn.
         """
-        reader = ReplyReader(
-            reasoning=self.certificate.reasoning,
-            thinking=self._findings.starts_thinking,
-            tool_format=self._findings.tool_format if tools else None,
+        return Parser(self._spellings, self._reader(tools, hold_calls))
+
+    def _reader(self, tools: Sequence[Tool] | bool, hold_calls: bool) -> Reader:
+        if self.certificate.reasoning == HARMONY:
+            return HarmonyReader(tools=bool(tools), hold_calls=hold_calls)
+        return ReplyReader(
+            reasoning=self._tags,
+            thinking=self.certificate.opens_thinking,
+            tool_format=self._format if tools else None,
             hold_calls=hold_calls,
+            tools=() if isinstance(tools, bool) else tools,
         )
-        return Parser(self._vocab, self._hidden, reader)
+
+    def plain_parser(self) -> Parser:
+        """For a reply that is nothing but text: no reasoning, no calls."""
+        reader = ReplyReader(reasoning=None, thinking=False, tool_format=None, hold_calls=True)
+        return Parser(self._spellings, reader)
+
+    def encode_raw(self, text: str) -> list[int]:
+        """A prompt that a client wrote itself: control tokens that it spells are meant."""
+        return self._vocab.encode(text.encode("utf-8", "replace").decode())
 
     def decode(self, ids: Sequence[int]) -> str:
         """For reading."""

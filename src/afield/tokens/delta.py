@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from msgspec import Struct
 
 from afield.tokens.escape import BREAK
-from afield.tokens.parser import END_THINK, THINK
+from afield.tokens.formats import REASONING
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message, ToolCall
@@ -26,7 +26,9 @@ from afield.types import Message, ToolCall
 ANCHOR = "afieldanchor"
 # Blank reasoning would hide what a template does to the reasoning of earlier turns.
 _REASONING = "Think about it."
-_THOUGHT = re.compile(rf"{THINK}.*?{END_THINK}\s*", re.DOTALL)
+_THOUGHT = re.compile(
+    "|".join(rf"{re.escape(tags.opening)}.*?{re.escape(tags.closing)}\s*" for tags in REASONING), re.DOTALL
+)
 _QUESTION = Message(role="user", content="Question")
 
 
@@ -35,6 +37,8 @@ class TurnEnd(Struct, frozen=True):
 
     text: str
     id: int
+    direct: bool = True
+    """Whether nothing stands between what was said and the token."""
 
 
 def pattern_of(messages: Sequence[Message]) -> str:
@@ -43,18 +47,35 @@ def pattern_of(messages: Sequence[Message]) -> str:
     return "+".join(role if length == 1 else f"{role}s" for role, length in runs)
 
 
-def find_turn_end(template: ChatTemplate, vocab: Vocabulary) -> TurnEnd | None:
-    """None for a template that ends a turn only by beginning the next one."""
+def find_turn_end(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) -> TurnEnd | None:
+    """None for a template that ends a turn only by beginning the next one.
+
+    Of several control tokens in a row, it is the one the model stops at, or the last.
+    """
     try:
         text = template.render([_QUESTION, Message(role="assistant", content=ANCHOR)], (), generation=False)
     except TemplateRefusal:
         return None
-    tail = text[text.rfind(ANCHOR) + len(ANCHOR) :] if ANCHOR in text else ""
+    _, found, tail = text.rpartition(ANCHOR)
+    row = list(_control_tokens(tail, vocab)) if found else []
+    if not row:
+        return None
+    at, literal = next((token for token in row if vocab.control[token[1]] in stop_ids), row[-1])
+    return TurnEnd(literal, vocab.control[literal], direct=at == 0)
+
+
+def _control_tokens(text: str, vocab: Vocabulary) -> Iterator[tuple[int, str]]:
+    """The control tokens a text begins with, and where; blanks may stand between them."""
     # The longest literal first: one may be the beginning of another.
-    for literal in sorted(vocab.control, key=len, reverse=True):
-        if tail.lstrip().startswith(literal):
-            return TurnEnd(literal, vocab.control[literal])
-    return None
+    literals = sorted(vocab.control, key=len, reverse=True)
+    at = 0
+    while True:
+        at = len(text) - len(text[at:].lstrip())
+        literal = next((literal for literal in literals if text.startswith(literal, at)), None)
+        if literal is None:
+            return
+        yield at, literal
+        at += len(literal)
 
 
 def after_turn(text: str, marker: str, end: TurnEnd) -> int | None:

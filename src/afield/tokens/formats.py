@@ -1,173 +1,156 @@
-"""Tool-call formats: how a model spells a call, one small reader per format.
+"""The formats in which models spell calls and reasoning, by family.
 
-A reader takes the text that follows the format's opening marker, in pieces, and says when the call is
-closed or broken. It never repairs: what is not exactly the format is broken, and its text is the
-reply's. To add a format, write its reader and list it in `FORMATS`; `certify` finds out by a round
-trip which format a chat template uses.
+A format is what opens a section of calls, what stands between them, what ends it, and a reader for one
+call. Readers never repair: what is not exactly the format is text. To add a format, list it in
+`FORMATS`; `certify` finds out by a round trip which one a chat template uses, so the order matters only
+where two formats read the same text.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from enum import Enum
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from afield.tokens.jsonscan import JsonScanner, skip_blank
+from afield.tokens.jsoncalls import HeadedCall, ObjectCall
+from afield.tokens.status import CallReader
+from afield.tokens.taggedcalls import TaggedCall, Tags
+from afield.tokens.template import Tool
 
 
-class Status(Enum):
-    OPEN = "open"
-    CLOSED = "closed"
-    BROKEN = "broken"
-
-
-class CallReader(Protocol):
-    """Reads one call."""
+class ToolFormat(Struct, frozen=True, kw_only=True):
+    name: str
+    opening: str
+    """Begins a section of calls, or a call where there are no sections."""
+    reader: Callable[[Sequence[Tool]], CallReader]
+    first: str = ""
+    """Between the opening and the first call."""
+    next: str | None = None
+    """Between two calls of a section; None where a section is one call."""
+    end: str = ""
+    """Ends a section. May be missing."""
+    bare: bool = False
+    """Whether a reply that begins with a brace is a call without an opening."""
+    literals: tuple[str, ...] = ()
+    """What the reader looks for."""
 
     @property
-    def status(self) -> Status: ...
-
-    @property
-    def name(self) -> str | None:
-        """None until it is known."""
-        ...
-
-    def feed(self, text: str) -> int:
-        """How much of the text was taken; the rest comes again, with more behind it."""
-        ...
-
-    def take(self) -> str:
-        """The text of the arguments since the last time; nothing before the name is known."""
-        ...
+    def markers(self) -> tuple[str, ...]:
+        """What structures a reply: read, not hidden, even where the tokenizer calls it special."""
+        return tuple({self.opening, self.first, self.next or "", self.end, *self.literals} - {""})
 
 
-class ToolFormat(Struct, frozen=True):
+class ReasoningFormat(Struct, frozen=True):
     name: str
     opening: str
     closing: str
-    reader: Callable[[], CallReader]
 
 
-class HermesCall:
-    """`{"name": ..., "arguments": {...}}` and the closing tag. Keys in any order; others are passed over."""
+HARMONY = "harmony"
+"""The one format that gives a reply its whole structure; see `harmony`."""
 
-    closing = "</tool_call>"
-
-    def __init__(self) -> None:
-        self.status = Status.OPEN
-        self.name: str | None = None
-        self._state = "brace"
-        self._key = ""
-        self._seen: set[str] = set()
-        self._scanner = JsonScanner()
-        self._value: list[str] = []
-        self._streams = False
-        self._arguments: list[str] = []
-
-    def feed(self, text: str) -> int:
-        at = 0
-        while at < len(text) and self.status is Status.OPEN:
-            if self._state in {"key", "value"}:
-                at = self._scan(text, at)
-                continue
-            at = skip_blank(text, at)
-            if self._state == "closing" and self._may_close(text[at:]):
-                break
-            if at < len(text):
-                at = self._between(text, at)
-        return at
-
-    def _may_close(self, rest: str) -> bool:
-        return len(rest) < len(self.closing) and self.closing.startswith(rest)
-
-    def take(self) -> str:
-        if self.name is None:
-            return ""
-        text = "".join(self._arguments)
-        self._arguments.clear()
-        return text
-
-    def _between(self, text: str, at: int) -> int:
-        """One character between keys and values."""
-        char = text[at]
-        if self._state == "brace" and char == "{":
-            self._state = "first key"
-        elif self._state in {"first key", "next key"} and char == '"':
-            self._begin("key")
-            return at
-        elif self._state == "colon" and char == ":":
-            self._state = "before value"
-        elif self._state == "before value":
-            self._begin("value")
-            self._check_value(char)
-            return at
-        elif self._state == "after value" and char == ",":
-            self._state = "next key"
-        elif self._state == "after value" and char == "}":
-            self._state = "closing"
-            self._check(self._seen >= {"name", "arguments"})
-        elif self._state == "closing" and text.startswith(self.closing, at):
-            self.status = Status.CLOSED
-            return at + len(self.closing)
-        else:
-            self.status = Status.BROKEN
-        return at if self.status is Status.BROKEN else at + 1
-
-    def _begin(self, state: str) -> None:
-        self._state = state
-        self._scanner = JsonScanner()
-        self._value = []
-
-    def _check_value(self, char: str) -> None:
-        allowed = {"name": '"', "arguments": '{"'}.get(self._key)
-        self._check(allowed is None or char in allowed)
-        self._streams = self._key == "arguments" and char == "{"
-
-    def _scan(self, text: str, at: int) -> int:
-        end = self._scanner.feed(text, at)
-        piece = text[at:end]
-        if self._state == "value" and self._streams:
-            self._arguments.append(piece)
-        else:
-            self._value.append(piece)
-        if self._scanner.failed:
-            self.status = Status.BROKEN
-        elif self._scanner.done:
-            self._ended()
-        return end
-
-    def _ended(self) -> None:
-        text = "".join(self._value)
-        if self._state == "key":
-            self._key = json.loads(text)
-            self._check(self._key not in self._seen)
-            self._seen.add(self._key)
-            self._state = "colon"
-            return
-        self._state = "after value"
-        if self._key == "name":
-            name = json.loads(text)
-            self._check(bool(name) and _is_text(name))
-            self.name = name if self.status is Status.OPEN else None
-        elif self._key == "arguments" and not self._streams:
-            arguments = json.loads(text)
-            self._check(_is_text(arguments))
-            if self.status is Status.OPEN:
-                self._arguments.append(arguments)
-
-    def _check(self, right: bool) -> None:
-        if not right:
-            self.status = Status.BROKEN
+REASONING: tuple[ReasoningFormat, ...] = (
+    ReasoningFormat("think", "<think>", "</think>"),
+    ReasoningFormat("THINK", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+)
 
 
-def _is_text(value: str) -> bool:
-    """Escapes can spell half a surrogate pair, which no client could be sent."""
-    return not any("\ud800" <= char <= "\udfff" for char in value)
+def _tagged(name: str, opening: str, tags: Tags, first: str = "", end: str = "") -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        opening=opening,
+        reader=lambda tools: TaggedCall(tags, tools),
+        first=first,
+        next=first or None,
+        end=end,
+        literals=tags.literals,
+    )
 
+
+_QWEN_XML = Tags(
+    "<function=", ">", "<parameter=", ">", "", "</parameter>", ("</function>", "</tool_call>"), lines=True
+)
+_GLM = Tags("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", ("</tool_call>",))
+_MINIMAX = Tags("", '">', '<parameter name="', '">', "", "</parameter>", ("</invoke>",))
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
+_SEP = "<｜tool▁sep｜>"
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
 FORMATS: tuple[ToolFormat, ...] = (
-    ToolFormat(name="hermes", opening="<tool_call>", closing=HermesCall.closing, reader=HermesCall),
+    ToolFormat(
+        name="hermes",
+        opening="<tool_call>",
+        reader=lambda tools: ObjectCall("</tool_call>"),
+        literals=("</tool_call>",),
+    ),
+    _tagged("qwen_xml", "<tool_call>", _QWEN_XML),
+    _tagged("glm", "<tool_call>", _GLM),
+    _tagged("minimax", "<minimax:tool_call>", _MINIMAX, '<invoke name="', "</minimax:tool_call>"),
+    ToolFormat(
+        name="llama_json",
+        opening="<|python_tag|>",
+        reader=lambda tools: ObjectCall(arguments="parameters"),
+        next=";",
+        bare=True,
+    ),
+    ToolFormat(
+        name="mistral_list",
+        opening="[TOOL_CALLS]",
+        reader=lambda tools: ObjectCall(),
+        first="[",
+        next=",",
+        end="]",
+    ),
+    ToolFormat(
+        name="mistral_args",
+        opening="[TOOL_CALLS]",
+        reader=lambda tools: HeadedCall("[ARGS]", id_mark="[CALL_ID]"),
+        literals=("[ARGS]", "[CALL_ID]"),
+    ),
+    ToolFormat(
+        name="deepseek_v3",
+        opening=_DEEPSEEK[0],
+        reader=lambda tools: HeadedCall("\n```json\n", f"\n```{_DEEPSEEK[3]}", prefix=f"function{_SEP}"),
+        first=_DEEPSEEK[1],
+        next=_DEEPSEEK[1],
+        end=_DEEPSEEK[2],
+        literals=(_DEEPSEEK[3], _SEP),
+    ),
+    ToolFormat(
+        name="deepseek_v31",
+        opening=_DEEPSEEK[0],
+        reader=lambda tools: HeadedCall(_SEP, _DEEPSEEK[3]),
+        first=_DEEPSEEK[1],
+        next=_DEEPSEEK[1],
+        end=_DEEPSEEK[2],
+        literals=(_DEEPSEEK[3], _SEP),
+    ),
+    ToolFormat(
+        name="kimi",
+        opening="<|tool_calls_section_begin|>",
+        reader=lambda tools: HeadedCall(_KIMI[1], _KIMI[2], id_is_name=True),
+        first=_KIMI[0],
+        next=_KIMI[0],
+        end="<|tool_calls_section_end|>",
+        literals=_KIMI[1:],
+    ),
+    # Phi and Granite; what Phi closes the list with is a special token that says nothing more.
+    ToolFormat(
+        name="json_list",
+        opening="<|tool_call|>",
+        reader=lambda tools: ObjectCall(),
+        first="[",
+        next=",",
+        end="]",
+    ),
+    ToolFormat(
+        name="cohere",
+        opening="<|START_ACTION|>",
+        reader=lambda tools: ObjectCall(name="tool_name", arguments="parameters", id="tool_call_id"),
+        first="[",
+        next=",",
+        end="]",
+    ),
 )
