@@ -189,17 +189,17 @@ class _Reader:
         said: list[Message] = []
         if system := self._system(wire.system):
             said.append(Message(role="system", content=system))
-        turn: list[Block] = []
+        turn: list[Block] | None = None
         for index, entry in enumerate(wire.messages):
             where = f"messages[{index}]"
             if entry.role == "assistant":
-                turn += _blocks(entry.content)
+                turn = [*(turn or ()), *_blocks(entry.content)]
                 continue
-            if turn:
+            if turn is not None:
                 said.append(self._assistant(turn, where))
-                turn = []
+                turn = None
             said += self._entry(entry, where)
-        if turn:
+        if turn is not None:
             said.append(self._assistant(turn, "the last message"))
         return tuple(said)
 

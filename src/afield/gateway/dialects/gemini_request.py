@@ -269,18 +269,18 @@ class _Reader:
         said: list[Message] = []
         if system := self._system(wire.system_instruction):
             said.append(Message(role="system", content=system))
-        turn: list[Part] = []
+        turn: list[Part] | None = None
         contents = wire.contents if isinstance(wire.contents, list) else [wire.contents or Content()]
         for index, content in enumerate(contents):
             where = f"contents[{index}]"
             if content.role == "model":
-                turn += _parts(content)
+                turn = [*(turn or ()), *_parts(content)]
                 continue
-            if turn:
+            if turn is not None:
                 said.append(self._model(turn, f"contents[{index - 1}]"))
-                turn = []
+                turn = None
             said += self._user(content, where)
-        if turn:
+        if turn is not None:
             said.append(self._model(turn, f"contents[{len(contents) - 1}]"))
             self.tags.append("unenforced:prefill")
         return tuple(said)
