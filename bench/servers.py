@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ AFIELD = Path(sys.executable).parent / "afield"
 RLLM = ("rllm-model-gateway==0.1.0",)
 LITELLM = ("litellm[proxy]==1.104.5",)
 PINS = {"rllm": RLLM[0], "litellm": LITELLM[0]}
-ADMIN = "bench"
+ADMIN = f"sk-{secrets.token_hex(32)}"  # made up for each run; afield and LiteLLM want one
 NAMES = ("afield", "rllm", "litellm", "capture")
 
 
@@ -47,7 +48,7 @@ class Server:
         elif self.name == "afield":
             self._targets += await self._open(sessions - len(self._targets))
         else:
-            self._targets = [("/v1/chat/completions", "none")] * sessions
+            self._targets = [("/v1/chat/completions", ADMIN)] * sessions
 
     async def _open(self, sessions: int) -> list[tuple[str, str]]:
         connection, targets = await connect(self.url), []
@@ -140,7 +141,8 @@ def litellm_command(port: int, model: Path, engine: str, cache: Path, scratch: P
     file.write_text(json.dumps(config))  # JSON is YAML
     command = [str(python.parent / "litellm"), "--config", str(file), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--num_workers", "1"]
-    settings = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
+    settings = {"LITELLM_MASTER_KEY": ADMIN, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    settings |= {"LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
     return command, "/health/liveliness", settings
 
 

@@ -73,11 +73,12 @@ class Conversations:
         messages += [answer, {"role": "tool", "tool_call_id": call, "content": result}]
 
 
-async def turn_costs(talk: Conversations) -> dict[str, dict[str, float]]:
+async def turn_costs(talk: Conversations, turns: tuple[int, ...]) -> dict[str, dict[str, float]]:
     """CPU per call around some turns."""
     costs: dict[str, dict[str, float]] = {}
     played = 0
-    for turn, (first, last) in WINDOWS.items():
+    for turn in turns:
+        first, last = WINDOWS[turn]
         if talk.server.name == "afield" and first > played + 1:
             await talk.run(played + 1, first - 1)
         before = await talk.server.quiet_cpu_s()
