@@ -13,6 +13,7 @@ import msgspec
 import openai
 
 from afield.gateway.client import HttpGateway
+from afield.gateway.pool import Pool
 from afield.gateway.server import serve
 from afield.gateway.service import LocalGateway
 from afield.sdk.listen import listen
@@ -60,12 +61,16 @@ class Running:
 
 
 @asynccontextmanager
-async def running(engine: Engine, store: Path, model: Path = POLICY) -> AsyncIterator[Running]:
+async def running(
+    engine: Engine, store: Path, model: Path = POLICY, *, tries: int = 1
+) -> AsyncIterator[Running]:
+    """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tokens = ChatTokens.load(model)
-    gateway = LocalGateway(tokens=tokens, engine=engine, store=store, admin_key=ADMIN, public_url=url)
-    async with engine, gateway:
+    pool = Pool({"engine": engine}, tries=tries)
+    gateway = LocalGateway(tokens=tokens, engine=pool, store=store, admin_key=ADMIN, public_url=url)
+    async with pool, gateway:
         ready = asyncio.Event()
         server = asyncio.create_task(serve(gateway, listener, ready.set))
         try:

@@ -35,7 +35,13 @@ EXTRAS = {
     "runtimes": "gateway",
     "transports": "gateway",
 }
-ENGINES = {"torch": "engines.torch:TorchEngine", "scripted": "engines.scripted:ScriptedEngine"}
+ENGINES = {
+    "torch": "engines.torch:TorchEngine",
+    "scripted": "engines.scripted:ScriptedEngine",
+    "vllm": "engines.vllm:VllmEngine",
+    "sglang": "engines.sglang:SglangEngine",
+}
+SERVERS = ("vllm", "sglang")
 RUNTIMES = {"process": "runtimes.process:ProcessRuntime", "inline": "runtimes.inline:InlineRuntime"}
 TRANSPORTS = {"files": "transports.files:FilesTransport", "memory": "transports.memory:MemoryTransport"}
 TRAINERS = {"grpo": "trainers.grpo:GRPO"}
@@ -60,18 +66,40 @@ def load(where: str) -> Any:
 
 
 def engine(spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None) -> Engine:
-    """`torch`, or `scripted=FILE`."""
+    """`torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`."""
     name, _, argument = spec.partition("=")
     made = choose("engine", name, ENGINES)
-    if name == "scripted":
+    if name in SERVERS:
+        built: Engine = connect(name, argument)
+    elif name == "scripted":
         if not argument:
             raise UsageError("--engine scripted needs a file: scripted=FILE")
         tokenizer = model / "tokenizer.json"
         codec = load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
-        built: Engine = made(load("engines.scripted:read_script")(argument, codec))
+        built = made(load("engines.scripted:read_script")(argument, codec))
     else:
         built = made(model, max_slots=slots, seed=seed)
     return load("engines.ledger:Ledger")(built, ledger) if ledger else built
+
+
+def connect(kind: str, url: str) -> Engine:
+    """An inference server that is running somewhere."""
+    if kind not in SERVERS:
+        raise UsageError(f"unknown kind of worker {kind!r}; choose one of: {', '.join(SERVERS)}")
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--engine {kind} needs the server's address, not {url!r}: {kind}=http://HOST:PORT")
+    return choose("engine", kind, ENGINES)(url.rstrip("/"))
+
+
+def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Path | None) -> Any:
+    """All engines of a gateway as one. Servers are probed before use; what runs in process is ours."""
+    named = [f"{spec.partition('=')[0]}-{n}" for n, spec in enumerate(specs, 1)]
+    workers = {
+        name: engine(spec, model, slots=slots, seed=seed, ledger=ledger)
+        for name, spec in zip(named, specs, strict=True)
+    }
+    check = load("engines.probe:check") if any(spec.partition("=")[0] in SERVERS for spec in specs) else None
+    return load("gateway.pool:Pool")(workers, connect=connect, **({"check": check} if check else {}))
 
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:

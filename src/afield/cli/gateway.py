@@ -6,15 +6,18 @@ import argparse
 import asyncio
 import ipaddress
 import json
-import logging
 import os
 import secrets
 import signal
+import socket
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from afield.config import Environment
+from afield.cli.logs import FORMATS, start_logging
+from afield.config import Environment, agent_environment
 from afield.errors import UsageError
 from afield.sdk.listen import listen
 
@@ -27,74 +30,145 @@ def add(commands: Any) -> None:
     )
     command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face model directory")
     command.add_argument(
-        "--engine", default="torch", help="torch (embedded, default), or scripted=FILE for tests"
+        "--engine",
+        action="append",
+        metavar="KIND[=WHERE]",
+        help="torch (embedded, default), vllm=URL, sglang=URL, or scripted=FILE for tests; may be repeated",
     )
-    command.add_argument("--host", default="127.0.0.1")
+    command.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     command.add_argument("--port", type=int, default=8400, help="0 takes any free port (default: 8400)")
     command.add_argument("--public-url", help="what agents are given; default: the address it listens on")
     command.add_argument(
         "--store", type=Path, default=Path("gateway-store"), metavar="DIR", help="default: gateway-store"
     )
     command.add_argument("--admin-key", help="or AFIELD_ADMIN_KEY; made up and printed on loopback")
+    command.add_argument(
+        "--processes", type=int, default=1, help="gateway processes on the one port (default: 1)"
+    )
     command.add_argument("--slots", type=int, default=64, help="calls the embedded engine runs at once")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, default=0, help="of the embedded engine (default: 0)")
     command.add_argument("--engine-ledger", type=Path, metavar="FILE", help="write every engine call here")
     command.add_argument("--durable", action="store_true", help="survive power cuts too (fsync per commit)")
+    command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     command.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
+    for hidden in ("--shard", "--shard-link"):
+        command.add_argument(hidden, type=int, help=argparse.SUPPRESS)
+    command.add_argument("--shard-sockets", type=Path, help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from afield import wiring
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    serve = wiring.load("gateway.server:serve")
+    start_logging(args.log_format)
+    args.engine = args.engine or ["torch"]
+    check(args)
     given = args.admin_key or Environment.read().admin_key
-    admin_key = given or made_up_key(args.host)
-    listener = listen(args.host, args.port)
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    url = args.public_url or f"http://{host}:{listener.getsockname()[1]}"
+    args.admin_key = given or made_up_key(args.host)
     if args.exit_with_parent:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-    async def main() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        tokens = wiring.load("tokens:ChatTokens").load(Path(args.model))
-        engine = wiring.engine(
-            args.engine, Path(args.model), slots=args.slots, seed=args.seed, ledger=args.engine_ledger
-        )
-        made = wiring.load("gateway.service:LocalGateway")
-        async with engine:
-            gateway = made(
-                tokens=tokens,
-                engine=engine,
-                store=args.store,
-                admin_key=admin_key,
-                public_url=url,
-                durable=args.durable,
-            )
-            async with gateway:
-                await serve(gateway, listener, lambda: announce(args, url, admin_key, not given, tokens))
-
+    if args.shard is not None:
+        serve_shard(args)
+        return 0
+    listener = listen(args.host, args.port)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    args.public_url = args.public_url or f"http://{host}:{listener.getsockname()[1]}"
     with listener:
-        asyncio.run(main())
+        if args.processes > 1:
+            serve_front(args, listener, not given)
+        else:
+            asyncio.run(serve(args, listener, lambda model: announce(args, model, not given)))
     return 0
 
 
-def announce(args: argparse.Namespace, url: str, admin_key: str, made_up: bool, tokens: Any) -> None:
+def check(args: argparse.Namespace) -> None:
+    if args.processes < 1:
+        raise UsageError(f"--processes {args.processes} must be at least 1")
+    embedded = [e for e in args.engine if e.partition("=")[0] in ("torch", "scripted")]
+    if args.processes > 1 and embedded:
+        raise UsageError(
+            f"--engine {embedded[0]} lives in one process; use --processes 1, or a server: --engine vllm=URL"
+        )
+
+
+async def serve(
+    args: argparse.Namespace,
+    listener: socket.socket,
+    ready: Callable[[str], None],
+    shard: Any = None,
+) -> None:
+    from afield import wiring
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    model = Path(args.model)
+    tokens = wiring.load("tokens:ChatTokens").load(model)
+    pool = wiring.pool(args.engine, model, slots=args.slots, seed=args.seed, ledger=args.engine_ledger)
+    async with pool:
+        gateway = wiring.load("gateway.service:LocalGateway")(
+            tokens=tokens,
+            engine=pool,
+            store=args.store,
+            admin_key=args.admin_key,
+            public_url=args.public_url,
+            durable=args.durable,
+            shard=shard,
+        )
+        async with gateway:
+            server = wiring.load("gateway.server:serve")
+            await server(gateway, listener, lambda: ready(tokens.name), link=args.shard_link)
+
+
+def announce(args: argparse.Namespace, model: str, made_up: bool) -> None:
     if args.json:
-        print(json.dumps({"url": url, "admin_key": admin_key, "model": tokens.name}), flush=True)
+        told = {"url": args.public_url, "admin_key": args.admin_key, "model": model}
+        print(json.dumps(told), flush=True)
         return
-    print(f"afield gateway serves {tokens.name} at {url}")
-    if made_up:
-        print(f"admin key: {admin_key}")
-    certificate = tokens.certificate
-    kept = [name for name, keeps in certificate.appends.items() if keeps]
-    print(f"tool format: {certificate.tool_format or 'unknown, tools are refused'}")
-    print(f"appends that keep the prefix: {', '.join(kept) or 'none'}", flush=True)
+    print(f"afield gateway serves {model} at {args.public_url}")
+    print(f"admin key: {args.admin_key if made_up else '(the one given)'}", flush=True)
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def serve_front(args: argparse.Namespace, listener: socket.socket, made_up: bool) -> None:
+    from afield import wiring
+
+    front = wiring.load("gateway.front:Front")
+    with tempfile.TemporaryDirectory(prefix="afield-") as sockets:
+        command = wiring.load("gateway.front:command_of")(shard_arguments(args, sockets))
+
+        async def main() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            environment = agent_environment() | {"AFIELD_ADMIN_KEY": args.admin_key}
+            made = front(command, args.processes, environment)
+            await made.serve(listener, lambda line: announce(args, json.loads(line)["model"], made_up))
+
+        asyncio.run(main())
+
+
+def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
+    """The key travels in the environment, where other users cannot read it."""
+    words = ["gateway", "--model", args.model, "--store", str(args.store), "--public-url", args.public_url]
+    words += [word for engine in args.engine for word in ("--engine", engine)]
+    words += ["--processes", str(args.processes), "--shard-sockets", sockets]
+    words += ["--log-format", args.log_format, "--json", "--exit-with-parent"]
+    return words + (["--durable"] if args.durable else [])
+
+
+def serve_shard(args: argparse.Namespace) -> None:
+    from afield import wiring
+
+    shard = wiring.load("gateway.shards:Shard")(args.shard, args.processes, args.shard_sockets)
+    path = wiring.load("gateway.shards:socket_path")(args.shard_sockets, args.shard)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as private:
+        private.bind(str(path))
+        private.listen(1024)
+        private.setblocking(False)
+        asyncio.run(serve(args, private, lambda model: announce(args, model, False), shard))
 
 
 def made_up_key(host: str) -> str:

@@ -51,6 +51,11 @@ class App:
         session_id, path = split_path(scope["path"])
         spoken = path.startswith(_AGENT)
         try:
+            if self._gateway.shard is not None:
+                here = await self._gateway.shard.elsewhere(scope, receive, send)
+                if here is None:
+                    return
+                receive = here
             if spoken or session_id is not None:
                 await self._agent(session_id, path, scope, receive, send)
             else:
@@ -123,6 +128,8 @@ class App:
             raise unauthorized("this needs the admin key", "the gateway printed it, or it was given one")
         body = await read_body(scope, receive)
         try:
+            if self._gateway.shard is not None:
+                await self._gateway.shard.tell_others(scope, body)
             status, value = await control.handle(self._gateway, scope, path, body)
         except Conflict as error:
             raise conflict(str(error)) from error

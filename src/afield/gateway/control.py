@@ -194,32 +194,36 @@ async def trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: 
 
 
 async def engines(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
-    return 200, {"engines": gateway.pool.list()}
+    return 200, {"engines": gateway.engine.list()}
 
 
 async def add_engine(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
     asked = json_body(body, EngineBody)
-    return 201, await gateway.pool.add(asked.kind, asked.url)
+    return 201, await gateway.engine.add(asked.kind, asked.url)
 
 
 async def remove_engine(gateway: LocalGateway, engine_id: str, _: bytes, __: dict[str, str]) -> Answer:
-    await gateway.pool.remove(engine_id)
+    await gateway.engine.remove(engine_id)
     return 200, {"id": engine_id, "removed": True}
 
 
 async def pause(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
     asked = json_body(body, PauseBody)
-    await gateway.pool.pause(asked.in_flight)
+    await gateway.engine.pause(asked.in_flight)
     return 200, {"paused": True, "in_flight": asked.in_flight}
 
 
 async def resume(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
-    await gateway.pool.resume()
+    await gateway.engine.resume()
     return 200, {"paused": False}
 
 
 async def metrics(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
-    return 200, Text(gateway.exposition())
+    return 200, Text(await gateway.exposition())
+
+
+async def snapshot(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, gateway.snapshot()
 
 
 async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
@@ -257,6 +261,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("POST", "/engines", add_engine),
         ("DELETE", "/engines/(?P<id>[^/]+)", remove_engine),
         ("GET", "/metrics", metrics),
+        ("GET", "/metrics/snapshot", snapshot),
     )
 ]
 # What agents and verifiers reach under their session's base, and the scope it takes.

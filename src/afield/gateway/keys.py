@@ -29,6 +29,11 @@ class Grant(Struct, frozen=True):
     scopes: frozenset[Scope]
 
 
+def session_named_by(key: str) -> str | None:
+    """Which session a key is for, whether or not it is a good one."""
+    return key[len(PREFIX) :].partition("~")[0] or None if key.startswith(PREFIX) else None
+
+
 class Keys:
     def __init__(self, secret: bytes, admin_key: str) -> None:
         self._secret = secret

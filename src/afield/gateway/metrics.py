@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, field
 
@@ -33,7 +33,7 @@ class Histogram(Struct):
 class Metrics(Struct):
     """One process's numbers. Keys of the counters are label values."""
 
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
     links: Counter[str] = field(default_factory=Counter)
     side: Counter[str] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class Metrics(Struct):
 
     def ended(self, turn: Turn, prompt: int) -> None:
         self.in_flight -= 1
-        self.calls[turn.dialect, str(turn.finish_reason)] += 1
+        self.calls[f"{turn.dialect} {turn.finish_reason}"] += 1
         self.prompt_tokens += prompt
         self.sampled_tokens += len(turn.token_ids)
         if turn.ended is not None:
@@ -77,10 +77,25 @@ class Metrics(Struct):
                 setattr(self, name, mine + theirs)
 
 
-def exposition(metrics: Metrics, gauges: Mapping[str, float]) -> str:
-    """The page under /metrics."""
+class Snapshot(Struct):
+    """The numbers of one process at one moment."""
+
+    metrics: Metrics
+    gauges: dict[str, float]
+
+
+def exposition(snapshots: Sequence[Snapshot]) -> str:
+    """The page under /metrics: the sum over the processes."""
+    metrics = Metrics()
+    gauges: Counter[str] = Counter()
+    for snapshot in snapshots:
+        metrics.add(snapshot.metrics)
+        gauges.update(snapshot.gauges)
     lines: list[str] = []
-    calls = [((("dialect", d), ("finish", f)), n) for (d, f), n in sorted(metrics.calls.items())]
+    calls = [
+        ((("dialect", name.partition(" ")[0]), ("finish", name.partition(" ")[2])), n)
+        for name, n in sorted(metrics.calls.items())
+    ]
     _family(lines, "calls_total", "counter", "Model calls that ended.", calls)
     for name, label, about, counter in (
         ("tier_total", "tier", "Prompts by rendering tier.", metrics.tiers),

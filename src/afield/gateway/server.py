@@ -10,7 +10,9 @@ from contextlib import contextmanager
 import uvicorn
 
 from afield.gateway.app import App
+from afield.gateway.front import receive_connections
 from afield.gateway.service import LocalGateway
+from afield.gateway.shards import PASSED
 
 
 class _Server(uvicorn.Server):
@@ -19,9 +21,26 @@ class _Server(uvicorn.Server):
         """Signals are for whoever runs the event loop; a gateway that is cancelled stops in good order."""
         yield
 
+    def take(self, connection: socket.socket) -> None:
+        """Serve a connection that somebody else accepted."""
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = asyncio.create_task(self._connect(connection))
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self.server_state.tasks.discard)
 
-async def serve(gateway: LocalGateway, listener: socket.socket, ready: Callable[[], None]) -> None:
-    """Until cancelled or signalled; calls in flight get a moment to end."""
+    async def _connect(self, connection: socket.socket) -> None:
+        def protocol() -> asyncio.Protocol:
+            made = self.config.http_protocol_class
+            return made(config=self.config, server_state=self.server_state, app_state={PASSED: True})  # pyright: ignore[reportCallIssue]
+
+        await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+
+
+async def serve(
+    gateway: LocalGateway, listener: socket.socket, ready: Callable[[], None], *, link: int | None = None
+) -> None:
+    """Until cancelled. With `link`, connections also come from the front, through that descriptor."""
     config = uvicorn.Config(
         App(gateway),
         log_level="warning",
@@ -34,10 +53,13 @@ async def serve(gateway: LocalGateway, listener: socket.socket, ready: Callable[
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)
+    taking = asyncio.create_task(receive_connections(link, server.take)) if link is not None else None
     ready()
     try:
         await asyncio.shield(running)
     finally:
+        if taking:
+            taking.cancel()
         server.should_exit = True
         await running
         listener.close()

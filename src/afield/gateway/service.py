@@ -10,14 +10,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from afield import assembly
 from afield.gateway import side
 from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
-from afield.gateway.metrics import Metrics, exposition
+from afield.gateway.metrics import Metrics, Snapshot, exposition
+from afield.gateway.pool import Pool
 from afield.gateway.sessions import Phase, Session, Sessions
+from afield.gateway.shards import Shard
 from afield.gateway.store import Store
-from afield.seams import Engine, Record, SessionSpec, SessionState, SessionTicket
+from afield.seams import Record, SessionSpec, SessionState, SessionTicket
 from afield.tokens import ChatTokens
 from afield.types import Exclusion, Policy, TurnStatus
 
@@ -33,19 +37,20 @@ class LocalGateway:
         self,
         *,
         tokens: ChatTokens,
-        engine: Engine,
+        engine: Pool,
         store: Path,
         admin_key: str,
         public_url: str,
         durable: bool = False,
+        shard: Shard | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokens = tokens
         self.engine = engine
-        self.pool: Any = engine
         self.public_url = public_url.rstrip("/")
         self._store_path = store
         self._durable = durable
+        self.shard = shard
         self._admin_key = admin_key
         self._clock = clock
         self._stack = AsyncExitStack()
@@ -56,7 +61,9 @@ class LocalGateway:
         )
         self.keys = Keys(store.secret, self._admin_key)
         self.metrics = Metrics()
-        self.sessions = Sessions(store, self._clock)
+        self.sessions = Sessions(store, self._clock, self.shard)
+        if self.shard:
+            await self._stack.enter_async_context(self.shard)
         self.calls = Calls(
             store=store,
             sessions=self.sessions,
@@ -96,8 +103,26 @@ class LocalGateway:
         info = await self.engine.info()
         return {"status": "ok", "version": info.version, "engine": info.kind}
 
-    def exposition(self) -> str:
-        return exposition(self.metrics, {"sessions_open": len(self.sessions)})
+    async def exposition(self) -> str:
+        """The numbers of all processes that serve together."""
+        snapshots = [self.snapshot()]
+        if self.shard:
+            others = await self.shard.gather("/metrics/snapshot", self._admin_key)
+            snapshots += [msgspec.json.decode(other, type=Snapshot) for other in others]
+        return exposition(snapshots)
+
+    def snapshot(self) -> Snapshot:
+        stats = self.engine.stats()
+        return Snapshot(
+            metrics=self.metrics,
+            gauges={
+                "sessions_open": len(self.sessions),
+                "engine_calls_in_flight": stats["in_flight"],
+                "engine_calls_waiting": stats["waiting"],
+                "engine_failovers": stats["failovers"],
+                "engine_workers_ready": sum(worker["ready"] for worker in stats["workers"].values()),
+            },
+        )
 
     async def _reap(self) -> None:
         while True:

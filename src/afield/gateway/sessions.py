@@ -20,6 +20,7 @@ from msgspec import structs
 from afield.errors import Conflict, Missing
 from afield.forest import Forest
 from afield.gateway.refusal import Refusal, budget_exhausted, conflict
+from afield.gateway.shards import Shard
 from afield.gateway.store import SessionRow, Store, TurnRow, to_its_end
 from afield.seams import SessionSpec, SessionState
 from afield.types import Turn, TurnStatus, check_id
@@ -151,6 +152,10 @@ class Session:
         )
 
 
+def _new_id() -> str:
+    return f"s-{uuid.uuid4().hex}"
+
+
 def _prompt_length(forest: Forest, turn: Turn) -> int:
     return forest.length(turn.id) - len(turn.token_ids)
 
@@ -158,9 +163,10 @@ def _prompt_length(forest: Forest, turn: Turn) -> int:
 class Sessions:
     """All sessions of a store."""
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, clock: Callable[[], float], shard: Shard | None = None) -> None:
         self._store = store
         self._clock = clock
+        self._shard = shard
         self._live: dict[str, Session] = {}
         self._known: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
         self._opening = asyncio.Lock()
@@ -171,7 +177,7 @@ class Sessions:
 
     async def open(self, spec: SessionSpec) -> tuple[Session, bool]:
         """The session, and whether it is new."""
-        session_id = spec.id or f"s-{uuid.uuid4().hex}"
+        session_id = spec.id or (self._shard.own_id(_new_id) if self._shard else _new_id())
         check_id(session_id, "session id")
         async with self._opening:
             known = self._find(session_id)
@@ -196,7 +202,16 @@ class Sessions:
         return session
 
     def list(self, phase: str | None, limit: int, after: str) -> list[SessionState]:
-        return [self.get(i).state() for i in self._store.session_ids(phase, limit, after)]
+        return [self._look(i).state() for i in self._store.session_ids(phase, limit, after)]
+
+    def _look(self, session_id: str) -> Session:
+        """To read only: a session of another process is not taken into this one's memory."""
+        if self._shard is None or self._shard.owns(session_id):
+            return self.get(session_id)
+        row = self._store.session(session_id)
+        if row is None:
+            raise Missing(f"there is no session {session_id!r}")
+        return Session(row, self._store.turns(session_id))
 
     def _find(self, session_id: str) -> Session | None:
         if session := self._known.get(session_id):

@@ -1,0 +1,48 @@
+"""Logs of long-running commands: lines to read, or one JSON object per line.
+
+Records name sessions and turns; keys never get into them, whatever a message quotes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+FORMATS = ("text", "json")
+_KEY = re.compile(r"afk-([A-Za-z0-9._-]+)~[A-Za-z+]*~[0-9a-f]+|(?i:bearer)\s+\S+")
+_SESSION = re.compile(r"\bsession ([A-Za-z0-9._-]+)|/s/([A-Za-z0-9._-]+)")
+
+
+def start_logging(format: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if format == "json" else Lines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def without_keys(text: str) -> str:
+    return _KEY.sub(lambda found: f"afk-{found[1]}~..." if found[1] else "Bearer ...", text)
+
+
+class Lines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_keys(super().format(record))
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        message = without_keys(record.getMessage())
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": message,
+        }
+        if found := _SESSION.search(message):
+            line["session"] = found[1] or found[2]
+        if record.exc_info:
+            line["traceback"] = without_keys(self.formatException(record.exc_info))
+        return json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,172 @@
+"""The front of several gateway processes: it accepts connections and hands each to the right one.
+
+It looks at the head of a connection's first request without taking it, finds the session, and passes
+the open socket itself to that session's process, so that no byte of any request goes through here. It
+starts the processes, and starts one again that has died; the store gives it its sessions back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from afield.errors import Unavailable
+from afield.gateway.shards import route
+
+log = logging.getLogger("afield.gateway")
+HEAD = 32 * 1024
+PATIENCE_S = 30.0  # for the head of a connection's first request
+START_S = 180.0
+
+
+class Process:
+    """One gateway process and the socket that connections are passed through."""
+
+    def __init__(self, command: Sequence[str], index: int, environment: Mapping[str, str]) -> None:
+        self._command = command
+        self._index = index
+        self._environment = environment
+
+    async def start(self) -> bytes:
+        """Its first line of output, which says that it serves."""
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--shard",
+                str(self._index),
+                "--shard-link",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                env=self._environment,
+            )
+        assert self.process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+        except TimeoutError:
+            line = b""
+        if not line:
+            await self.stop()
+            raise Unavailable(f"gateway process {self._index} did not start")
+        return line
+
+    def hand_over(self, connection: socket.socket) -> None:
+        socket.send_fds(self.link, [b"c"], [connection.fileno()])
+
+    async def stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), 15)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+        self.link.close()
+
+
+class Front:
+    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str]) -> None:
+        self._processes = [Process(command, index, environment) for index in range(count)]
+        self._looking: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket, ready: Callable[[bytes], None]) -> None:
+        """Until cancelled."""
+        listener.setblocking(False)
+        try:
+            # One after the other: the first makes the store.
+            lines = [await process.start() for process in self._processes]
+            ready(lines[0])
+            async with asyncio.TaskGroup() as tasks:
+                for process in self._processes:
+                    tasks.create_task(self._keep(process))
+                tasks.create_task(self._accept(listener))
+        finally:
+            for task in self._looking:
+                task.cancel()
+            await asyncio.gather(*(p.stop() for p in self._processes if hasattr(p, "process")))
+
+    async def _keep(self, process: Process) -> None:
+        while True:
+            code = await process.process.wait()
+            log.error("a gateway process ended with code %s; it is started again", code)
+            process.link.close()
+            await process.start()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(self._look(connection))
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+
+    async def _look(self, connection: socket.socket) -> None:
+        with connection:
+            connection.setblocking(False)
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    head = await _peek(connection)
+            except TimeoutError:
+                return
+            if head:
+                try:
+                    self._processes[route(head, len(self._processes))].hand_over(connection)
+                except OSError as error:  # it is being started again; the client will come back
+                    log.error("a connection was dropped: %s", error)
+
+
+async def _peek(connection: socket.socket) -> bytes:
+    """The head of the first request, left in place; empty when the client has gone."""
+    loop = asyncio.get_running_loop()
+    seen = -1
+    while True:
+        readable = asyncio.Event()
+        loop.add_reader(connection, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(connection)
+        try:
+            head = connection.recv(HEAD, socket.MSG_PEEK)
+        except BlockingIOError:
+            continue
+        except OSError:
+            return b""
+        if not head or b"\r\n\r\n" in head or len(head) >= HEAD:
+            return head
+        if len(head) == seen:  # nothing new yet, and a peek does not wait for more
+            await asyncio.sleep(0.005)
+        seen = len(head)
+
+
+async def receive_connections(link: int, take: Callable[[socket.socket], None]) -> None:
+    """In a gateway process: take connections until the front is gone."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(fileno=link) as passing:
+        passing.setblocking(False)
+        while True:
+            readable = asyncio.Event()
+            loop.add_reader(passing, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(passing)
+            try:
+                told, descriptors, _, _ = socket.recv_fds(passing, 64, 64)
+            except BlockingIOError:
+                continue
+            for descriptor in descriptors:
+                take(socket.socket(fileno=descriptor))
+            if not told:
+                return
+
+
+def command_of(argv: Sequence[str]) -> list[str]:
+    """How a gateway process is started: as this one was."""
+    return [sys.executable, "-m", "afield", *argv]

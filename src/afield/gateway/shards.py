@@ -1,0 +1,190 @@
+"""Several gateway processes on one port: which of them has a session, and how requests get there.
+
+A session belongs to one process, by a hash of its id, which alone reads and writes it. The front (see
+`front`) sends a connection to the process its first request belongs to; a request that comes over a
+connection of another session is passed on here, over the owner's private socket. What concerns all
+(weights, workers) is told to all. Private sockets lie in a folder only this user can enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from afield.errors import Unavailable
+from afield.gateway.http import Receive, Scope, Send, header, key_of, read_body
+from afield.gateway.keys import session_named_by
+
+_SESSION = re.compile(r"/(?:s|sessions)/([^/]+)")
+_TO_ALL = {
+    ("POST", "/policy"),
+    ("POST", "/policy/pause"),
+    ("POST", "/policy/resume"),
+    ("POST", "/engines"),
+    ("DELETE", "/engines"),
+}
+_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"host", b"content-length"}
+TIMEOUT_S = 900.0
+PASSED = "passed"
+
+
+def owner(session_id: str, count: int) -> int:
+    return zlib.crc32(session_id.encode()) % count
+
+
+def session_of(path: str, key: str) -> str | None:
+    """The session a request is about, by its path or its key."""
+    found = _SESSION.match(path)
+    return found[1] if found else session_named_by(key)
+
+
+def socket_path(folder: Path, index: int) -> Path:
+    return folder / f"{index}.sock"
+
+
+class Shard:
+    """One of `count` processes; `async with` opens the connections to the others."""
+
+    def __init__(self, index: int, count: int, folder: Path) -> None:
+        self.index = index
+        self.count = count
+        self._folder = folder
+        self._peers: dict[int, aiohttp.ClientSession] = {}
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=TIMEOUT_S)
+        for index in range(self.count):
+            if index != self.index:
+                connector = aiohttp.UnixConnector(str(socket_path(self._folder, index)), limit=0)
+                self._peers[index] = aiohttp.ClientSession(
+                    connector=connector, timeout=timeout, auto_decompress=False
+                )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for peer in self._peers.values():
+            await peer.close()
+
+    def owns(self, session_id: str) -> bool:
+        return owner(session_id, self.count) == self.index
+
+    def own_id(self, make: Callable[[], str]) -> str:
+        """A new session id of this process."""
+        while not self.owns(made := make()):
+            pass
+        return made
+
+    async def elsewhere(self, scope: Scope, receive: Receive, send: Send) -> Receive | None:
+        """Pass a request on if another process has its session; else where to read its body from."""
+        if not _passed(scope):  # it came over the private socket: it is where it belongs
+            return receive
+        session_id = session_of(scope["path"], key_of(scope))
+        if (scope["method"], scope["path"].rstrip("/")) == ("POST", "/sessions"):
+            body = await read_body(scope, receive)
+            receive = _again(body, receive)
+            session_id = _id_in(body)
+        if session_id is None or self.owns(session_id):
+            return receive
+        body = await read_body(scope, receive)
+        await self._forward(owner(session_id, self.count), scope, body, receive, send)
+        return None
+
+    async def tell_others(self, scope: Scope, body: bytes) -> None:
+        """What is true for all is told to all; those who answer with an error fail the request."""
+        path = "/engines" if scope["path"].startswith("/engines/") else scope["path"].rstrip("/")
+        if _passed(scope) and (scope["method"], path) in _TO_ALL:
+            answers = await asyncio.gather(*(self._ask(i, scope, body) for i in self._peers))
+            for status, answer in answers:
+                if status >= 400:
+                    raise Unavailable(
+                        f"another gateway process refused: {answer[:300].decode(errors='replace')}"
+                    )
+
+    async def gather(self, path: str, key: str) -> list[bytes]:
+        """The answers of the other processes to a GET."""
+        scope: Scope = {
+            "method": "GET",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {key}".encode())],
+        }
+        answers = await asyncio.gather(*(self._ask(i, scope, b"") for i in self._peers))
+        return [answer for status, answer in answers if status == 200]
+
+    async def _ask(self, index: int, scope: Scope, body: bytes) -> tuple[int, bytes]:
+        try:
+            async with self._request(index, scope, body) as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unavailable(f"gateway process {index} does not answer: {error}") from error
+
+    async def _forward(self, index: int, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        watch = asyncio.create_task(_cancel_when_gone(receive, task))
+        try:
+            async with self._request(index, scope, body) as response:
+                headers = [(k, v) for k, v in response.raw_headers if k.lower() != b"transfer-encoding"]
+                await send({"type": "http.response.start", "status": response.status, "headers": headers})
+                async for piece in response.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unavailable(f"gateway process {index} does not answer: {error}") from error
+        finally:
+            watch.cancel()
+
+    def _request(self, index: int, scope: Scope, body: bytes) -> Any:
+        query = scope.get("query_string", b"").decode("latin-1")
+        url = f"http://peer{scope['path']}" + (f"?{query}" if query else "")
+        headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in _HOP]
+        return self._peers[index].request(scope["method"], url, data=body or None, headers=headers)
+
+
+def _passed(scope: Scope) -> bool:
+    """Whether the request came over a connection from outside (see `server`)."""
+    return bool(scope.get("state", {}).get(PASSED))
+
+
+def _id_in(body: bytes) -> str | None:
+    try:
+        asked = msgspec.json.decode(body or b"{}")
+    except msgspec.MsgspecError:
+        return None
+    found = asked.get("id") if isinstance(asked, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, to be read once more."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def once_more() -> Any:
+        return left.pop() if left else await receive()
+
+    return once_more
+
+
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any] | None) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if task:
+        task.cancel()
+
+
+def route(head: bytes, count: int) -> int:
+    """Where a connection goes, by the head of its first request; anywhere if that names no session."""
+    lines = head.split(b"\r\n")
+    path = [*lines[0].split(b" "), b"", b""][1].decode("latin-1").partition("?")[0]
+    pairs = [line.partition(b":") for line in lines[1:] if b":" in line]
+    scope: Scope = {"headers": [(name.lower(), value.strip()) for name, _, value in pairs]}
+    session_id = session_of(path, key_of(scope))
+    if session_id is None:
+        session_id = header(scope, b"user-agent")
+    return owner(session_id, count)
