@@ -93,7 +93,9 @@ def _trained(served: Counter[Key], rows: Sequence[Trajectory]) -> tuple[Counter[
                 problems.append(
                     f"trajectory {n}, tokens {start} to {end}: trained, but no call of the engine"
                 )
-    problems += [f"call {_name(key)} is trained {times} times" for key, times in (trained - served).items()]
+    problems += [
+        f"call {_name(key)} is trained {extra} times too often" for key, extra in (trained - served).items()
+    ]
     return trained, problems
 
 
