@@ -30,7 +30,8 @@ ROLES: dict[str, Role] = {
     "function": "tool",
 }
 
-TEXTS = ("text", "refusal", "input_text")
+TEXTS = ("text", "refusal", "input_text", "output_text")
+THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # what frameworks echo of other providers' answers
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -61,10 +62,11 @@ class WireMessage(Struct):
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: list[WireCall] | None = None
+    function_call: FunctionCall | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
+    reasoning: Any = None
 
 
 class WireFunction(Struct):
@@ -96,6 +98,8 @@ class Body(Struct):
     logprobs: bool | None = False
     return_token_ids: bool | None = False
     response_format: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
 
 
 class _Raw(Struct):
@@ -138,6 +142,10 @@ def _check(wire: Body) -> None:
         raise bad_request("messages is empty", "send at least one message")
     if (wire.n or 1) != 1:
         raise bad_request(f"n={wire.n} is not served", "ask once per choice; each call is its own turn")
+    if wire.functions:
+        raise bad_request("functions is not served", "send them as tools")
+    if "audio" in (wire.modalities or ()):
+        raise bad_request("modalities asks for audio, which is not served", "ask for text")
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(wire, name)
         if value is not None and value < 1:
@@ -164,8 +172,8 @@ def _message(wire: WireMessage, index: int, gallery: Gallery) -> Message:
     return Message(
         role=role,
         content=content,
-        reasoning=wire.reasoning_content or wire.reasoning or "",
-        tool_calls=tuple([_call(call) for call in wire.tool_calls]) if wire.tool_calls else (),
+        reasoning=wire.reasoning_content or (wire.reasoning if isinstance(wire.reasoning, str) else ""),
+        tool_calls=_calls(wire),
         tool_call_id=wire.tool_call_id or "",
         name=wire.name or "",
         images=images,
@@ -178,19 +186,23 @@ def _parts(parts: Sequence[ContentPart], index: int, gallery: Gallery) -> tuple[
     for part in parts:
         if part.type == "image_url" and part.image_url:
             images.append(gallery.from_url(part.image_url.url, len(text), f"messages[{index}]"))
-        elif (
-            part.type in ("text", "refusal", "input_text") and (said := part.text or part.refusal) is not None
-        ):
-            text += said
-        else:
+        elif part.type in TEXTS:
+            text += part.text or part.refusal or ""
+        elif part.type not in THOUGHTS:
             raise bad_request(f"messages[{index}] has a part of type {part.type!r}", "send text or images")
     return text, tuple(images)
 
 
-def _call(wire: WireCall) -> ToolCall:
-    arguments = wire.function.arguments
+def _calls(wire: WireMessage) -> tuple[ToolCall, ...]:
+    if wire.tool_calls:
+        return tuple([_call(call.id, call.function) for call in wire.tool_calls])
+    return (_call(None, wire.function_call),) if wire.function_call else ()
+
+
+def _call(call_id: str | None, wire: FunctionCall) -> ToolCall:
+    arguments = wire.arguments
     text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
-    return ToolCall(wire.id or "", wire.function.name, text)
+    return ToolCall(call_id or "", wire.name, text)
 
 
 def _tools(wire: Body, body: bytes) -> tuple[Tool, ...]:
@@ -221,10 +233,15 @@ def finish_reason(done: Done) -> str:
     return str(done.turn.finish_reason)
 
 
-def usage(done: Done) -> dict[str, int]:
+def usage(done: Done) -> dict[str, Any]:
     sampled = len(done.turn.token_ids)
     total = done.prompt_tokens + sampled
-    return {"prompt_tokens": done.prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+    return {
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": total,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 class Chat:
