@@ -1,0 +1,267 @@
+"""A small server that speaks vLLM's wire format in front of any engine, and misbehaves when told to.
+
+What it sends has the shape vLLM 0.32 sends (see `tests/real/test_vllm.py` for the real one). `faults` are
+used up in order, one for each call: it dies, hangs, drops log-probabilities, sends NaN or nonsense.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from afield.errors import Unavailable
+from afield.seams.engine import Call, Chunk, Engine, Image
+from afield.types import Sampling
+
+REASONS = {"stop": "stop", "length": "length", "aborted": "abort", None: None}
+
+
+class FakeVllm:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        raw: bool = False,
+        scale_out: bool = True,
+        dev: bool = True,
+        faults: Iterable[str] = (),
+        pieces: int | None = None,
+    ) -> None:
+        self.engine, self.raw, self.scale_out, self.dev = engine, raw, scale_out, dev
+        self.faults = list(faults)
+        self.pieces = pieces
+        self.label = "default"
+        self.asked: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.sessions: list[str | None] = []
+        self.moving = asyncio.Event()
+        self.moving.set()
+        self.url = ""
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/v1/models", self.models)
+        if self.scale_out:
+            app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_post("/v1/completions", self.completions)
+        if self.dev:
+            app.router.add_get("/weight_info", self.weight_info)
+            for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
+                app.router.add_post(f"/{path}", self.manage)
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        if self.faults and self.faults[0] == "down":
+            return web.json_response({"error": {"message": "EngineCore is dead"}}, status=500)
+        info = await self.engine.info()
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": info.max_context}]})
+
+    async def weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def manage(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path_qs)
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/pause":
+            self.moving.clear()
+        elif request.path == "/resume":
+            self.moving.set()
+        elif request.path == "/collective_rpc":
+            self.weights = body["kwargs"]["weights_path"]
+            if self.weights.endswith("broken"):
+                return web.json_response({"error": {"message": "no such tensor"}}, status=500)
+        elif request.path == "/update_weight_version":
+            self.label = body["new_version"]
+            await self.engine.load(int(self.label), self.weights)
+        return web.json_response({"success": True})
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if "token_ids" not in body:
+            return web.json_response({"error": {"message": "token_ids: field required"}}, status=400)
+        sampling = body["sampling_params"]
+        return await self.answer(request, body, body["token_ids"], sampling, self.as_generate)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        return await self.answer(request, body, body["prompt"], body, self.as_completion)
+
+    async def answer(
+        self, request: web.Request, body: dict[str, Any], prompt: list[int], given: dict[str, Any], shape: Any
+    ) -> web.StreamResponse:
+        self.bodies.append(body)
+        self.sessions.append(request.headers.get("x-session-id"))
+        parts = body.get("content_parts") or []
+        call = Call(
+            id="c",
+            session_id="s",
+            prompt_ids=tuple(prompt),
+            sampling=Sampling(
+                temperature=given["temperature"],
+                top_p=given["top_p"],
+                top_k=given["top_k"],
+                seed=given["seed"],
+            ),
+            max_tokens=given["max_tokens"],
+            stop_ids=tuple(given["stop_token_ids"]),
+            stream=body["stream"],
+            images=tuple(Image(digest=p["uuid"], media_type="?", url=p["url"]) for p in parts),
+        )
+        probing = self.sessions[-1] == "probe"
+        fault = self.faults.pop(0) if self.faults and not probing else ""
+        if fault == "500":
+            return web.json_response({"error": {"message": "EngineCore encountered an issue"}}, status=500)
+        try:
+            async with aclosing(self.chunks(call)) as chunks:
+                if body["stream"]:
+                    return await self.stream(request, body, chunks, fault, shape)
+                return await self.whole(request, body, [c async for c in chunks], fault, shape)
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        except Unavailable as error:
+            return web.json_response({"error": {"message": str(error)}}, status=500)
+
+    async def chunks(self, call: Call) -> AsyncIterator[Chunk]:
+        async with aclosing(self.engine.generate(call)) as chunks:
+            async for chunk in chunks:
+                await self.moving.wait()
+                yield chunk
+
+    async def whole(
+        self, request: web.Request, body: dict[str, Any], chunks: list[Chunk], fault: str, shape: Any
+    ) -> web.StreamResponse:
+        if fault == "hang":
+            await asyncio.sleep(60)
+        if fault == "die":
+            assert request.transport
+            request.transport.abort()
+        reply = shape(chunks, chunks, body, fault)
+        return web.Response(text=_spoilt(json.dumps(reply), fault), content_type="application/json")
+
+    async def stream(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        chunks: AsyncIterator[Chunk],
+        fault: str,
+        shape: Any,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        seen: list[Chunk] = []
+        async for chunk in chunks:
+            if not response.prepared:
+                await response.prepare(request)
+            seen.append(chunk)
+            event = json.dumps(shape([chunk], seen, body, fault if len(seen) == 3 else ""))
+            await self.write(
+                response, f"data: {_spoilt(event, fault if len(seen) == 3 else '')}\n\n".encode()
+            )
+            if len(seen) == 3 and fault == "die":
+                assert request.transport
+                await asyncio.sleep(0.01)
+                request.transport.abort()
+                return response
+            if len(seen) == 3 and fault == "hang":
+                await asyncio.sleep(60)
+            if len(seen) == 3 and fault == "error":
+                await self.write(response, b'data: {"error": {"message": "out of memory"}}\n\n')
+                return response
+            if len(seen) == 3 and fault == "no end":
+                return response
+        await self.write(response, b"data: [DONE]\n\n")
+        return response
+
+    async def write(self, response: web.StreamResponse, data: bytes) -> None:
+        size = self.pieces or len(data)
+        for start in range(0, len(data), size):
+            await response.write(data[start : start + size])
+            if self.pieces:
+                await asyncio.sleep(0)
+
+    def as_generate(self, chunks: list[Chunk], seen: list[Chunk], body: dict[str, Any], fault: str) -> Any:
+        tokens, logprobs, last = self.joined(chunks, body["sampling_params"], fault)
+        entries = [
+            {
+                "token_id": t,
+                "logprob": p,
+                "rank": 1,
+                "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}],
+            }
+            for t, p in zip(tokens, logprobs, strict=False)
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": REASONS[last.finish],
+            "token_ids": tokens,
+            "weight_versions": self.spans(seen) if last.finish else None,
+            "logprobs": {"content": entries},
+        }
+        expanded = seen[0].prompt_ids if body.get("return_token_ids") and chunks[0] is seen[0] else None
+        return {"request_id": "generate-tokens-1", "choices": [choice], "prompt_token_ids": expanded}
+
+    def as_completion(self, chunks: list[Chunk], seen: list[Chunk], body: dict[str, Any], fault: str) -> Any:
+        tokens, logprobs, last = self.joined(chunks, body, fault)
+        choice = {
+            "index": 0,
+            "text": "é" * len(tokens),
+            "finish_reason": REASONS[last.finish],
+            "token_ids": tokens,
+            "logprobs": {"token_logprobs": logprobs, "tokens": ["é"] * len(tokens)},
+            "prompt_token_ids": body["prompt"] if chunks[0] is seen[0] else None,
+        }
+        return {"id": "cmpl-1", "choices": [choice]}
+
+    def joined(
+        self, chunks: list[Chunk], sampling: dict[str, Any], fault: str
+    ) -> tuple[list[int], list[float], Chunk]:
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        if sampling["top_k"] == 1 and not self.raw:
+            logprobs = [0.0] * len(logprobs)
+        if fault == "fewer":
+            logprobs = logprobs[:-1]
+        if fault == "clamped":
+            logprobs[-1] = -9999.0
+        return tokens, logprobs, chunks[-1]
+
+    def spans(self, chunks: list[Chunk]) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        start = 0
+        for chunk in chunks:
+            end, name = start + len(chunk.token_ids), str(chunk.low) if chunk.low else "default"
+            if spans and spans[-1]["version"] == name:
+                start = spans.pop()["start"]
+            spans.append({"version": name, "start": start, "end": end})
+            start = end
+        return spans
+
+
+def _spoilt(event: str, fault: str) -> str:
+    if fault == "nan":
+        return event.replace('"logprob": -', '"logprob": NaN, "was": -', 1).replace("[-", "[NaN, -", 1)
+    if fault == "null":
+        return event.replace('"logprob": -', '"logprob": null, "was": -', 1).replace("[-", "[null, -", 1)
+    return "<html>502 Bad Gateway</html>" if fault == "garbage" else event
+
+
+@asynccontextmanager
+async def serving(fake: FakeVllm) -> AsyncIterator[str]:
+    """The server, with its engine, on a port of its own."""
+    async with fake.engine:
+        runner = web.AppRunner(fake.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        fake.url = f"http://{host}:{port}"
+        try:
+            yield fake.url
+        finally:
+            await runner.cleanup()
