@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from hypothesis import strategies as st
-from msgspec import structs
 
 from afield.gateway.request import Done, Piece, Started
 from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
@@ -75,7 +74,3 @@ def cut(text: str, sizes: list[int]) -> list[str]:
         out.append(text[:size])
         text = text[size:]
     return out
-
-
-def without_reasoning(message: Message) -> Message:
-    return structs.replace(message, reasoning="")

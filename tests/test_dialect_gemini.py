@@ -170,6 +170,18 @@ def test_what_would_change_the_meaning_is_refused_by_name(body: dict[str, Any], 
     assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("depth", [300, 900, 5000])
+def test_a_request_nested_too_deeply_is_refused_or_read(depth: int) -> None:
+    deep = b'{"items":' * depth + b"{}" + b"}" * depth
+    body = (
+        b'{"contents":[{"parts":{"text":"x"}}],"tools":[{"function_declarations":[{"name":"x","parameters":'
+    )
+    try:
+        DIALECT.decode(Asked("", body + deep + b"}]}]}", PATH, {}, {}))
+    except Refusal as refused:
+        assert refused.status == 400
+
+
 # --- answers -------------------------------------------------------------------------------------
 
 
@@ -253,7 +265,7 @@ async def ask(chat: Any, message: Any, stream: bool) -> list[Any]:
 
 
 SCRIPT = [
-    said("Let me see. " + call(item="x") + call(item="ü"), chunks=(1, 3)),
+    said("<think>\nhm</think>\n\nLet me see. " + call(item="x") + call(item="ü"), chunks=(1, 3)),
     said("Both cost 4."),
     said("Bye."),
 ]
@@ -281,7 +293,8 @@ async def gemini_session(up: Running, stream: bool) -> None:
     async with client_of(up) as client:
         chat = client.chats.create(model="m", config=config(system_instruction="Be brief."))
         parts = await ask(chat, "How much are x and y?", stream)
-        assert "".join(part.text or "" for part in parts) == "Let me see."
+        assert "".join(part.text for part in parts if part.thought) == "hm"
+        assert "".join(part.text or "" for part in parts if not part.thought) == "Let me see."
         calls = [part.function_call for part in parts if part.function_call]
         assert [(c.id, c.args) for c in calls] == [("call_t1_0", {"item": "x"}), ("call_t1_1", {"item": "ü"})]
         results = [types.Part.from_function_response(name=c.name, response={"result": "4"}) for c in calls]

@@ -16,7 +16,7 @@ from afield.gateway.dialects import anthropic_request
 from afield.gateway.dialects.base import Asked, Wish, event
 from afield.gateway.dialects.objects import as_object
 from afield.gateway.marks import item_id, seal
-from afield.gateway.refusal import Refusal
+from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
 from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.types import FinishReason, ToolCall
@@ -37,7 +37,10 @@ class Anthropic:
     name = "anthropic"
 
     def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
-        return anthropic_request.decode(asked)
+        try:
+            return anthropic_request.decode(asked)
+        except RecursionError as error:
+            raise bad_request("the request is nested too deeply to be read") from error
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         return error(refusal)

@@ -26,7 +26,7 @@ from afield.types import ImageRef, Message, ToolCall
 
 BILLING = "x-anthropic-billing-header:"
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
-CONTEXT = "send its text as a text block"
+AS_TEXT = "send its text as a text block"
 
 
 # --- the wire ------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class _Reader:
         if block.type in SERVER_BLOCKS or block.type.endswith("_tool_result"):
             self.tags.append(f"unenforced:block:{block.type}")
             return ""
-        raise bad_request(f"{where} has a block of type {block.type!r}", CONTEXT)
+        raise bad_request(f"{where} has a block of type {block.type!r}", AS_TEXT)
 
     def _document(self, block: Block, where: str) -> str:
         source = block.source
@@ -298,7 +298,7 @@ class _Reader:
             inner, origin = source.content, []
         else:
             kind = source.type if isinstance(source, Source) else source
-            raise bad_request(f"{where}: a document with a source of type {kind!r}", CONTEXT)
+            raise bad_request(f"{where}: a document with a source of type {kind!r}", AS_TEXT)
         text, _ = self._text(_blocks(None if isinstance(inner, dict) else inner), where)
         return "\n".join(part for part in (block.title, *origin, block.context, text) if part) + "\n"
 
@@ -308,8 +308,15 @@ class _Reader:
             return f"The tool {tool.get('name', '')} is no longer available.\n"
         given = tool.get("definition")
         if isinstance(given, dict):
-            return encode(_tool(msgspec.convert(given, WireTool, strict=False)).raw).decode() + "\n"
+            return encode(_tool(_inline(given)).raw).decode() + "\n"
         return self._toolbox.definition(str(tool.get("name", ""))) + "\n"
+
+
+def _inline(given: dict[str, Any]) -> WireTool:
+    try:
+        return msgspec.convert(given, WireTool)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"the definition of a tool_addition is not a tool: {error}") from error
 
 
 def _blocks(content: str | list[Block] | None) -> list[Block]:

@@ -16,7 +16,7 @@ from afield.gateway.dialects import gemini_request
 from afield.gateway.dialects.base import Asked, Wish, data, encode
 from afield.gateway.dialects.objects import as_object
 from afield.gateway.marks import item_id, seal
-from afield.gateway.refusal import Refusal
+from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
 from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.types import FinishReason
@@ -41,7 +41,10 @@ class Gemini:
         self._tokens = tokens
 
     def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
-        return gemini_request.decode(asked)
+        try:
+            return gemini_request.decode(asked)
+        except RecursionError as error:
+            raise bad_request("the request is nested too deeply to be read") from error
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         return error(refusal)
