@@ -1,9 +1,9 @@
 """Forest to trajectories (pure).
 
-`linear` gives root-to-leaf rows in the order their leaves were committed. Every sampled turn is owned
-by the first row that holds it and is context in the others, so each sampled token is trained exactly
-once, or named in `excluded` with a reason. `per_turn` gives a row for each turn, `tree` the nodes
-themselves. Whatever the form, the weights of a rollout's rows add up to 1.
+`linear` gives rows from a root to a last trained turn, in the order those were committed: what was cut
+off or set aside behind it makes no row. Every sampled turn is owned by the first row that holds it and
+is context in the others, so each sampled token is trained exactly once, or named in `excluded` with a
+reason. `per_turn` gives a row for each turn, `tree` the nodes themselves. Whatever the form, the weights of a rollout's rows add up to 1.
 """
 
 from __future__ import annotations
@@ -37,14 +37,21 @@ def exclusions(forest: Forest, withheld: Withheld = NOTHING) -> tuple[Exclusion,
 
 
 def linear(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:
-    owned: set[str] = {turn.id for turn in forest.turns if why_excluded(turn, withheld) or not turn.token_ids}
+    trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
+    inner: set[str] = set()
+    for turn in trained:
+        above = turn.parent
+        while above is not None and above not in inner:
+            inner.add(above)
+            above = forest[above].parent
+    left = {turn.id for turn in trained}
     rows: list[tuple[list[Turn], set[str]]] = []
-    for leaf in forest.leaves:
-        path = forest.path(leaf.id)
-        mine = {turn.id for turn in path} - owned
-        if mine:
+    for turn in trained:
+        if turn.id not in inner:
+            path = forest.path(turn.id)
+            mine = {step.id for step in path} & left
             rows.append((path, mine))
-            owned |= mine
+            left -= mine
     return _assemble(rows, exclusions(forest, withheld))
 
 

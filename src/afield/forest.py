@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from afield.types import Message, Turn, TurnStatus
 
@@ -142,24 +143,40 @@ def chain(root: str, messages: Sequence[Message]) -> list[str]:
 
 
 def extend_digest(previous: str, message: Message) -> str:
+    state = hashlib.blake2b(previous.encode(), digest_size=16)
+    for part in canonical(message):
+        said = part.encode("utf-8", "surrogatepass")
+        state.update(b"%d:" % len(said))  # lengths, so that no two lists of parts look alike
+        state.update(said)
+    return state.hexdigest()
+
+
+def canonical(message: Message) -> list[str]:
+    """The parts of a message that tell it from others."""
+    parts = [message.role, message.content.strip()]
+    for call in message.tool_calls:
+        parts += ["call", call.name, arguments_value(call.arguments)]
+    for image in message.images:
+        parts += ["image", image.digest]
+    return parts
+
+
+def arguments_value(text: str) -> str:
+    """Arguments by value: one spelling for all that clients make of the same JSON; else the text as it is."""
+    return _spelled(text) if len(text) <= _REMEMBERED else _spell(text)
+
+
+_REMEMBERED = 4096
+
+
+def _spell(text: str) -> str:
     try:
-        body = json.dumps(canonical(message), sort_keys=True, separators=(",", ":"))
-    except RecursionError:  # arguments nested beyond any use are compared as they were written
-        body = repr(message)
-    return hashlib.blake2b(previous.encode() + b"\0" + body.encode(), digest_size=16).hexdigest()
-
-
-def canonical(message: Message) -> list[object]:
-    calls = [[call.name, _as_json(call.arguments)] for call in message.tool_calls]
-    images = [image.digest for image in message.images]
-    return [message.role, message.content.strip(), calls, *([images] if images else [])]
-
-
-def _as_json(text: str) -> object:
-    try:
-        return [json.loads(text, parse_float=_number)]
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return text
+
+
+_spelled = lru_cache(maxsize=4096)(_spell)
 
 
 def _number(text: str) -> float | int:

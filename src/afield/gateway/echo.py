@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from afield.forest import Forest, canonical
+from afield.forest import Forest, arguments_value
 from afield.types import Message, ToolCall, Turn
 
 
@@ -83,8 +83,6 @@ def _same(reply: Message, content: str, calls: Sequence[ToolCall]) -> bool:
 def _same_call(ours: ToolCall, theirs: ToolCall) -> bool:
     if ours.name != theirs.name:
         return False
-    (_, _, mine), (_, _, echoed) = (
-        canonical(Message(role="assistant", tool_calls=(call,))) for call in (ours, theirs)
-    )
+    mine, echoed = arguments_value(ours.arguments), arguments_value(theirs.arguments)
     # Arguments that are no JSON object come back as whatever the client made of them.
     return mine == echoed or not ours.arguments.lstrip().startswith("{")

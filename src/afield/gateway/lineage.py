@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from msgspec import Struct, structs
@@ -63,19 +64,54 @@ class Place(Struct, frozen=True, kw_only=True):
 
 def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, missed: frozenset[str]) -> Spot:
     """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
-    root = tokens.root_key(request.tools)
-    messages = recognised(forest, request.messages)
+    spot = _locate(forest, tokens, request, recognised(forest, request.messages), missed)
+    said = tuple(
+        m for m in spot.messages if m.role != "assistant" or m.content or m.reasoning or m.tool_calls
+    )
+    if len(said) < len(spot.messages) and any(m.role == "assistant" for m in spot.new):
+        # Some clients put an empty turn that nobody sampled before the one that was.
+        without = _locate(forest, tokens, request, said, missed)
+        return without if len(without.new) < len(spot.new) else spot
+    return spot
+
+
+def _locate(
+    forest: Forest,
+    tokens: ChatTokens,
+    request: ModelRequest,
+    messages: tuple[Message, ...],
+    missed: frozenset[str],
+) -> Spot:
+    root, tools_digest = _heads.of(tokens, request.tools)
     digests = chain(root, messages)
-    match = forest.find(digests, hints(forest, request, messages), missed)
-    depth, parent = match or (0, None)
+    depth, parent = forest.find(digests, hints(forest, request, messages), missed) or (0, None)
     return Spot(
         root=root,
         messages=messages,
-        tools_digest=digest_of(request.tools),
+        tools_digest=tools_digest,
         digests=digests,
         parent=parent,
         depth=depth,
     )
+
+
+class _Heads:
+    """What follows from the tools alone, kept for tools that are the same object again."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: OrderedDict[tuple[int, int], tuple[ChatTokens, Sequence[Tool], str, str]] = OrderedDict()
+
+    def of(self, tokens: ChatTokens, tools: Sequence[Tool]) -> tuple[str, str]:
+        key = (id(tokens), id(tools))  # both are held below, so an id is not used again
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = (tokens, tools, tokens.root_key(tools), digest_of(tools))
+            if len(self._known) > self._size:
+                self._known.popitem(last=False)
+        return known[2:]
+
+
+_heads = _Heads(256)
 
 
 def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) -> set[str]:

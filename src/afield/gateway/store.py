@@ -14,8 +14,9 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -68,11 +69,14 @@ class Store:
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self._path = path
         self._durable = durable
-        self._queue: queue.SimpleQueue[tuple[list[Statement], Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[list[Statement], asyncio.Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread: threading.Thread | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._prepare)
         self._reader = self._connect()
         self._thread = threading.Thread(target=self._write_groups, name="afield-store", daemon=True)
@@ -134,9 +138,9 @@ class Store:
     async def _write(self, statements: list[Statement]) -> None:
         if self._closed:
             raise Unavailable(f"{self._path} is closed: the gateway is stopping")
-        done: Future[None] = Future()
+        done = self._loop.create_future()
         self._queue.put((statements, done))
-        await asyncio.wrap_future(done)
+        await done
 
     def _write_groups(self) -> None:
         connection = self._connect()
@@ -148,26 +152,22 @@ class Store:
                     self._queue.put(None)
                     break
                 group.append(item)
-            self._commit(connection, group)
+            error = self._commit(connection, [row for statements, _ in group for row in statements])
+            with suppress(RuntimeError):  # a loop that is closed has nobody left to tell
+                self._loop.call_soon_threadsafe(_settle, [done for _, done in group], error)
         connection.close()
 
-    def _commit(
-        self, connection: sqlite3.Connection, group: list[tuple[list[Statement], Future[None]]]
-    ) -> None:
+    def _commit(self, connection: sqlite3.Connection, statements: list[Statement]) -> Unavailable | None:
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for statements, _ in group:
-                for sql, values in statements:
-                    connection.execute(sql, values)
+            for sql, run in groupby(statements, key=itemgetter(0)):
+                connection.executemany(sql, [values for _, values in run])
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             if connection.in_transaction:
                 connection.rollback()
-            for _, done in group:
-                _settle(done, Unavailable(f"cannot write {self._path}: {error}"))
-        else:
-            for _, done in group:
-                _settle(done, None)
+            return Unavailable(f"cannot write {self._path}: {error}")
+        return None
 
     def _prepare(self) -> None:
         try:
@@ -205,6 +205,11 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def _settle(done: Future[None], error: Exception | None) -> None:
-    if done.set_running_or_notify_cancel():
-        done.set_exception(error) if error else done.set_result(None)
+def _settle(waiting: list[asyncio.Future[None]], error: Exception | None) -> None:
+    for done in waiting:
+        if done.done():  # whoever waited for it was cancelled
+            continue
+        if error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)

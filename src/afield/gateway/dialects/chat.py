@@ -9,6 +9,7 @@ and structured output are not enforced, and the turn says so. A client that asks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -87,7 +88,7 @@ class StreamOptions(Struct):
 class Body(Struct):
     messages: list[WireMessage]
     model: str = ""
-    tools: list[WireTool] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | dict[str, Any] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -102,12 +103,8 @@ class Body(Struct):
     modalities: list[str] | None = None
 
 
-class _Raw(Struct):
-    tools: list[dict[str, Any]] | None = None
-
-
 DECODER = msgspec.json.Decoder(Body)
-RAW_TOOLS = msgspec.json.Decoder(_Raw)
+TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
@@ -118,7 +115,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         dialect="chat",
         model=wire.model,
         messages=tuple([_message(message, i, gallery) for i, message in enumerate(wire.messages)]),
-        tools=_tools(wire, asked.body),
+        tools=_tools(bytes(wire.tools)),
         may_call=wire.tool_choice != "none",
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
@@ -205,16 +202,18 @@ def _call(call_id: str | None, wire: FunctionCall) -> ToolCall:
     return ToolCall(call_id or "", wire.name, text)
 
 
-def _tools(wire: Body, body: bytes) -> tuple[Tool, ...]:
-    """The template renders the tool objects as the client wrote them, unknown keys included."""
-    if not wire.tools:
-        return ()
-    if odd := [tool.type for tool in wire.tools if tool.type != "function"]:
+@lru_cache(maxsize=64)
+def _tools(raw: bytes) -> tuple[Tool, ...]:
+    """The template renders the tool objects as the client wrote them, unknown keys included.
+
+    Clients send the same tools again with every request, so they are read once.
+    """
+    wires = read(TOOLS, raw, "a chat completion request") or []
+    if odd := [tool.type for tool in wires if tool.type != "function"]:
         raise bad_request(f"tools of type {odd[0]!r} are not served", "use type 'function'")
-    raw = RAW_TOOLS.decode(body).tools or []
     return tuple(
         Tool(tool.function.name, tool.function.description or "", tool.function.parameters or {}, given)
-        for tool, given in zip(wire.tools, raw, strict=True)
+        for tool, given in zip(wires, msgspec.json.decode(raw) or [], strict=True)
     )
 
 
