@@ -293,6 +293,27 @@ async def test_a_client_that_cannot_be_installed_is_skipped_with_the_reason_and_
     assert not verdict.ok
 
 
+def test_what_terminus_2_kept_is_held_against_the_ledger(tmp_path: Path, judged: Judged):
+    ledger = [entry for entry in judged[0] if entry.token_ids]
+    stage = Stage(home=tmp_path, work=tmp_path, programs=tmp_path, base_url="", api_key="", model="m")
+    folder = tmp_path / "jobs" / "job" / "trial"
+    folder.mkdir(parents=True)
+
+    def kept(entries: list[Any], shift: int = 0) -> list[str]:
+        detail = {
+            "prompt_token_ids": [entry.prompt_ids for entry in entries],
+            "completion_token_ids": [[token + shift for token in entry.token_ids] for entry in entries],
+            "logprobs": [entry.logprobs for entry in entries],
+        }
+        (folder / "result.json").write_text(json.dumps({"agent_result": {"rollout_details": [detail]}}))
+        return CLIENTS["terminus-2"].inspect(stage, ledger)
+
+    assert kept(ledger) == []
+    assert "9 turns" in kept(ledger[1:])[0]
+    assert "10 of 10 turns" in kept(ledger, shift=1)[0]
+    assert "0 turns" in kept([])[0]
+
+
 def test_an_unknown_client_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
     assert main(["conformance", "emacs"]) == 2
     assert "mini-swe-agent" in capsys.readouterr().err
@@ -317,7 +338,8 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path):
 
 
 def test_a_scenario_for_every_client_named_in_the_requirements():
-    wanted = {"claude-code", "codex", "opencode", "mini-swe-agent", "strands", "langgraph", "openai-agents"}
+    wanted = {"claude-code", "codex", "opencode", "mini-swe-agent", "strands", "langgraph"}
+    wanted |= {"openai-agents", "terminus-2"}
     assert wanted <= set(CLIENTS)
     with pytest.raises(UsageError, match="choose from"):
         chosen(["nobody"])

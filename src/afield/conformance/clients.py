@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afield.conformance import frameworks, terminals
+from afield.conformance import frameworks, terminals, terminus
 from afield.conformance.client import Client
 from afield.errors import UsageError
 
@@ -15,6 +15,7 @@ _ALL = (
     frameworks.LANGGRAPH,
     frameworks.AGENTS,
     frameworks.AGENTS_CHAT,
+    terminus.TERMINUS,
 )
 CLIENTS: dict[str, Client] = {client.name: client for client in _ALL}
 

@@ -3,7 +3,7 @@
 Every request tells where its thread stands by the last marker in it, `[at main-3]`. The marker comes
 out of a tool that was really run (or a sub-agent's answer, or a summary), so a reply is found by what
 the request looks like, whatever the order in which threads ask. The same request again gets the same
-words in other tokens. Requests with a phrase of their own (titles, summaries) are asides.
+words in other tokens. Requests whose new messages hold a certain phrase (titles, summaries) are asides.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from afield.seams import Call
 SLOW_S = 0.05  # before each chunk of a reply that is going to be cut
 SLOW_WHOLE_S = 6.0  # before one that is not streamed
 LONGEST_PIECE = 16
+TURN = "<|im_start|>assistant\n"
 _SPECIAL = re.compile("|".join(re.escape(text) for text in (*CONTROL, *MARKERS)))
 
 
@@ -78,7 +79,8 @@ class Script:
 
     def _reply(self, prompt: str) -> tuple[str, Reply]:
         asides = self._scenario.asides
-        where = next((phrase for phrase in asides if phrase in prompt), last_marker(prompt))
+        new = prompt.removesuffix(TURN).rpartition(TURN)[2]
+        where = next((phrase for phrase in asides if phrase in new), last_marker(prompt))
         answer = asides.get(where or "") or self._scenario.replies.get(where or "")
         if where is None or answer is None:
             self.surprises.append(f"nothing to say at {where}; the prompt ends {prompt[-300:]!r}")

@@ -1,0 +1,106 @@
+"""harbor's terminus-2, which types into a terminal and keeps the ids it is given.
+
+It calls no tools: its answers are JSON with keystrokes. What it kept of every turn (prompt ids, sampled
+ids, log-probabilities) has to be what the engine served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from afield.conformance.client import SCRIPTS, TASK, Client, Command, Stage, from_pypi
+from afield.conformance.judge import Served
+from afield.conformance.scenario import LONG, Answer, Fault, Reply, Scenario, marker, shell
+
+TASK_TOML = """\
+schema_version = "1.4"
+[metadata]
+[verifier]
+timeout_sec = 60.0
+[agent]
+timeout_sec = 120.0
+[environment]
+build_timeout_sec = 60.0
+"""
+# In the client's own count: the opening and seven steps fit, what MUCH prints does not.
+LIMITS = {"max_input_tokens": 7000, "max_output_tokens": 2000}
+THRESHOLD = 1000
+MUCH = "seq -s ' ' 1000 3000"
+
+
+def _commands(stage: Stage) -> list[Command]:
+    task = stage.work / "task"
+    (task / "environment").mkdir(parents=True)
+    (task / "tests").mkdir()
+    (task / "task.toml").write_text(TASK_TOML)
+    (task / "instruction.md").write_text(TASK)
+    (task / "environment" / "Dockerfile").write_text("FROM scratch\n")
+    (task / "tests" / "test.sh").write_text("exit 0\n")
+    options = {
+        "api_base": stage.openai_base_url,
+        "collect_rollout_details": "true",
+        "record_terminal_session": "false",
+        "proactive_summarization_threshold": str(THRESHOLD),
+        "model_info": json.dumps(LIMITS),
+    }
+    argv = [str(stage.programs / "harbor"), "run", "-p", str(task), "-a", "terminus-2", "-n", "1", "--yes"]
+    argv += ["-m", f"openai/{stage.model}", "-e", "local_environment:LocalEnvironment"]
+    argv += ["-o", str(stage.work / "jobs"), "--disable-verification"]
+    argv += [word for name, value in options.items() for word in ("--ak", f"{name}={value}")]
+    environment = {
+        "OPENAI_API_KEY": stage.api_key,
+        "PYTHONPATH": str(SCRIPTS),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    return [Command(tuple(argv), environment)]
+
+
+def _typed(said: str, *commands: str, complete: bool = False) -> Reply:
+    keys = [{"keystrokes": f"{command}\n", "duration": 0.4} for command in commands]
+    body = {"analysis": said, "plan": "Weiter – 次へ.", "commands": keys, "task_complete": complete}
+    return Reply(text=json.dumps(body, ensure_ascii=False))
+
+
+def _scenario() -> Scenario:
+    replies: dict[str, Answer] = {}
+    for n in range(9):
+        said = LONG if n == 5 else f"Step {n} is done, naïvely ☂."
+        before = ["true"] if n == 0 else [MUCH] if n == 6 else []
+        replies[f"main-{n}"] = _typed(said, *before, shell("main", n + 1))
+    replies["main-9"] = _typed("All steps are done. ✓", complete=True)
+    # What was typed last is forgotten by the summary; the answers say where to go on.
+    asides: dict[str, Answer] = {
+        "The next agent has a few questions": Reply(text=f"1. Go on from {marker('main', 8)}."),
+        "You are about to hand off your work": Reply(text="* Steps one to seven – 七つ."),
+        "You are picking up work from a previous": Reply(text="1. Where do I go on?"),
+    }
+    # The thread with its summary and answers, the questions, and the thread after the handover.
+    faults = {"main-3": Fault.REFUSE, "main-5": Fault.CUT}
+    return Scenario(replies=replies, faults=faults, asides=asides, branches=3)
+
+
+def _kept(stage: Stage, ledger: Sequence[Served]) -> list[str]:
+    served = {(entry.prompt_ids, entry.token_ids, entry.logprobs) for entry in ledger}
+    turns: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
+    for path in (stage.work / "jobs").glob("*/*/result.json"):
+        result = msgspec.json.decode(path.read_bytes())
+        for detail in (result.get("agent_result") or {}).get("rollout_details") or []:
+            columns = (detail["prompt_token_ids"], detail["completion_token_ids"], detail["logprobs"])
+            turns += [(tuple(p), tuple(c), tuple(s)) for p, c, s in zip(*columns, strict=True)]
+    strange = sum(turn not in served for turn in turns)
+    problems = [f"{strange} of {len(turns)} turns terminus-2 kept are not what the engine served"]
+    whole = sum(1 for entry in ledger if entry.token_ids)
+    missing = [f"terminus-2 kept {len(set(turns))} turns, the engine served {whole}"]
+    return problems * bool(strange) + missing * (len(set(turns)) != whole)
+
+
+TERMINUS = Client(
+    name="terminus-2",
+    install=from_pypi("terminus-2", "3.12"),
+    commands=_commands,
+    scenario=_scenario(),
+    inspect=_kept,
+)
