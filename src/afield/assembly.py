@@ -3,7 +3,8 @@
 `linear` gives rows from a root to a last trained turn, in the order those were committed: what was cut
 off or set aside behind it makes no row. Every sampled turn is owned by the first row that holds it and
 is context in the others, so each sampled token is trained exactly once, or named in `excluded` with a
-reason. `per_turn` gives a row for each turn, `tree` the nodes themselves. Whatever the form, the weights of a rollout's rows add up to 1.
+reason. `per_turn` gives a row for each turn, `tree` the nodes themselves. Whatever the form, the weights
+of a rollout's rows add up to 1.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class Answering:
                 turn_id = started.turn_id
                 if request.stream:
                     view = dialect.view(started, wish)
+                    out.content_type = view.content_type
                     await self._stream(items, view, out)
                 else:
                     done = await _last(items)

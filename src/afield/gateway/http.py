@@ -17,7 +17,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 MAX_BODY = 64 * 1024 * 1024
 ENCODER = msgspec.json.Encoder()
-STREAM_HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 class ClientGone(Exception):
@@ -58,7 +57,8 @@ def key_of(scope: Scope) -> str:
     """The key, wherever the client's dialect puts it."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
-    return bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
+    found = bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
+    return found or ("" if b"key=" not in scope.get("query_string", b"") else query(scope).get("key", ""))
 
 
 def json_body(body: bytes, into: type[T]) -> T:
@@ -86,6 +86,7 @@ class ByteStream:
 
     def __init__(self, send: Send) -> None:
         self._send = send
+        self.content_type = b"text/event-stream"
         self.started = False
         self.sent = 0
 
@@ -103,4 +104,5 @@ class ByteStream:
     async def _begin(self) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            headers = [(b"content-type", self.content_type), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})

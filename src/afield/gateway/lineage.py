@@ -95,6 +95,10 @@ def _locate(
     )
 
 
+def _says_anything(message: Message) -> bool:
+    return bool(message.content or message.reasoning or message.tool_calls or message.images)
+
+
 class _Heads:
     """What follows from the tools alone, kept for tools that are the same object again."""
 

@@ -63,6 +63,7 @@ class TurnRow(Struct, frozen=True):
 
 T = TypeVar("T")
 Statement = tuple[str, Sequence[Any]]
+Writing = tuple[list[Statement], asyncio.Future[None]]
 
 
 class Store:

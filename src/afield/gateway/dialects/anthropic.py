@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Raw
 
 from afield.gateway.dialects import anthropic_request
-from afield.gateway.dialects.base import Asked, Wish, event
+from afield.gateway.dialects.base import EVENTS, Asked, Wish, event
 from afield.gateway.dialects.objects import as_object
 from afield.gateway.marks import item_id, seal
 from afield.gateway.refusal import Refusal, bad_request
@@ -122,6 +122,8 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 
 class AnthropicView:
     """The answer in events: one block is open at a time."""
+
+    content_type = EVENTS
 
     def __init__(self, started: Started, wish: Wish) -> None:
         self._started = started

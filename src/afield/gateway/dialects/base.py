@@ -21,6 +21,7 @@ from afield.gateway.request import Done, ModelRequest, Piece, Started
 T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
 encode = ENCODER.encode
+EVENTS = b"text/event-stream"
 
 
 class Asked(Struct, frozen=True):
@@ -45,6 +46,8 @@ class Wish(Struct, frozen=True, kw_only=True):
 
 class View(Protocol):
     """One answer as a stream: `opening`, any number of `piece`s, then `closing` or `failing`."""
+
+    content_type: bytes
 
     def opening(self) -> bytes: ...
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.gateway.dialects.base import Asked, Wish, asks_again, data, encode, read
+from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, encode, read
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
@@ -293,6 +293,8 @@ def envelope(kind: str, started: Started, wish: Wish) -> dict[str, Any]:
 
 class ChatView:
     """The answer in chunks. What all chunks share is encoded once."""
+
+    content_type = EVENTS
 
     def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
         self._started = started

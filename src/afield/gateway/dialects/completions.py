@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import Asked, Wish, asks_again, data, read
+from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, read
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
 from afield.tokens import ChatTokens, TextDelta
@@ -171,6 +171,8 @@ def _joined(given: Json | None, sampled: Json | None) -> Json | None:
 
 
 class CompletionsView:
+    content_type = EVENTS
+
     def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
         self._started = started
         self._wish = wish

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Raw
 
 from afield.gateway.dialects import gemini_request
-from afield.gateway.dialects.base import Asked, Wish, data, encode
+from afield.gateway.dialects.base import EVENTS, Asked, Wish, data, encode
 from afield.gateway.dialects.objects import as_object
 from afield.gateway.marks import item_id, seal
 from afield.gateway.refusal import Refusal, bad_request
@@ -130,6 +130,7 @@ class GeminiView:
         self._wish = wish
         self._tokens = tokens
         self._sse = bool(wish.echo.get("sse"))
+        self.content_type = EVENTS if self._sse else b"application/json"
         self._signature = seal(started.turn_id)
         self._call = ToolStart(0, "")
         self._arguments: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from afield.gateway.dialects.base import Wish, event
+from afield.gateway.dialects.base import EVENTS, Wish, event
 from afield.gateway.dialects.responses_request import Shown
 from afield.gateway.dialects.responses_tools import free_text
 from afield.gateway.marks import item_id, seal
@@ -129,6 +129,8 @@ def output_of(items: Items, done: Done) -> list[Json]:
 
 class ResponsesView:
     """The same as a stream. A text that follows a call is an item of its own."""
+
+    content_type = EVENTS
 
     def __init__(self, started: Started, wish: Wish) -> None:
         self._items = Items(started, wish)
