@@ -66,10 +66,13 @@ def call(id: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(id, TOOL.name, json.dumps(arguments, ensure_ascii=False))
 
 
-def conversations(pattern: str) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Conversations whose last turn carries the mark, and new messages of the pattern to follow them."""
+def conversations(pattern: str, *, named: bool = False) -> Iterator[tuple[list[Message], list[Message]]]:
+    """Conversations whose last turn carries the mark, and new messages of the pattern to follow them.
+
+    With `named`, results say which tool they come from.
+    """
     for result in ("12 degrees.", ""):
-        new = _new(pattern, result)
+        new = _new(pattern, result, TOOL.name if named else "")
         calls = tuple(call(m.tool_call_id, {"city": f"{MARK} {n}"}) for n, m in enumerate(_results(new)))
         for reasoning in ("", "The user wants the weather."):
             last = Message(
@@ -99,18 +102,19 @@ def _histories(reasoning: str) -> Iterator[list[Message]]:
     ]
 
 
-def _new(pattern: str, result: str) -> list[Message]:
+def _new(pattern: str, result: str, name: str) -> list[Message]:
     messages: list[Message] = []
     for part in pattern.split("+"):
         role = part.removesuffix("s")
         for _ in range(2 if part == f"{role}s" else 1):
-            messages.append(_one(role, len(messages), result))
+            messages.append(_one(role, len(messages), result, name))
     return messages
 
 
-def _one(role: str, n: int, result: str) -> Message:
+def _one(role: str, n: int, result: str, name: str) -> Message:
     if role == "tool":
-        return Message(role="tool", content=result and f"{result} {n}", tool_call_id=f"call1000{n}")
+        content = result and f"{result} {n}"
+        return Message(role="tool", content=content, tool_call_id=f"call1000{n}", name=name)
     content = f"Remark {n}: thank you."
     return msgspec.convert({"role": role, "content": content}, Message)
 

@@ -9,14 +9,16 @@ message or move anything else are not certified. `probes` finds out the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from afield.tokens import probes
 from afield.tokens.battery import MARK, PATTERNS, TOOL, conversations
-from afield.tokens.delta import TurnEnd, after_turn, delta_text, find_turn_end, unthought
+from afield.tokens.bridge import Bridged, find_bridge
+from afield.tokens.delta import Ends, after_turn, delta_text, find_ends, unthought
 from afield.tokens.formats import HARMONY, REASONING
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
@@ -30,12 +32,20 @@ class Certificate(Struct, frozen=True, kw_only=True):
     tokenizer_hash: str
     end_of_turn: str | None
     """The token that ends an assistant turn."""
+    end_of_call: str | None
+    """The token that ends a turn of calls."""
     appends: dict[str, str | None]
     """For each pattern of new messages, the tier that renders only them; None where none can."""
     truncated: bool
     """Whether they may also follow a turn that was cut off before its end."""
+    named: bool
+    """Whether results are appended only when they say which tool they come from (`Message.name`)."""
     strips: tuple[str, ...]
     """Patterns before which the template takes reasoning out of earlier turns."""
+    family: str | None
+    """The family whose bridge serves as tier T1."""
+    bridges: dict[str, tuple[int, ...]]
+    """For each pattern it serves, the stop ids behind which it does as the template does."""
     reasoning: str | None
     """The format of reasoning."""
     keeps_reasoning: bool
@@ -51,19 +61,25 @@ class Certificate(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def certify(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) -> Certificate:
-    end = find_turn_end(template, vocab, stop_ids)
-    checks = [Check(template, vocab, end, pattern) for pattern in PATTERNS] if end else []
+def certify(
+    template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int], arguments: Mapping[str, Any]
+) -> Certificate:
+    ends = find_ends(template, vocab, stop_ids)
+    checks = [Check(template, vocab, ends, pattern) for pattern in PATTERNS]
     passed = {check.pattern: check.passes() for check in checks}
     tags = probes.find_reasoning(template, vocab)
     tool_format, parallel = probes.find_tool_format(template)
     certificate = Certificate(
         template_hash=template.hash,
         tokenizer_hash=vocab.hash,
-        end_of_turn=end.text if end else None,
-        appends={pattern: "T2" if passed.get(pattern) else None for pattern in PATTERNS},
+        end_of_turn=ends.said.text if ends.said else None,
+        end_of_call=ends.called.text if ends.called else None,
+        appends={pattern: "T2" if passed[pattern] else None for pattern in PATTERNS},
         truncated=any(passed.values()) and all(check.truncated for check in checks if passed[check.pattern]),
+        named=any(check.named for check in checks),
         strips=tuple(check.pattern for check in checks if passed[check.pattern] and check.strips),
+        family=None,
+        bridges={},
         reasoning=HARMONY if probes.speaks_harmony(template) else tags.name if tags else None,
         keeps_reasoning=probes.keeps_reasoning(template),
         opens_thinking=probes.starts_thinking(template, tags),
@@ -74,18 +90,34 @@ def certify(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) 
         unsafe=tuple(probes.unsafe_literals(vocab)),
         notes=(),
     )
-    return msgspec.structs.replace(certificate, notes=tuple(_notes(certificate, vocab)))
+    notes = [*_notes(certificate, vocab)]
+    if not (passed["tool"] or passed["user"]):
+        bridged, why = find_bridge(template, vocab, stop_ids, arguments)
+        notes.append(why)
+        certificate = _bridged(certificate, bridged)
+    return msgspec.structs.replace(certificate, notes=tuple(notes))
+
+
+def _bridged(certificate: Certificate, found: Bridged | None) -> Certificate:
+    if found is None:
+        return certificate
+    appends = {p: tier or ("T1" if p in found.stops else None) for p, tier in certificate.appends.items()}
+    return msgspec.structs.replace(
+        certificate, appends=appends, family=found.family, bridges=found.stops, strips=found.strips
+    )
 
 
 def _notes(found: Certificate, vocab: Vocabulary) -> Iterator[str]:
     if found.end_of_turn is None:
-        yield "the template has no token that ends an assistant turn: nothing is appended"
+        yield "the template has no token that ends an assistant turn: tier T2 appends nothing"
     if found.strips:
         yield f"the template strips earlier reasoning before {', '.join(found.strips)}; it is preserved here"
     for literal in found.unsafe:
         yield f"content can spell the control token {literal!r}: one character cannot be escaped"
     if literal := probes.changed_by_escape(vocab):
         yield f"escaped content is encoded piece by piece, which changes its text ({literal!r} for one)"
+    if found.named:
+        yield "the template names the tool a result comes from: results without a name are not appended"
     if found.prints_date:
         yield "the template prints the date; it is that of the start of this process"
     if found.tool_format and not found.parallel_calls:
@@ -95,17 +127,24 @@ def _notes(found: Certificate, vocab: Vocabulary) -> Iterator[str]:
 class Check:
     """One pattern against every conversation it can follow."""
 
-    def __init__(self, template: ChatTemplate, vocab: Vocabulary, end: TurnEnd, pattern: str) -> None:
+    def __init__(self, template: ChatTemplate, vocab: Vocabulary, ends: Ends, pattern: str) -> None:
         self.pattern = pattern
         self.strips = False
-        self.truncated = end.direct
+        self.truncated = True
+        self.named = False
         self._template = template
         self._vocab = vocab
-        self._end = end
+        self._ends = ends
 
     def passes(self) -> bool:
+        if self._holds(named=False):
+            return True
+        self.named = "tool" in self.pattern and self._holds(named=True)
+        return self.named
+
+    def _holds(self, *, named: bool) -> bool:
         checked = 0
-        for history, new in conversations(self.pattern):
+        for history, new in conversations(self.pattern, named=named):
             for tools in ((), (TOOL,)):
                 try:
                     before = self._template.render(history, tools, generation=False)
@@ -121,13 +160,16 @@ class Check:
     def _appends(
         self, before: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
     ) -> bool:
+        end = self._ends.of(history[-1])
+        if end is None:
+            return False
         try:
             whole = self._template.render([*history, *new], tools, generation=True)
-            delta = delta_text(self._template, self._end, new)
+            delta = delta_text(self._template, end, new)
         except TemplateRefusal:
             return False
-        cut = after_turn(whole, MARK, self._end)
-        kept = after_turn(before, MARK, self._end)
+        cut = after_turn(whole, MARK, end)
+        kept = after_turn(before, MARK, end)
         if delta is None or cut is None or kept is None:
             return False
         if not all(message.content in whole[cut:] for message in new):
@@ -137,8 +179,8 @@ class Check:
         if unthought(head) != unthought(known):
             return False
         ids, added = self._vocab.encode(whole), self._vocab.encode(delta)
-        self.truncated &= self._vocab.encode(head) + added == ids
-        return added[:1] == [self._end.id] and self._vocab.encode(head + self._end.text) + added[1:] == ids
+        self.truncated &= end.direct and self._vocab.encode(head) + added == ids
+        return added[:1] == [end.id] and self._vocab.encode(head + end.text) + added[1:] == ids
 
     def _strips(self, whole: str, history: Sequence[Message], tools: Sequence[Tool], *, moved: bool) -> bool:
         """Whether the last turn and its prompt do not stand in the whole as they stood then."""

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
+from afield.tokens.bridge import make_bridge
 from afield.tokens.certify import Certificate, certify
-from afield.tokens.delta import TurnEnd, delta_text, pattern_of, splice_text
+from afield.tokens.delta import Ends, TurnEnd, delta_text, pattern_of, splice_text
 from afield.tokens.escape import POLICIES, Spelled, policy
 from afield.tokens.formats import FORMATS, HARMONY, REASONING
 from afield.tokens.harmony import MARKERS, HarmonyReader
@@ -52,14 +53,18 @@ class ChatTokens:
         self._template = template
         self._escape = policy("escape", vocab.control)
         self._arguments = dict(arguments)
-        self.certificate: Certificate = certify(template, vocab, stop_ids)
-        end = self.certificate.end_of_turn
-        self._end = TurnEnd(end, vocab.control[end]) if end else None
+        self.certificate: Certificate = certify(template, vocab, stop_ids, arguments)
+        said, called = (
+            TurnEnd(text, vocab.control[text]) if text else None
+            for text in (self.certificate.end_of_turn, self.certificate.end_of_call)
+        )
+        self._ends = Ends(said, called)
+        ends = [end.id for end in (said, called) if end]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *ends)))
+        family = self.certificate.family
+        self._bridge = make_bridge(family, template, vocab, arguments) if family else None
         self._format = next((f for f in FORMATS if f.name == self.certificate.tool_format), None)
         self._tags = next((tags for tags in REASONING if tags.name == self.certificate.reasoning), None)
-        self.stop_ids: tuple[int, ...] = tuple(
-            dict.fromkeys((*stop_ids, *([self._end.id] if self._end else [])))
-        )
         self.thinking, self.escape = THINKING[0], POLICIES[0]
         self._others = {(self.thinking, self.escape): self}
         markers = {vocab.control.get(text) for text in self._markers()}
@@ -148,23 +153,42 @@ class ChatTokens:
         return self._vocab.encode(self._template.render(messages, tools, generation=True))
 
     def append(
-        self, new: Sequence[Message], *, truncated: bool, tools: Sequence[Tool] = ()
+        self,
+        new: Sequence[Message],
+        *,
+        truncated: bool,
+        tools: Sequence[Tool] = (),
+        stop: int | None = None,
     ) -> tuple[str, list[int]] | None:
         """What follows a sampled assistant turn, and the tier; None where that is not certified.
 
         The turn ended with a stop id, unless it was truncated: then the missing stop comes first.
+        Where the stop is the beginning of the next message (tier T1), `stop` has to say which it was.
         Costs what the new messages cost, whatever the length of the conversation.
         """
-        end, pattern, certificate = self._end, pattern_of(new), self.certificate
-        if end is None or not certificate.appends.get(pattern) or not self._may_append(truncated):
+        pattern, end = pattern_of(new), self._ends.before(new)
+        tier = self.certificate.appends.get(pattern)
+        if tier is None or not self._may_append(truncated):
             return None
-        if self.thinking == "template" and pattern in certificate.strips:
+        if self.thinking == "template" and pattern in self.certificate.strips:
+            return None
+        if self.certificate.named and any(m.role == "tool" and not m.name for m in new):
             return None
         try:
-            text = delta_text(self._template, end, new)
+            if tier == "T1":
+                ids = self._bridged(pattern, new, None if truncated else stop, tools)
+                return None if ids is None else (tier, ids)
+            text = delta_text(self._template, end, new) if end else None
         except TemplateRefusal:
             return None
-        return None if text is None else ("T2", self._behind_stop(text, truncated))
+        return None if text is None else (tier, self._behind_stop(text, truncated))
+
+    def _bridged(
+        self, pattern: str, new: Sequence[Message], stop: int | None, tools: Sequence[Tool]
+    ) -> list[int] | None:
+        if self._bridge is None or stop not in self.certificate.bridges[pattern]:
+            return None
+        return self._bridge.delta(self._template, new, stop, tools)
 
     def splice(
         self,
@@ -179,7 +203,7 @@ class ChatTokens:
         `new` may be anything, also assistant messages nobody sampled. None where the new messages
         would change what the template writes before them. Costs a rendering of the conversation.
         """
-        end = self._end
+        end = self._ends.of(history[-1]) if history else None
         if end is None or not new or not self._may_append(truncated):
             return None
         strict = self.thinking == "template"

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from afield.tokens.escape import BREAK
 from afield.tokens.formats import REASONING
+from afield.tokens.harmony import ANALYSIS, END
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message, ToolCall
@@ -27,9 +28,13 @@ ANCHOR = "afieldanchor"
 # Blank reasoning would hide what a template does to the reasoning of earlier turns.
 _REASONING = "Think about it."
 _THOUGHT = re.compile(
-    "|".join(rf"{re.escape(tags.opening)}.*?{re.escape(tags.closing)}\s*" for tags in REASONING), re.DOTALL
+    "|".join(
+        [rf"{re.escape(tags.opening)}.*?{re.escape(tags.closing)}\s*" for tags in REASONING]
+        + [rf"{re.escape(ANALYSIS)}.*?{re.escape(END)}"]
+    ),
+    re.DOTALL,
 )
-_QUESTION = Message(role="user", content="Question")
+QUESTION = Message(role="user", content="Question")
 
 
 class TurnEnd(Struct, frozen=True):
@@ -41,27 +46,50 @@ class TurnEnd(Struct, frozen=True):
     """Whether nothing stands between what was said and the token."""
 
 
+class Ends(Struct, frozen=True):
+    """What ends a turn that says something, and one that calls tools; mostly the same."""
+
+    said: TurnEnd | None = None
+    called: TurnEnd | None = None
+
+    def before(self, new: Sequence[Message]) -> TurnEnd | None:
+        return self.called if any(message.role == "tool" for message in new) else self.said
+
+    def of(self, turn: Message) -> TurnEnd | None:
+        return self.called if turn.tool_calls else self.said
+
+
 def pattern_of(messages: Sequence[Message]) -> str:
     """The roles in order; a run of one role is a plural: `tools+user`."""
     runs = [(role, len(list(run))) for role, run in groupby(message.role for message in messages)]
     return "+".join(role if length == 1 else f"{role}s" for role, length in runs)
 
 
-def find_turn_end(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) -> TurnEnd | None:
-    """None for a template that ends a turn only by beginning the next one.
+def find_ends(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) -> Ends:
+    """Nothing for a template that ends a turn only by beginning the next one.
 
     Of several control tokens in a row, it is the one the model stops at, or the last.
     """
+    row = list(_control_tokens(_behind_anchor(template, ANCHORED), vocab))
+    said = None
+    if row:
+        at, literal = next((token for token in row if vocab.control[token[1]] in stop_ids), row[-1])
+        said = TurnEnd(literal, vocab.control[literal], direct=at == 0)
+    tail = _behind_anchor(template, CALLING).rstrip()
+    if said and said.text in tail:
+        return Ends(said, said)
+    for literal, control in vocab.control.items():
+        if control in stop_ids and tail.endswith(literal):
+            return Ends(said, TurnEnd(literal, control))
+    return Ends(said)
+
+
+def _behind_anchor(template: ChatTemplate, turn: Message) -> str:
     try:
-        text = template.render([_QUESTION, Message(role="assistant", content=ANCHOR)], (), generation=False)
+        text = template.render([QUESTION, turn], (), generation=False)
     except TemplateRefusal:
-        return None
-    _, found, tail = text.rpartition(ANCHOR)
-    row = list(_control_tokens(tail, vocab)) if found else []
-    if not row:
-        return None
-    at, literal = next((token for token in row if vocab.control[token[1]] in stop_ids), row[-1])
-    return TurnEnd(literal, vocab.control[literal], direct=at == 0)
+        return ""
+    return text.rpartition(ANCHOR)[2] if ANCHOR in text else ""
 
 
 def _control_tokens(text: str, vocab: Vocabulary) -> Iterator[tuple[int, str]]:
@@ -87,7 +115,7 @@ def after_turn(text: str, marker: str, end: TurnEnd) -> int | None:
 
 def delta_text(template: ChatTemplate, end: TurnEnd, new: Sequence[Message]) -> str | None:
     """From the end token of the anchor's turn to the end of the generation prompt."""
-    text = template.render([_QUESTION, _anchor(new), *new], (), generation=True)
+    text = template.render([QUESTION, _anchor(new), *new], (), generation=True)
     at = after_turn(text, ANCHOR, end)
     return None if at is None else text[at:]
 
@@ -139,3 +167,7 @@ def _in_place_of(turn: Message) -> Message:
     first, *rest = turn.tool_calls
     anchored = ToolCall(first.id, first.name, json.dumps({"anchor": ANCHOR}))
     return Message(role="assistant", reasoning=_REASONING, tool_calls=(anchored, *rest))
+
+
+ANCHORED = _in_place_of(Message(role="assistant"))
+CALLING = _in_place_of(Message(role="assistant", tool_calls=(ToolCall("anchor001", "tool", "{}"),)))

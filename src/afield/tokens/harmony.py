@@ -16,6 +16,7 @@ from afield.tokens.status import Status, partial
 from afield.types import Message
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+ANALYSIS = f"{START}assistant{CHANNEL}analysis{MESSAGE}"
 MARKERS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
 _ENDS = (END, START, "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")

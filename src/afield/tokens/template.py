@@ -77,13 +77,13 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
         """Escaped text; with `generation` it ends where the model goes on."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        said = [self._checked(self._message, m, f"message {n} ({m.role})") for n, m in enumerate(messages)]
+        said = self.messages(messages)
         try:
             return self._templates[name].render(
                 {
                     **self._variables,
                     "messages": said,
-                    "tools": [self._checked(self._escaped, t.raw, f"tool {t.name}") for t in tools] or None,
+                    "tools": self.tools(tools),
                     "documents": None,
                     "add_generation_prompt": generation,
                 }
@@ -95,6 +95,13 @@ class ChatTemplate:
             raise TemplateRefusal(
                 f"the model's chat template refuses these messages (roles: {roles}): {error}"
             ) from error
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """As templates take them, escaped."""
+        return [self._checked(self._message, m, f"message {n} ({m.role})") for n, m in enumerate(messages)]
+
+    def tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+        return [self._checked(self._escaped, tool.raw, f"tool {tool.name}") for tool in tools] or None
 
     def _checked(self, convert: Callable[[Any], Any], value: Any, what: str) -> Any:
         try:
