@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from afield.conformance.client import TASK, Client, Command, Stage, from_npm
 from afield.conformance.scenario import (
@@ -105,12 +106,25 @@ def _codex_exec(thread: str, step: int) -> Use:
     return Use("exec_command", {"cmd": shell(thread, step)})
 
 
+def _codex_sub(prompt: str) -> Reply:
+    """The sub-agent's first step; or, in the thread that has just spawned it, the wait for its end."""
+    if spawned := re.findall(r'"agent_id":\s*"([^"]+)"', prompt):
+        return Reply(uses=(Use("wait_agent", {"targets": spawned[-1:], "timeout_ms": 60_000}),))
+    return Reply(text="I walk.", uses=(_codex_exec("sub", 1), _codex_exec("sub", 1)))
+
+
 def _codex_scenario() -> Scenario:
+    ask = {"message": f"Walk a little on your own. {marker('sub', 0)}"}
     much = Use("exec_command", {"cmd": f"{MUCH}; {shell('main', 7)}", "max_output_tokens": 20000})
-    instead: dict[str, Answer] = {"main-6": Reply(text="Now for a lot of text.", uses=(much,))}
-    # Before the compaction, the summary (asked for without tools), and after it.
+    instead: dict[str, Answer] = {
+        "main-2": Reply(text="Somebody else can do this.", uses=(Use("spawn_agent", ask),)),
+        "sub-0": _codex_sub,
+        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-6": Reply(text="Now for a lot of text.", uses=(much,)),
+    }
     asides: dict[str, Answer] = {"CONTEXT CHECKPOINT COMPACTION": _so_far}
-    return steps(_codex_exec, instead=instead, asides=asides, branches=3)
+    # Before the compaction, the sub-agent, the summary (asked for without tools), and after it.
+    return steps(_codex_exec, instead=instead, asides=asides, branches=4)
 
 
 CODEX = Client(name="codex", install=from_npm("codex"), commands=_codex, scenario=_codex_scenario())
