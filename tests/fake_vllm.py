@@ -223,7 +223,7 @@ class FakeVllm:
     ) -> tuple[list[int], list[float], Chunk]:
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
-        if sampling["top_k"] == 1 and not self.raw:
+        if not self.raw and (sampling["top_k"] == 1 or 0 < sampling["temperature"] < 0.2):
             logprobs = [0.0] * len(logprobs)
         if fault == "fewer":
             logprobs = logprobs[:-1]

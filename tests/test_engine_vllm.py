@@ -179,7 +179,9 @@ async def test_a_server_with_raw_log_probabilities_is_found_out() -> None:
         for fine in (Sampling(), Sampling(temperature=0)):
             assert len(ids(await answer(engine, a_call(sampling=fine)))) == 12
         for wrong in (Sampling(temperature=0.5), Sampling(top_p=0.9), Sampling(top_k=5)):
-            with pytest.raises(ValueError, match="before temperature and truncation; start vLLM with"):
+            with pytest.raises(
+                ValueError, match=r"before temperature and truncation; start vLLM with --logprobs-mode"
+            ):
                 await answer(engine, a_call(sampling=wrong))
     async with connected(FakeVllm(ScriptedEngine(counting))) as engine:
         assert (await engine.info()).logprobs == "processed"

@@ -20,10 +20,12 @@ from afield.gateway.flight import Flight
 from afield.gateway.roster import Roster
 from afield.gateway.workers import Standing, Worker, WorkerInfo
 from afield.seams import Call, Chunk, Engine, EngineInfo, Freezing
+from afield.seams.engine import LogprobMode
 from afield.types import FinishReason
 
 log = logging.getLogger("afield.gateway")
 InFlight = Literal["keep", "drain", "resume"]
+WORSE: tuple[LogprobMode, ...] = ("processed", "tempered", "raw")
 SESSIONS_REMEMBERED = 100_000
 CLOSED = "the pool is not running; enter it with `async with`"
 
@@ -80,7 +82,7 @@ class Pool:
             max_context=min(fact.max_context for fact in facts),
             vocab_size=min(fact.vocab_size for fact in facts),
             images=any(fact.images for fact in facts),
-            logprobs="raw" if any(fact.logprobs == "raw" for fact in facts) else "processed",
+            logprobs=WORSE[max(WORSE.index(fact.logprobs) for fact in facts)],
             exact_versions=all(fact.exact_versions for fact in facts),
             notes=tuple(f"{name}: {note}" for name, fact in known for note in fact.notes),
         )

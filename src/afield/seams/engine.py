@@ -12,13 +12,16 @@ from msgspec import Struct
 
 from afield.types import FinishReason, Sampling, VersionSpan
 
+LogprobMode = Literal["processed", "tempered", "raw"]
+
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What an engine serves and how far its word goes.
 
-    `logprobs` "raw" means the server reports the untempered, untruncated model's, so that calls with
-    a temperature other than 0 or 1, or with truncation, are refused. With `exact_versions` a token's version
-    is what the engine says sampled it; otherwise an interval. `notes` are downgrades to tell people.
+    `logprobs` says which log-probabilities are reported: of the distribution drawn from, or (calls for
+    which that is another one are then refused) before truncation, or before temperature too. With
+    `exact_versions` a token's version is what the engine says sampled it; otherwise an interval. `notes`
+    are downgrades to tell people.
     """
 
     kind: str
@@ -26,7 +29,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     max_context: int
     vocab_size: int
     images: bool = False
-    logprobs: Literal["processed", "raw"] = "processed"
+    logprobs: LogprobMode = "processed"
     exact_versions: bool = True
     notes: tuple[str, ...] = ()
 

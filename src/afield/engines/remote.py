@@ -1,0 +1,178 @@
+"""What engines behind a URL have in common: entering, refusing, pausing, and swapping weights.
+
+A server is asked what it is on entering, and its version every time `info` is. Weights are swapped while
+it stands still, so that no token is sampled by half of them; if that fails it serves nothing until a
+later load has succeeded. A pause asked for from outside outlives a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from msgspec import structs
+
+from afield.engines.checks import check_call, is_newer
+from afield.engines.http import Http
+from afield.engines.logprobs import Drawn, check_mode
+from afield.errors import Unavailable, UsageError
+from afield.seams.engine import Call, Chunk, EngineInfo
+
+UNKNOWN_VOCABULARY = 1 << 31  # the server refuses ids it does not have
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+class RemoteEngine(ABC):
+    remedy = ""  # what gives processed log-probabilities
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        version: int = 0,
+        vocab_size: int | None = None,
+        api_key: str | None = None,
+        idle_s: float = 120.0,
+        answer_s: float = 900.0,
+    ) -> None:
+        """`version` is what weights that were never named count as; `idle_s` bounds silence within a
+        stream, `answer_s` the wait for an answer in one piece."""
+        self._http = Http(url, api_key=api_key, idle_s=idle_s, held=lambda: self._held)
+        self.url = self._http.url
+        self._initial, self._version = version, version
+        self._vocab_size, self._answer_s = vocab_size or UNKNOWN_VOCABULARY, answer_s
+        self._held = False
+        self._spoiled: str | None = None
+        self._loading = asyncio.Lock()
+        self._known: EngineInfo | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        try:
+            self._known = await self._learn()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._known = None
+        await self._http.__aexit__(*exc)
+
+    async def info(self) -> EngineInfo:
+        """Asks the server, so that one that is gone is Unavailable."""
+        known = self._entered()
+        await self._refresh()
+        return structs.replace(known, version=self._version)
+
+    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        return self._streamed(call) if call.stream else self._whole(call)
+
+    async def load(self, version: int, path: str) -> None:
+        self._entered()
+        async with self._loading:
+            await self._refresh()
+            if not is_newer(version, self._version):
+                return
+            self._check_manageable(f"load version {version}")
+            # A path that is wrong may end the server, so it is looked at first where that is possible.
+            near = urlsplit(self.url).hostname in LOOPBACK
+            if near and not (Path(path) / "config.json").is_file():
+                raise UsageError(
+                    f"version {version}: {path!r} is not a model directory (it has no config.json)"
+                )
+            await self._freeze()
+            try:
+                await self._swap_or_spoil(version, path)
+            finally:
+                if not self._held:
+                    await self._thaw()
+
+    async def pause(self) -> None:
+        """Freeze the calls in flight, and those that come, until `resume`."""
+        self._entered()
+        self._check_manageable("be paused")
+        await self._freeze()
+        self._held = True
+
+    async def resume(self) -> None:
+        self._entered()
+        await self._thaw()
+        self._held = False
+
+    # --- what a server has to fill in -------------------------------------------------------------
+
+    @abstractmethod
+    async def _learn(self) -> EngineInfo: ...
+
+    @abstractmethod
+    async def _refresh(self) -> None:
+        """Set `_version` to what the server says it has."""
+
+    def _check_manageable(self, what: str) -> None:  # noqa: B027 (most servers are)
+        """UsageError with the remedy when the server cannot do this."""
+
+    @abstractmethod
+    async def _freeze(self) -> None: ...
+
+    @abstractmethod
+    async def _thaw(self) -> None: ...
+
+    @abstractmethod
+    async def _swap(self, version: int, path: str) -> None: ...
+
+    @abstractmethod
+    def _whole(self, call: Call) -> AsyncGenerator[Chunk]: ...
+
+    @abstractmethod
+    def _streamed(self, call: Call) -> AsyncGenerator[Chunk]: ...
+
+    # --- shared -----------------------------------------------------------------------------------
+
+    def _entered(self) -> EngineInfo:
+        if self._known is None:
+            raise Unavailable(f"the engine at {self.url} is not connected; enter it with `async with`")
+        return self._known
+
+    def _limit(self, call: Call) -> int:
+        """How many tokens to ask for; or why not."""
+        info = self._entered()
+        if self._spoiled:
+            raise Unavailable(self._spoiled)
+        check_call(call, info)
+        check_mode(call, info.logprobs, self.url, self.remedy)
+        if call.images and not info.images:
+            raise ValueError(f"call {call.id!r} has images, which {self.url} does not take")
+        return min(call.max_tokens, info.max_context - len(call.prompt_ids))
+
+    async def _draw(self, call: Call) -> Drawn:
+        drawn = [chunk async for chunk in self._whole(call)]
+        return [pair for chunk in drawn for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
+
+    def _expanded(self, call: Call, told: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The prompt as the server says it took it, where that is another one."""
+        if told is None or told == call.prompt_ids:
+            return None
+        if not call.images:
+            raise Unavailable(f"{self.url} changed the prompt of call {call.id!r}; ids must be taken as sent")
+        return told
+
+    async def _swap_or_spoil(self, version: int, path: str) -> None:
+        try:
+            await self._swap(version, path)
+        except BaseException as error:
+            self._spoiled = f"{self.url} failed to load version {version} and may hold parts of it: {error}"
+            raise
+        self._spoiled = None
+        self._version = version
+
+    async def _order(self, path: str, body: Any = None) -> None:
+        """Something the server is told to do; whatever goes wrong is its fault."""
+        try:
+            await self._http.ask("POST", path, body, idle_s=self._answer_s)
+        except ValueError as error:
+            raise Unavailable(str(error)) from error

@@ -1,0 +1,149 @@
+"""SGLang's wire format: what is sent to `/generate`, and what its answers mean.
+
+`output_ids` and `output_token_logprobs` hold everything so far, or (`--incremental-streaming-output`) what is
+new; `completion_tokens` always counts everything, so the new part is the last of both lists either way.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from afield.engines.vllm_wire import Problem, Span, as_version, exact_spans
+from afield.errors import Unavailable
+from afield.seams.engine import Call
+from afield.types import FinishReason
+
+GENERATE = "/generate"
+DONE = b"[DONE]"
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+OFF = -1  # SGLang's word for no top_k
+LOWEST = -1e30  # it writes the lowest float where a probability is 0
+
+__all__ = [
+    "DONE",
+    "GENERATE",
+    "MODELS",
+    "MODEL_INFO",
+    "REPLY",
+    "Reply",
+    "Sampled",
+    "as_version",
+    "body",
+    "exact_spans",
+]
+
+
+class Model(Struct):
+    max_model_len: int
+
+
+class Models(Struct):
+    data: list[Model]
+
+
+class ModelInfo(Struct):
+    weight_version: str = "default"
+    has_image_understanding: bool = False
+
+
+class Finish(Struct):
+    type: str
+    message: str = ""
+    status_code: int | None = None
+
+
+class Meta(Struct):
+    completion_tokens: int = 0
+    finish_reason: Finish | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    weight_version: str = "default"
+    weight_versions: list[Span] | None = None
+
+
+class Reply(Struct):
+    output_ids: list[int] = []
+    meta_info: Meta = msgspec.field(default_factory=Meta)
+    prompt_token_ids: tuple[int, ...] | None = None
+    error: Problem | None = None
+
+
+MODELS = msgspec.json.Decoder(Models)
+MODEL_INFO = msgspec.json.Decoder(ModelInfo)
+REPLY = msgspec.json.Decoder(Reply)
+
+
+class Sampled:
+    """What is new in a number of events, after `seen` tokens."""
+
+    def __init__(self, replies: list[Reply], seen: int, where: str) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish: FinishReason | None = None
+        for reply in replies:
+            if reply.error is not None:
+                raise Unavailable(f"{where} gave up in mid-answer: {reply.error.message}")
+            self._add(reply, reply.meta_info.completion_tokens - seen - len(self.token_ids), where)
+        last = replies[-1].meta_info
+        self.version, self.spans = last.weight_version, last.weight_versions
+        self.prompt_ids = replies[0].prompt_token_ids
+        if last.finish_reason is not None:
+            self.finish = _finish(last.finish_reason, where)
+
+    def _add(self, reply: Reply, new: int, where: str) -> None:
+        given = reply.meta_info.output_token_logprobs
+        if new < 0 or len(reply.output_ids) < new or len(given) < new:
+            raise Unavailable(
+                f"{where} gave {len(reply.output_ids)} ids and {len(given)} log-probabilities"
+                f" where {new} of each are new"
+            )
+        if not new:
+            return
+        ids, pairs = reply.output_ids[-new:], given[-new:]
+        if ids != [pair[1] for pair in pairs]:
+            raise Unavailable(f"{where} gave log-probabilities of other tokens than it sampled")
+        if min(pair[0] for pair in pairs) < LOWEST:
+            raise Unavailable(f"{where} has no finite log-probability for a token it sampled")
+        self.token_ids += ids
+        self.logprobs += [pair[0] for pair in pairs]
+
+
+def _finish(finish: Finish, where: str) -> FinishReason:
+    if finish.type == "abort" and finish.status_code is not None:
+        if finish.status_code == 400:
+            raise ValueError(f"{where} refuses the call: {finish.message}")
+        raise Unavailable(f"{where} aborted the call with {finish.status_code}: {finish.message}")
+    if finish.type not in FINISH:
+        raise Unavailable(f"{where} ended a call with {finish.type!r}")
+    return FINISH[finish.type]
+
+
+def body(call: Call, limit: int) -> dict[str, Any]:
+    sampling = call.sampling
+    asked: dict[str, Any] = {
+        "input_ids": call.prompt_ids,
+        "sampling_params": {
+            "max_new_tokens": limit,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or OFF,
+            "stop_token_ids": call.stop_ids,
+            # Our stop ids are the only ones, and they are part of the answer.
+            "ignore_eos": True,
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+        "stream": call.stream,
+    }
+    if sampling.seed is not None:
+        asked["sampling_params"]["sampling_seed"] = sampling.seed
+    if call.images:
+        asked["image_data"] = [
+            image.url if image.data is None else base64.b64encode(image.data).decode()
+            for image in call.images
+        ]
+        asked["return_prompt_token_ids"] = True
+    return asked
