@@ -133,12 +133,15 @@ CODEX = Client(name="codex", install=from_npm("codex"), commands=_codex, scenari
 # --- opencode ------------------------------------------------------------------------------------
 
 
+OPENCODE_LIMIT = {"context": 32_000, "output": 4096}  # the opening prompt fits, what MUCH prints does not
+
+
 def _opencode(stage: Stage) -> list[Command]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "afield",
         "options": {"baseURL": stage.openai_base_url, "apiKey": stage.api_key},
-        "models": {stage.model: {"name": stage.model, "limit": {"context": 400_000, "output": 8192}}},
+        "models": {stage.model: {"name": stage.model, "limit": OPENCODE_LIMIT}},
     }
     named = f"afield/{stage.model}"
     config = {
@@ -169,11 +172,17 @@ def _opencode_scenario() -> Scenario:
         "main-2": Reply(text="Somebody else can do this.", uses=(Use("task", ask),)),
         "sub-0": Reply(text="I walk.", uses=(_opencode_bash("sub", 1), _opencode_bash("sub", 1))),
         "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-6": Reply(
+            text="Now for a lot of text.",
+            uses=(Use("bash", {"command": f"{MUCH}; {shell('main', 7)}", "description": "Much"}),),
+        ),
     }
-    asides = {"You are a title generator": Reply(text="Steps, one by one")}
-    # The title, the sub-agent, and the main thread twice: after the cut opencode writes an empty assistant
-    # message before the answer it got, and so goes on from a conversation that was never sampled.
-    return steps(_opencode_bash, instead=instead, asides=asides, branches=4)
+    asides: dict[str, Answer] = {
+        "You are a title generator": Reply(text="Steps, one by one"),
+        "You are a context summarization agent": _so_far,
+    }
+    # The title, before the compaction, the sub-agent, the summary, and after it.
+    return steps(_opencode_bash, instead=instead, asides=asides, branches=5)
 
 
 OPENCODE = Client(
