@@ -90,6 +90,10 @@ def find_bridge(
         strips = tuple(one.pattern for one in certified if one.stops and one.strips)
         if stops:
             return Bridged(family, stops, strips), f"appended by the bridge of the family {family} (tier T1)"
+        return None, (
+            f"no tier T1: the family {family} renders as this template does, but none of the stop ids"
+            " begins a message; list them in generation_config.json (eos_token_id)"
+        )
     return None, "no tier T1: no family of the package renderers renders exactly as this template does"
 
 

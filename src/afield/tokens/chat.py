@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import UsageError
+from afield.tokens import modeldir
 from afield.tokens.bridge import make_bridge
+from afield.tokens.certificates import remembered
 from afield.tokens.certify import Certificate, certify
 from afield.tokens.delta import Ends, TurnEnd, delta_text, pattern_of, splice_text
 from afield.tokens.escape import POLICIES, Spelled, policy
 from afield.tokens.formats import FORMATS, HARMONY, REASONING
 from afield.tokens.harmony import MARKERS, HarmonyReader
+from afield.tokens.modeldir import ModelFiles
 from afield.tokens.parser import Parser, Spellings
 from afield.tokens.reply import Reader, ReplyReader
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
-from afield.tokens.vocab import Vocabulary
 from afield.types import Message
 
 THINKING = ("preserve", "template", "per_turn")
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTokens:
@@ -41,26 +42,25 @@ class ChatTokens:
         self,
         *,
         name: str,
-        vocab: Vocabulary,
+        files: ModelFiles,
         template: ChatTemplate,
         arguments: Mapping[str, Any],
-        stop_ids: Sequence[int],
-        vocab_size: int,
+        certificate: Certificate,
     ) -> None:
         self.name = name
-        self.vocab_size = vocab_size
-        self._vocab = vocab
+        self.vocab_size = files.vocab_size
+        self.certificate = certificate
+        self._vocab = vocab = files.vocab
         self._template = template
         self._escape = policy("escape", vocab.control)
         self._arguments = dict(arguments)
-        self.certificate: Certificate = certify(template, vocab, stop_ids, arguments)
         said, called = (
             TurnEnd(text, vocab.control[text]) if text else None
             for text in (self.certificate.end_of_turn, self.certificate.end_of_call)
         )
         self._ends = Ends(said, called)
         ends = [end.id for end in (said, called) if end]
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*stop_ids, *ends)))
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*files.stop_ids, *ends)))
         family = self.certificate.family
         self._bridge = make_bridge(family, template, vocab, arguments) if family else None
         self._format = next((f for f in FORMATS if f.name == self.certificate.tool_format), None)
@@ -79,33 +79,25 @@ class ChatTokens:
         name: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         now: datetime | None = None,
+        cache: Path | None = None,
     ) -> ChatTokens:
-        """`arguments` go to the template (`enable_thinking`); `now` is the date it prints, today if None."""
+        """`arguments` go to the template (`enable_thinking`); `now` is the date it prints, today if None.
+
+        What certification finds out is remembered under `cache`, so that the next start need not.
+        """
         model_dir = Path(model_dir)
-        if not model_dir.is_dir():
-            raise UsageError(f"{model_dir} is not a directory; give the path of a model directory")
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise UsageError(f"{model_dir} has no tokenizer.json; save the tokenizer there (save_pretrained)")
-        vocab = Vocabulary(path.read_bytes(), path)
-        settings = _read_json(model_dir / "tokenizer_config.json")
-        tokens = _special_tokens(settings, _read_json(model_dir / "special_tokens_map.json"))
-        template = ChatTemplate(
-            _template_sources(model_dir, settings),
-            {**tokens, **(arguments or {})},
-            now or datetime.now(),
-            vocab.control,
-        )
-        config = _read_json(model_dir / "config.json")
-        generation = _read_json(model_dir / "generation_config.json")
-        eos = vocab.id_of(tokens["eos_token"]) if "eos_token" in tokens else None
+        files = modeldir.read(model_dir)
+        given = dict(arguments or {})
+        variables = {**files.special, **given}
+        template = ChatTemplate(files.sources, variables, now or datetime.now(), files.vocab.control)
+        inputs = (template, files.vocab, files.stop_ids, given)
+        known = [template.hash, files.vocab.hash, files.stop_ids, variables]
         return cls(
             name=name or model_dir.resolve().name,
-            vocab=vocab,
+            files=files,
             template=template,
-            arguments=arguments or {},
-            stop_ids=[*_ids(_of(generation, "eos_token_id")), *_ids(_of(config, "eos_token_id")), *_ids(eos)],
-            vocab_size=_of(config, "vocab_size") or vocab.size,
+            arguments=given,
+            certificate=remembered(cache, known, lambda: certify(*inputs)),
         )
 
     def _markers(self) -> set[str]:
@@ -260,55 +252,3 @@ class ChatTokens:
             raise TemplateRefusal(
                 f"the text spells the control token {spelled.literal!r}; remove it"
             ) from spelled
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path} holds a {type(value).__name__}; it should be a JSON object")
-    return value
-
-
-def _template_sources(model_dir: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
-    given = settings.get("chat_template")
-    if isinstance(given, str):
-        return {"default": given}
-    named = {entry["name"]: entry["template"] for entry in given or []}
-    if "default" not in named:
-        found = f", only templates named {', '.join(sorted(named))}" if named else ""
-        raise UsageError(
-            f"{model_dir} has no chat template{found}; put one into chat_template.jinja,"
-            " or use a model that was trained for chat"
-        )
-    return {name: text for name, text in named.items() if name in {"default", "tool_use"}}
-
-
-def _special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL:
-        for source in settings:
-            value = source.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens.setdefault(name, text)
-    return tokens
-
-
-def _of(config: Mapping[str, Any], key: str) -> Any:
-    """Models of several parts keep the text model's values one level down."""
-    value = config.get(key)
-    return value if value is not None else (config.get("text_config") or {}).get(key)
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
