@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import msgspec
@@ -12,10 +12,15 @@ import pytest
 
 from afield.engines.ledger import Ledger
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.sglang import SglangEngine
 from afield.engines.torch import TorchEngine
+from afield.engines.vllm import VllmEngine
 from afield.errors import Conflict, Unavailable
+from afield.gateway.pool import Pool
 from afield.seams.engine import Call, Chunk, Engine
 from afield.types import FinishReason, Sampling
+from fake_sglang import FakeSglang, serving_sglang
+from fake_vllm import FakeVllm, serving
 from tiny_model import build_tiny_model, reseed
 
 pytestmark = pytest.mark.anyio
@@ -35,17 +40,41 @@ def nonsense(call: Call) -> Scripted:
     return Scripted(token_ids=tuple((start + 7 * n) % 400 for n in range(200)), chunks=(1, 3, 2))
 
 
-@pytest.fixture(params=["scripted", "torch", "ledger over torch"])
+# Servers are stood in for by small ones that speak their format; the real one is in tests/real.
+ENGINES = [
+    "scripted",
+    "torch",
+    "ledger over torch",
+    "pool of two",
+    "vllm",
+    "vllm without scale-out",
+    "sglang",
+]
+
+
+@pytest.fixture(params=ENGINES)
 async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIterator[Engine]:
-    engine: Engine
-    if request.param == "scripted":
-        engine = ScriptedEngine(nonsense, max_context=128, vocab_size=400)
-    else:
-        engine = TorchEngine(models[0], max_slots=4)
-    if request.param.startswith("ledger"):
-        engine = Ledger(engine)
-    async with asyncio.timeout(BOUND_S), engine:
-        yield engine
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(asyncio.timeout(BOUND_S))
+        made = await make_engine(request.param, models, stack)
+        yield await stack.enter_async_context(made)
+
+
+async def make_engine(name: str, models: list[Path], stack: AsyncExitStack) -> Engine:
+    if name == "torch":
+        return TorchEngine(models[0], max_slots=4)
+    if name == "ledger over torch":
+        return Ledger(TorchEngine(models[0], max_slots=4))
+    if name == "pool of two":
+        return Pool({worker: TorchEngine(models[0], max_slots=4) for worker in "ab"})
+    scripted = ScriptedEngine(nonsense, max_context=128, vocab_size=400)
+    if name.startswith("vllm"):
+        fake = FakeVllm(scripted, scale_out=name == "vllm")
+        return VllmEngine(await stack.enter_async_context(serving(fake)), vocab_size=400)
+    if name == "sglang":
+        url = await stack.enter_async_context(serving_sglang(FakeSglang(scripted)))
+        return SglangEngine(url, vocab_size=400)
+    return scripted
 
 
 def a_call(**changes: object) -> Call:

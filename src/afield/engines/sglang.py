@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from afield.engines import sglang_wire as wire
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
+from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Chunk, EngineInfo
@@ -30,7 +29,7 @@ class SglangEngine(RemoteEngine):
     async def _learn(self) -> EngineInfo:
         served = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
-        self._version = wire.as_version(told.weight_version, self._initial)
+        self._version = as_version(told.weight_version, self._initial)
         # Taken at its word until it is measured, so that the measuring calls are let through.
         self._known = info = EngineInfo(
             kind="sglang",
@@ -45,7 +44,7 @@ class SglangEngine(RemoteEngine):
 
     async def _refresh(self) -> None:
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
-        self._version = wire.as_version(told.weight_version, self._initial)
+        self._version = as_version(told.weight_version, self._initial)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -86,12 +85,12 @@ class SglangEngine(RemoteEngine):
 
     def _chunk(self, call: Call, replies: list[wire.Reply], low: int, seen: int) -> Chunk:
         sampled = wire.Sampled(replies, seen, self.url)
-        now = wire.as_version(sampled.version, self._initial)
+        now = as_version(sampled.version, self._initial)
         self._version = max(self._version, now)
         versions = None
         if sampled.finish is not None and sampled.spans:
             total = seen + len(sampled.token_ids)
-            versions = wire.exact_spans(sampled.spans, total, self._initial, self.url)
+            versions = exact_spans(sampled.spans, total, self._initial, self.url)
         return Chunk(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),
@@ -113,18 +112,10 @@ class SglangEngine(RemoteEngine):
 
     async def _swap(self, version: int, path: str) -> None:
         order = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        data = await self._http.status("POST", "/update_weights_from_disk", order)
-        told = self._http.decode(data[1], UPDATED)
-        if data[0] != 200 or not told.success:
+        status, data = await self._http.status("POST", "/update_weights_from_disk", order)
+        told = self._http.decode(data, wire.UPDATED)
+        if status != 200 or not told.success:
             raise Unavailable(f"{self.url} did not load {path!r}: {told.message}")
-
-
-class _Updated(msgspec.Struct):
-    success: bool
-    message: str = ""
-
-
-UPDATED: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Updated)
 
 
 def _split(chunk: Chunk) -> list[Chunk]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.engines.vllm_wire import Problem, Span, as_version, exact_spans
+from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
 from afield.seams.engine import Call
 from afield.types import FinishReason
@@ -22,19 +22,6 @@ DONE = b"[DONE]"
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 OFF = -1  # SGLang's word for no top_k
 LOWEST = -1e30  # it writes the lowest float where a probability is 0
-
-__all__ = [
-    "DONE",
-    "GENERATE",
-    "MODELS",
-    "MODEL_INFO",
-    "REPLY",
-    "Reply",
-    "Sampled",
-    "as_version",
-    "body",
-    "exact_spans",
-]
 
 
 class Model(Struct):
@@ -48,6 +35,11 @@ class Models(Struct):
 class ModelInfo(Struct):
     weight_version: str = "default"
     has_image_understanding: bool = False
+
+
+class Updated(Struct):
+    success: bool
+    message: str = ""
 
 
 class Finish(Struct):
@@ -73,6 +65,7 @@ class Reply(Struct):
 
 MODELS = msgspec.json.Decoder(Models)
 MODEL_INFO = msgspec.json.Decoder(ModelInfo)
+UPDATED = msgspec.json.Decoder(Updated)
 REPLY = msgspec.json.Decoder(Reply)
 
 
@@ -95,7 +88,7 @@ class Sampled:
 
     def _add(self, reply: Reply, new: int, where: str) -> None:
         given = reply.meta_info.output_token_logprobs
-        if new < 0 or len(reply.output_ids) < new or len(given) < new:
+        if not 0 <= new <= len(reply.output_ids) == len(given):
             raise Unavailable(
                 f"{where} gave {len(reply.output_ids)} ids and {len(given)} log-probabilities"
                 f" where {new} of each are new"

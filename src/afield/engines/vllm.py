@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 from afield.engines import vllm_wire as wire
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
+from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
@@ -81,7 +82,7 @@ class VllmEngine(RemoteEngine):
         self._manageable = status == 200
         if self._manageable:
             label = self._http.decode(data, WEIGHT_INFO).weight_version
-            self._version = wire.as_version(label, self._initial)
+            self._version = as_version(label, self._initial)
         elif status != 404:
             raise Unavailable(f"{self.url} answers {status} to /weight_info: {data[:200]!r}")
 
@@ -110,7 +111,7 @@ class VllmEngine(RemoteEngine):
         length = len(sampled.token_ids)
         cuts = [(0, length, low, max(low, self._version))]
         if sampled.spans:
-            spans = wire.exact_spans(sampled.spans, length, self._initial, self.url)
+            spans = exact_spans(sampled.spans, length, self._initial, self.url)
             cuts = [(s.start, s.end, s.low, s.high) for s in spans]
         return [
             Chunk(
@@ -151,7 +152,7 @@ class VllmEngine(RemoteEngine):
         versions = None
         if sampled.spans:
             length = before + len(sampled.token_ids)
-            versions = wire.exact_spans(sampled.spans, length, self._initial, self.url)
+            versions = exact_spans(sampled.spans, length, self._initial, self.url)
         return Chunk(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),

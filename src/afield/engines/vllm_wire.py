@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Image
-from afield.types import FinishReason, VersionSpan
+from afield.types import FinishReason
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
@@ -35,22 +36,12 @@ class Logprobs(Struct):
     token_logprobs: list[float] | None = None
 
 
-class Span(Struct):
-    version: str
-    start: int
-    end: int
-
-
 class Choice(Struct):
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[Span] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
-
-
-class Problem(Struct):
-    message: str = ""
 
 
 class Reply(Struct):
@@ -105,23 +96,6 @@ class Sampled:
                 raise Unavailable(f"{where} ended a call with {choice.finish_reason!r}")
             self.finish = FINISH[choice.finish_reason]
             self.spans = choice.weight_versions
-
-
-def exact_spans(spans: list[Span], length: int, initial: int, where: str) -> tuple[VersionSpan, ...]:
-    """vLLM's spans as ours. A server whose weights were never named calls them "default"."""
-    named = (
-        (span.start, span.end, as_version(span.version, initial)) for span in spans if span.end > span.start
-    )
-    exact = tuple(VersionSpan(start, end, version, version) for start, end, version in named)
-    ends = [0, *(span.end for span in exact)]
-    if [span.start for span in exact] != ends[:-1] or ends[-1] != length:
-        raise Unavailable(f"{where} tells versions {spans} that do not cover its {length} tokens")
-    return exact
-
-
-def as_version(label: str, initial: int) -> int:
-    """The version a server's label stands for; any label that is not a number is its first weights."""
-    return int(label) if label.isdecimal() else initial
 
 
 def generate_body(model: str, call: Call, limit: int) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""A small server that speaks SGLang's wire format in front of any engine.
+
+The format was read from the source of SGLang 0.5.23 (tokenizer_manager, http_server); no reply here was
+recorded from a running server. `scripts/record_sglang.py` records such replies into tests/fixtures/sglang,
+and `test_engine_sglang.py` reads them when they are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from afield.errors import Unavailable
+from afield.seams.engine import Call, Chunk, Engine, Image
+from afield.types import Sampling
+
+TYPES = {"stop": "stop", "length": "length", "aborted": "abort"}
+
+
+class FakeSglang:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        incremental: bool = False,
+        spans: bool = True,
+        original: bool = False,
+        images: bool = False,
+        faults: Iterable[str] = (),
+    ) -> None:
+        """`original` log-probabilities are those before temperature."""
+        self.engine, self.incremental, self.spans = engine, incremental, spans
+        self.original, self.images = original, images
+        self.faults = list(faults)
+        self.label = "default"
+        self.asked: list[tuple[str, Any]] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.moving = asyncio.Event()
+        self.moving.set()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_post("/generate", self.generate)
+        for path in ("pause_generation", "continue_generation", "update_weights_from_disk"):
+            app.router.add_post(f"/{path}", self.manage)
+        return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        info = await self.engine.info()
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": info.max_context}]})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label, "has_image_understanding": self.images})
+
+    async def manage(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((request.path, body))
+        if request.path == "/pause_generation":
+            self.moving.clear()
+        elif request.path == "/continue_generation":
+            self.moving.set()
+        else:
+            if body["model_path"].endswith("broken"):
+                told = {"success": False, "message": "Failed to get model", "num_paused_requests": 0}
+                return web.json_response(told, status=400)
+            self.label = body["weight_version"]
+            await self.engine.load(int(self.label), body["model_path"])
+        return web.json_response({"success": True, "message": "Succeeded", "status": "ok"})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        given = body["sampling_params"]
+        call = Call(
+            id="c",
+            session_id="s",
+            prompt_ids=tuple(body["input_ids"]),
+            sampling=Sampling(temperature=given["temperature"], top_k=max(given["top_k"], 0)),
+            max_tokens=given["max_new_tokens"],
+            stop_ids=tuple(given["stop_token_ids"]),
+            stream=body["stream"],
+            images=tuple(Image(digest=d, media_type="?", url=d) for d in body.get("image_data", ())),
+        )
+        fault = self.faults.pop(0) if self.faults and given["max_new_tokens"] != 8 else ""
+        try:
+            async with aclosing(self.engine.generate(call)) as chunks:
+                if body["stream"]:
+                    return await self.stream(request, body, chunks, fault)
+                seen = [chunk async for chunk in chunks]
+                return web.json_response(self.reply(seen, seen, body, fault))
+        except ValueError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        except Unavailable as error:
+            return web.json_response({"error": {"message": str(error)}}, status=500)
+
+    async def stream(
+        self, request: web.Request, body: dict[str, Any], chunks: AsyncIterator[Chunk], fault: str
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        seen: list[Chunk] = []
+        async for chunk in chunks:
+            await self.moving.wait()
+            if not response.prepared:
+                await response.prepare(request)
+            seen.append(chunk)
+            now = fault if len(seen) >= 3 else ""
+            shown = self.reply([chunk] if self.incremental else seen, seen, body, now)
+            await response.write(b"data: " + json.dumps(shown).encode() + b"\n\n")
+            if now == "die":
+                assert request.transport
+                request.transport.abort()
+            if now == "error":
+                await response.write(b'data: {"error": {"message": "out of memory", "code": 500}}\n\n')
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def reply(self, chunks: list[Chunk], seen: list[Chunk], body: dict[str, Any], fault: str) -> Any:
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
+        if 0 < body["sampling_params"]["temperature"] < 0.2 and not self.original:
+            logprobs = [0.0] * len(logprobs)
+        entries: list[Any] = [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)]
+        if fault == "fewer":
+            entries.pop()
+        if fault == "other":
+            entries[-1][1] += 1
+        if fault == "lowest":
+            entries[-1][0] = -3.4028234663852886e38
+        finish = seen[-1].finish
+        meta: dict[str, Any] = {
+            "id": "r1",
+            "finish_reason": {"type": TYPES[finish]} if finish else None,
+            "prompt_tokens": len(body["input_ids"]),
+            "weight_version": str(seen[-1].high) if seen[-1].high else self.label,
+            "completion_tokens": sum(len(chunk.token_ids) for chunk in seen),
+            "output_token_logprobs": entries,
+        }
+        if self.spans:
+            meta["weight_versions"] = _spans(seen)
+        reply = {"text": "é" * len(tokens), "output_ids": tokens, "meta_info": meta}
+        if body.get("return_prompt_token_ids"):
+            reply["prompt_token_ids"] = list(seen[0].prompt_ids or body["input_ids"])
+        return reply
+
+
+def _spans(chunks: list[Chunk]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    start = 0
+    for chunk in chunks:
+        end, name = start + len(chunk.token_ids), str(chunk.low) if chunk.low else "default"
+        if spans and spans[-1]["version"] == name:
+            start = spans.pop()["start"]
+        spans.append({"version": name, "start": start, "end": end})
+        start = end
+    return spans
+
+
+@asynccontextmanager
+async def serving_sglang(fake: FakeSglang) -> AsyncIterator[str]:
+    async with fake.engine:
+        runner = web.AppRunner(fake.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            await runner.cleanup()
