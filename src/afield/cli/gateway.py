@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if args.processes > 1:
             serve_front(args, listener, not given)
         else:
-            asyncio.run(serve(args, listener, lambda model: announce(args, model, not given)))
+            on_fast_loop(serve(args, listener, lambda model: announce(args, model, not given)))
     return 0
 
 
@@ -146,7 +146,7 @@ def serve_front(args: argparse.Namespace, listener: socket.socket, made_up: bool
             made = front(command, args.processes, environment)
             await made.serve(listener, lambda line: announce(args, json.loads(line)["model"], made_up))
 
-        asyncio.run(main())
+        on_fast_loop(main())
 
 
 def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
@@ -168,7 +168,17 @@ def serve_shard(args: argparse.Namespace) -> None:
         private.bind(str(path))
         private.listen(1024)
         private.setblocking(False)
-        asyncio.run(serve(args, private, lambda model: announce(args, model, False), shard))
+        on_fast_loop(serve(args, private, lambda model: announce(args, model, False), shard))
+
+
+def on_fast_loop(work: Coroutine[Any, Any, None]) -> None:
+    """uvloop where there is one: it takes half the processor time."""
+    try:
+        from uvloop import new_event_loop
+    except ModuleNotFoundError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(work)
 
 
 def made_up_key(host: str) -> str:

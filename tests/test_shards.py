@@ -1,0 +1,120 @@
+"""Several gateway processes on one port: a session has one home, wherever its requests come in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+from fake_vllm import FakeVllm, serving
+from gateways import ADMIN, POLICY, vocabulary
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.gateway.client import HttpGateway
+from afield.gateway.shards import owner, route
+from afield.seams import SessionSpec
+from afield.seams.engine import Call
+
+pytestmark = pytest.mark.anyio
+SESSIONS = [f"r{n}.1" for n in range(8)]
+
+
+def hello(call: Call) -> Scripted:
+    return Scripted(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
+
+
+@asynccontextmanager
+async def gateway(store: Path, engine_url: str) -> AsyncIterator[tuple[str, int]]:
+    """Its address and the id of its front process."""
+    arguments = ["gateway", "--model", str(POLICY), "--engine", f"vllm={engine_url}", "--port", "0"]
+    arguments += ["--processes", "2", "--store", str(store), "--json", "--exit-with-parent"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "afield",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "AFIELD_ADMIN_KEY": ADMIN},
+    )
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), 100)
+        yield json.loads(line)["url"], process.pid
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Path) -> None:
+    assert {owner(session, 2) for session in SESSIONS} == {0, 1}
+    fake = FakeVllm(ScriptedEngine(hello))
+    async with serving(fake) as engine, gateway(tmp_path, engine) as (url, pid), HttpGateway(url, ADMIN) as admin:
+        tickets = [await admin.open(SessionSpec(id=session)) for session in SESSIONS]
+        async with aiohttp.ClientSession() as http:
+            await asyncio.gather(*(talk(ticket.openai_base_url, ticket.api_key) for ticket in tickets))
+            # One connection, all sessions: requests are passed on to where they belong.
+            for ticket in tickets:
+                said = {"role": "user", "content": "Another."}
+                body = {"model": "m", "messages": [said], "stream": True}
+                key = {"authorization": f"Bearer {ticket.api_key}"}
+                async with http.post(f"{url}/v1/chat/completions", json=body, headers=key) as answer:
+                    assert (await answer.text()).endswith("data: [DONE]\n\n")
+            states = [await admin.state(session) for session in SESSIONS]
+            assert [(s.calls, s.turns, s.branches, s.dangling) for s in states] == [(3, 3, 2, 0)] * 8
+            key = {"authorization": f"Bearer {ADMIN}"}
+            async with http.get(f"{url}/metrics", headers=key) as page:
+                numbers = await page.text()
+            assert 'afield_calls_total{dialect="chat",finish="stop"} 24' in numbers
+            async with http.get(f"{url}/sessions", headers=key) as listed:
+                assert [s["id"] for s in (await listed.json())["sessions"]] == sorted(SESSIONS)
+            await kill_one(pid)
+            await asyncio.gather(*(until_there(admin, session) for session in SESSIONS))
+        records = [await admin.finalize(session) for session in SESSIONS]
+        assert [len(record.turns) for record in records] == [3] * 8
+
+
+async def talk(base_url: str, key: str) -> None:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=key) as client:
+        messages: list = [{"role": "user", "content": "Hi"}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "Go on."}]
+
+
+async def kill_one(pid: int) -> None:
+    before = children(pid)
+    os.kill(before[0], signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while len(set(children(pid)) - set(before[:1])) < 2:
+            await asyncio.sleep(0.1)
+
+
+async def until_there(admin: HttpGateway, session: str) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                assert (await admin.state(session)).calls == 3
+                return
+            except Exception:  # noqa: BLE001
+                await asyncio.sleep(0.2)
+
+
+def test_a_connection_goes_by_the_session_in_its_path_or_its_key() -> None:
+    by_path = route(b"POST /s/r1.1/v1/messages HTTP/1.1\r\nHost: x\r\n\r\n", 7)
+    by_key = route(b"POST /v1/messages HTTP/1.1\r\nX-Api-Key: afk-r1.1~infer~00\r\n\r\n", 7)
+    assert by_path == by_key == owner("r1.1", 7)
+    assert 0 <= route(b"\x16\x03\x01 no http at all", 7) < 7
