@@ -49,7 +49,7 @@ async def probe(engine: Engine) -> Report:
     return Report(info=info, seeded=seeded)
 
 
-async def checked(engine: Engine) -> EngineInfo:
+async def check(engine: Engine) -> EngineInfo:
     """For a pool: the worker's facts, or why it cannot be used."""
     return (await probe(engine)).info
 
@@ -89,7 +89,7 @@ def _check_lengths(chunks: list[Chunk], info: EngineInfo) -> None:
         )
     if len(logprobs) != len(ids) or not all(math.isfinite(p) and p <= SAME for p in logprobs):
         raise UsageError(
-            f"{info.kind} gave {len(ids)} tokens the log-probabilities {logprobs}; one finite one each is needed"
+            f"{info.kind} gave {len(ids)} tokens logprobs {logprobs}; one finite one each is needed"
         )
     if not all(0 <= token < info.vocab_size for token in ids):
         raise UsageError(f"{info.kind} sampled ids {ids} outside its vocabulary of {info.vocab_size}")
@@ -100,7 +100,8 @@ def _check_same(whole: list[Chunk], streamed: list[Chunk], info: EngineInfo) -> 
     close = [abs(p - q) < SAME for p, q in zip(_logprobs(whole), logprobs, strict=False)]
     if ids != _ids(whole) or len(logprobs) != len(ids) or not all(close):
         raise UsageError(
-            f"{info.kind} streams {ids} where the whole answer is {_ids(whole)}; a greedy answer must be the same"
+            f"{info.kind} streams {ids} where the whole answer is {_ids(whole)};"
+            " a greedy answer must be the same"
         )
 
 
