@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from afield.engines.probe import check, probe
+from afield.engines.probe import checked, probe
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.torch import TorchEngine
 from afield.engines.vllm import VllmEngine
@@ -154,7 +154,7 @@ class Claims:
 
 
 async def test_a_pool_takes_only_workers_that_pass() -> None:
-    async with Pool({"a": Worker()}, connect=lambda kind, url: Worker(never_forced), check=check) as pool:
+    async with Pool({"a": Worker()}, connect=lambda kind, url: Worker(never_forced), check=checked) as pool:
         with pytest.raises(UsageError, match="reports raw"):
             await pool.add("scripted", "http://elsewhere")
         assert [worker.id for worker in pool.list()] == ["a"]

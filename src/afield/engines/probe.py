@@ -49,7 +49,7 @@ async def probe(engine: Engine) -> Report:
     return Report(info=info, seeded=seeded)
 
 
-async def check(engine: Engine) -> EngineInfo:
+async def checked(engine: Engine) -> EngineInfo:
     """For a pool: the worker's facts, or why it cannot be used."""
     return (await probe(engine)).info
 
