@@ -98,8 +98,9 @@ def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Pa
         name: engine(spec, model, slots=slots, seed=seed, ledger=ledger)
         for name, spec in zip(named, specs, strict=True)
     }
-    check = load("engines.probe:check") if any(spec.partition("=")[0] in SERVERS for spec in specs) else None
-    return load("gateway.pool:Pool")(workers, connect=connect, **({"check": check} if check else {}))
+    served = any(spec.partition("=")[0] in SERVERS for spec in specs)
+    checks = {"check": load("engines.probe:checked")} if served else {}
+    return load("gateway.pool:Pool")(workers, connect=connect, **checks)
 
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:

@@ -30,14 +30,21 @@ class Histogram(Struct):
         self.total += other.total
 
 
-class Metrics(Struct):
-    """One process's numbers. Keys of the counters are label values."""
+Tally = dict[str, int]
 
-    calls: Counter[str] = field(default_factory=Counter)
-    tiers: Counter[str] = field(default_factory=Counter)
-    links: Counter[str] = field(default_factory=Counter)
-    side: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
+
+def count(tally: Tally, key: str, by: int = 1) -> None:
+    tally[key] = tally.get(key, 0) + by
+
+
+class Metrics(Struct):
+    """One process's numbers. Keys of the tallies are label values."""
+
+    calls: Tally = field(default_factory=dict)
+    tiers: Tally = field(default_factory=dict)
+    links: Tally = field(default_factory=dict)
+    side: Tally = field(default_factory=dict)
+    refusals: Tally = field(default_factory=dict)
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     retries: int = 0
@@ -49,13 +56,16 @@ class Metrics(Struct):
 
     def began(self, intent: Turn) -> None:
         self.in_flight += 1
-        self.tiers[intent.tier] += 1
-        self.links.update(link.type for link in intent.links)
-        self.side.update(tag for tag in intent.tags if tag.startswith("side:"))
+        count(self.tiers, intent.tier)
+        for link in intent.links:
+            count(self.links, link.type)
+        for tag in intent.tags:
+            if tag.startswith("side:"):
+                count(self.side, tag)
 
     def ended(self, turn: Turn, prompt: int) -> None:
         self.in_flight -= 1
-        self.calls[f"{turn.dialect} {turn.finish_reason}"] += 1
+        count(self.calls, f"{turn.dialect} {turn.finish_reason}")
         self.prompt_tokens += prompt
         self.sampled_tokens += len(turn.token_ids)
         if turn.ended is not None:
@@ -64,13 +74,14 @@ class Metrics(Struct):
             self.first_token_s.observe(turn.first_token - turn.started)
 
     def refused(self, status: int) -> None:
-        self.refusals[str(status)] += 1
+        count(self.refusals, str(status))
 
     def add(self, other: Metrics) -> None:
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Counter):
-                mine.update(theirs)
+            if isinstance(mine, dict):
+                for key, value in theirs.items():
+                    count(mine, key, value)
             elif isinstance(mine, Histogram):
                 mine.add(theirs)
             else:

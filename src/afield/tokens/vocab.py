@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from afield.errors import UsageError, boundary
 from afield.tokens.escape import BREAK
+from afield.tokens.segments import Segments
 from afield.types import Failure, FailureKind, Reason
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -41,6 +42,7 @@ class Vocabulary:
         self._byte_fallback = "ByteFallback" in kinds
         self._context = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._pieces: dict[int, bytes] = {}
+        self._segments = Segments(self._tokenizer, added)
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
@@ -50,7 +52,7 @@ class Vocabulary:
         ids: list[int] = []
         for piece in text.split(BREAK):
             if piece:
-                ids.extend(self._tokenizer.encode(piece, add_special_tokens=False).ids)
+                self._segments.encode(piece, ids)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
