@@ -105,9 +105,18 @@ def post(path: str, body: bytes, key: str = "none") -> bytes:
 
 
 async def drive(
-    url: str, connections: int, job: Callable[[int, int], bytes], *, seconds: float, at_least: int = 1
+    url: str,
+    connections: int,
+    job: Callable[[int, int], bytes],
+    *,
+    expect: bytes,
+    seconds: float,
+    at_least: int = 1,
 ) -> Load:
-    """Every connection asks `job(connection, n)`, n from 0, until the time is up and it asked enough."""
+    """Every connection asks `job(connection, n)`, n from 0, until the time is up and it asked enough.
+
+    A reply that does not contain what is expected is an error.
+    """
     load = Load(latencies=[], firsts=[], problems=[])
     end = time.perf_counter() + seconds
 
@@ -118,7 +127,7 @@ async def drive(
                 if not connection.open:
                     connection = await connect(url)
                 reply = await connection.ask(job(index, n))
-                if reply.status != 200:
+                if reply.status != 200 or expect not in reply.body:
                     raise ConnectionError(f"{reply.status} {reply.body[:200]!r}")
                 load.done += 1
                 load.latencies.append(reply.whole_s)

@@ -1,7 +1,7 @@
 """What a gateway costs: afield, two peers and a bare capture proxy in front of the same upstream.
 
-`python bench/gateway.py` measures them one after another in one run and saves bench/results/gateway-*.json;
-`--json` ends with one line of JSON, `--quick` takes a fraction of the time, `--charts` draws docs/img.
+`python bench/gateway.py` measures them one after another in one run and saves bench/results/gateway.json;
+`--json` ends with one line of JSON, `--quick` takes a fraction of the time, `--page` writes the page in docs.
 CPU is that of the server's processes, so a busy machine changes rates and latencies but hardly the CPU.
 """
 
@@ -21,7 +21,9 @@ from typing import Any
 
 import uvloop
 from charts import draw
-from client import Load, connect, drive, post
+from client import connect, drive, post
+from kept import kept
+from page import write
 from servers import NAMES, PINS, Server, serving, upstream
 from turns import WINDOWS, Conversations, turn_costs
 from workload import ANSWER, TURNS, Workload
@@ -31,6 +33,7 @@ RESULTS = ROOT / "bench" / "results"
 CONNECTIONS = 16  # for CPU per call
 POOL = 512  # sessions that calls are spread over
 PACE_MS = 5
+WHOLE, STREAMED = b"format_help", b"data: [DONE]"  # in every good answer
 ROUNDS = 4  # of 512 calls in flight
 SECONDS, QUICK = 4.0, 0.6  # for each load
 
@@ -45,32 +48,39 @@ class Bench:
 
     async def all(self) -> dict[str, Any]:
         await self.server.prepare(POOL)
-        await self._drive(CONNECTIONS, self._calls(), seconds=self.seconds / 2)
+        await self._measure(CONNECTIONS, self._calls())  # to be warm
         told: dict[str, Any] = {"small": await self._measure(CONNECTIONS, self._calls())}
-        for connections in (1, 64):
-            told[f"connections_{connections}"] = await self._measure(connections, self._calls())
-        told["stream_1"] = await self._measure(1, self._calls(stream=True))
+        told["kept"] = await kept(self.server, self.work, self.server.target(0)[0])
+        told["stream"] = await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
         if self.server.name == "afield" or not self.quick:
-            rounds = ROUNDS if self.server.name == "afield" else 1
-            told["connections_512"] = await self._measure(512, self._calls(), at_least=rounds)
-        told["stream"] = await self._measure(CONNECTIONS, self._calls(stream=True))
-        await self._pace(PACE_MS)
-        told["stream_paced"] = await self._measure(CONNECTIONS, self._calls(stream=True))
-        await self._pace(0)
+            told |= await self._loads()
         told |= await self._histories()
+        return told
+
+    async def _loads(self) -> dict[str, Any]:
+        """Few and many connections, and an upstream that takes its time."""
+        told = {f"connections_{n}": await self._measure(n, self._calls()) for n in (1, 64)}
+        rounds = ROUNDS if self.server.name == "afield" else 1
+        told["connections_512"] = await self._measure(512, self._calls(), at_least=rounds)
+        told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
+        await self._pace(PACE_MS)
+        told["stream_paced"] = await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
+        await self._pace(0)
         return told
 
     async def bare(self) -> dict[str, Any]:
         """The upstream itself: what a call takes without anything in between."""
         await self.server.prepare(POOL)
         told = {"connections_1": await self._measure(1, self._calls())}
-        told["stream_1"] = await self._measure(1, self._calls(stream=True))
+        told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
         return told
 
     async def _histories(self) -> dict[str, Any]:
         sessions = CONNECTIONS if self.server.name in ("afield", "capture") else 4
         talk = Conversations(self.server, self.work, await self.server.fresh(sessions))
-        told: dict[str, Any] = {"turns": await turn_costs(talk, (8, 128) if self.quick else tuple(WINDOWS))}
+        turns = tuple(WINDOWS) if not self.quick else (8, 128) if self.server.name == "afield" else ()
+        told: dict[str, Any] = {"turns": await turn_costs(talk, turns)}
+        talk.skip_to(TURNS + 1)  # where it was not played
         told["history_32k"] = await self._measure(sessions, lambda i, n: talk.request(i, 10_000 + n))
         if self.server.name == "afield":
             unknown = Conversations(self.server, self.work, await self.server.fresh(sessions))
@@ -91,14 +101,18 @@ class Bench:
 
         return job
 
-    async def _drive(self, connections: int, job: Callable[[int, int], bytes], **how: Any) -> Load:
-        return await drive(self.server.url, connections, job, **how)
-
     async def _measure(
-        self, connections: int, job: Callable[[int, int], bytes], *, at_least: int = 1
+        self,
+        connections: int,
+        job: Callable[[int, int], bytes],
+        *,
+        at_least: int = 1,
+        expect: bytes = WHOLE,
     ) -> dict[str, Any]:
         before = await self.server.quiet_cpu_s()
-        load = await self._drive(connections, job, seconds=self.seconds, at_least=at_least)
+        load = await drive(
+            self.server.url, connections, job, expect=expect, seconds=self.seconds, at_least=at_least
+        )
         cpu = await self.server.quiet_cpu_s() - before
         asked = load.done + load.errors
         return {
@@ -168,11 +182,11 @@ def summary(told: dict[str, Any]) -> dict[str, Any]:
 
 def table(told: dict[str, Any]) -> str:
     kinds = ("small", "stream", "stream_paced", "history_32k")
-    rows = [f"{'CPU us per call':18}" + "".join(f"{kind:>14}" for kind in kinds) + f"{'calls/s at 64':>15}"]
+    rows = [f"{'CPU us per call':18}" + "".join(f"{kind:>14}" for kind in kinds)]
     for name in NAMES:
         if name in told:
-            costs = "".join(f"{told[name][kind]['cpu_us']:>14,}" for kind in kinds)
-            rows.append(f"{name:18}{costs}{told[name]['connections_64']['per_s']:>15,.0f}")
+            costs = [f"{told[name][kind]['cpu_us']:,}" if kind in told[name] else "-" for kind in kinds]
+            rows.append(f"{name:18}" + "".join(f"{cost:>14}" for cost in costs))
     return "\n".join(rows)
 
 
@@ -182,11 +196,11 @@ def say(what: str) -> None:
 
 def save(told: dict[str, Any], line: dict[str, Any], wall_s: float) -> Path:
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
-    kept = {"summary": line, "servers": told, "peers": PINS, "machine": machine}
-    kept |= {"seconds_per_load": SECONDS, "wall_s": round(wall_s), "when": time.strftime("%Y-%m-%d")}
+    run = {"summary": line, "servers": told, "peers": PINS, "machine": machine, "pace_ms": PACE_MS}
+    run |= {"seconds_per_load": SECONDS, "wall_s": round(wall_s), "load_15m": round(os.getloadavg()[2], 1)}
     path = RESULTS / "gateway.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    path.write_text(json.dumps(run, indent=1) + "\n")
     return path
 
 
@@ -195,10 +209,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--quick", action="store_true", help="a fraction of the time; not saved")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="not saved")
-    parser.add_argument("--charts", action="store_true", help="draw the charts of the last saved run and end")
+    parser.add_argument("--page", action="store_true", help="write docs/benchmarks.md of the last saved run")
     args = parser.parse_args()
-    if args.charts:
-        draw(json.loads((RESULTS / "gateway.json").read_text()), ROOT / "docs" / "img")
+    if args.page:
+        run = json.loads((RESULTS / "gateway.json").read_text())
+        draw(run, ROOT / "docs" / "img")
+        write(run, ROOT / "docs" / "benchmarks.md")
         return 0
     cache = Path.home() / ".cache" / "afield"
     began = time.monotonic()

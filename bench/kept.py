@@ -1,0 +1,40 @@
+"""That the work was done: what each server kept of a call is what the upstream sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+from client import connect
+from servers import ADMIN, Server
+from workload import Workload
+
+
+async def kept(server: Server, work: Workload, path: str) -> str:
+    """What the server can tell about its last call in a session; ends the run where that is wrong."""
+    session = path.split("/")[2]
+    if server.name == "afield":
+        last = (await _get(server, f"/sessions/{session}/turns"))["turns"][-1]
+        ids, logprobs = last["token_ids"], last["logprobs"]
+    elif server.name == "rllm":
+        last = (await _get(server, f"/sessions/{session}/traces"))[-1]
+        ids, logprobs = last["completion_token_ids"], last["logprobs"]
+    else:
+        return "bytes" if server.name == "capture" else "nothing"
+    if ids != work.ids or len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
+        raise SystemExit(f"{server.name} kept {len(ids)} ids that are not the {len(work.ids)} sampled")
+    return "ids and log-probabilities"
+
+
+async def _get(server: Server, path: str) -> Any:
+    connection = await connect(server.url)
+    head = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {ADMIN}\r\n\r\n"
+    for _ in range(20):
+        reply = await connection.ask(head.encode())
+        if reply.status == 200 and len(reply.body) > 20:
+            connection.close()
+            return json.loads(reply.body)
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"{server.name} answers {reply.status} to {path}: {reply.body[:300]!r}")
