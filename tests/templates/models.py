@@ -1,11 +1,17 @@
-"""Model directories for the token tests: the tiny model's tokenizer with one of several templates."""
+"""Model directories for the token tests: the tiny model's tokenizer with one of several templates.
+
+The templates beside this file are written in the manners of model families. The first comment of each
+lists the control tokens it needs besides the tiny model's, and the tokens its model would stop at.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from afield.tokens import Tool
@@ -30,9 +36,39 @@ def template(name: str) -> str:
     return CHAT_TEMPLATE if name == "tiny" else (HERE / f"{name}.jinja").read_text()
 
 
+ALL = ["tiny", *sorted(path.stem for path in HERE.glob("*.jinja"))]
+
+
 def write_model(directory: Path, name: str) -> Path:
-    build_tokenizer().save_pretrained(directory)
-    (directory / "chat_template.jinja").write_text(template(name))
+    control, stops = needs(template(name))
+    return write_template(directory, template(name), control, stops)
+
+
+def needs(source: str) -> tuple[list[str], list[str]]:
+    """The control tokens and the stop tokens that a template's first comment lists."""
+    comment = source[: source.find("-#}")]
+    control = re.search(r"control: ([^;]*)", comment)
+    stops = re.search(r"stop: (.*)", comment)
+    return (control[1].split() if control else []), (stops[1].split() if stops else [])
+
+
+def write_template(directory: Path, source: str, control: list[str], stops: list[str]) -> Path:
+    tokenizer = build_tokenizer()
+    known = tokenizer.get_vocab()
+    # As published models have it: tags are ordinary added tokens, the rest is special.
+    for text in dict.fromkeys([*control, *stops]):
+        if text not in known:
+            tag = re.fullmatch(r"</?[a-z_:]+>", text) is not None and text not in stops
+            tokenizer.add_tokens(
+                [AddedToken(text, special=not tag, normalized=False)], special_tokens=not tag
+            )
+    if stops:
+        tokenizer.eos_token = stops[0]
+    tokenizer.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text(source)
+    if stops:
+        ids = tokenizer.convert_tokens_to_ids(stops)
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return directory
 
 

@@ -28,6 +28,7 @@ from afield.tokens.formats import FORMATS, HARMONY, REASONING
 from afield.tokens.harmony import MARKERS, HarmonyReader
 from afield.tokens.modeldir import ModelFiles
 from afield.tokens.parser import Parser, Spellings
+from afield.tokens.probes import fitted
 from afield.tokens.reply import Reader, ReplyReader
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.types import Message
@@ -90,6 +91,7 @@ class ChatTokens:
         given = dict(arguments or {})
         variables = {**files.special, **given}
         template = ChatTemplate(files.sources, variables, now or datetime.now(), files.vocab.control)
+        template = fitted(template)
         inputs = (template, files.vocab, files.stop_ids, given)
         known = [template.hash, files.vocab.hash, files.stop_ids, variables]
         return cls(

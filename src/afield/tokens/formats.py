@@ -112,7 +112,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         name="deepseek_v3",
         opening=_DEEPSEEK[0],
-        reader=lambda tools: HeadedCall("\n```json\n", f"\n```{_DEEPSEEK[3]}", prefix=f"function{_SEP}"),
+        reader=lambda tools: HeadedCall("\n```json\n", f"```{_DEEPSEEK[3]}", prefix=f"function{_SEP}"),
         first=_DEEPSEEK[1],
         next=_DEEPSEEK[1],
         end=_DEEPSEEK[2],

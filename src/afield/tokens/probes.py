@@ -19,7 +19,7 @@ from afield.tokens.vocab import Vocabulary
 from afield.types import Message
 
 # What ids look like: ours, those of nine characters, those that hold the name.
-_IDS = ("call_{n}_ab", "call0000{n}", "functions.forecast:{n}")
+_IDS = ("call_{n}_abcd", "call0000{n}", "functions.forecast:{n}")
 
 
 def rendered(
@@ -29,6 +29,14 @@ def rendered(
         return template.render(messages, (TOOL,) if tools else (), generation=generation)
     except TemplateRefusal:
         return None
+
+
+def fitted(template: ChatTemplate) -> ChatTemplate:
+    """The template, given the arguments of calls as it takes them."""
+    turn = Message(role="assistant", tool_calls=(call("call00001", ARGUMENTS),))
+    other = template.with_text_arguments()
+    refused = rendered(template, [QUESTION, turn]) is None
+    return other if refused and rendered(other, [QUESTION, turn]) is not None else template
 
 
 def speaks_harmony(template: ChatTemplate) -> bool:
@@ -99,7 +107,7 @@ def starts_thinking(template: ChatTemplate, tags: ReasoningFormat | None) -> boo
 
 def call_ids(template: ChatTemplate) -> str:
     """`free`: never shown; `rendered`: shown as they are; `nine`: shown, nine letters or digits each."""
-    ours, nine, other = (_with_ids(template, ids) for ids in ("call_{n}_ab", "call0000{n}", "cccc0000{n}"))
+    ours, nine, other = (_with_ids(template, ids) for ids in ("call_{n}_abcd", "call0000{n}", "cccc0000{n}"))
     if nine is None or nine == other:
         return "free"
     return "nine" if ours is None else "rendered"

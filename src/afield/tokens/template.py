@@ -66,12 +66,19 @@ class ChatTemplate:
         self.source = "\n".join(sources[name] for name in sorted(sources))
         self.hash = hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()
         self._variables = dict(variables)
+        self._text_arguments = False
         self._knows_developer = "developer" in self.source
 
     def under(self, escape: str) -> ChatTemplate:
         """The same template under another policy for control tokens in content."""
         other = copy(self)
         other._escape = policy(escape, self._literals, self._fixed)
+        return other
+
+    def with_text_arguments(self) -> ChatTemplate:
+        """For a template that takes the arguments of a call only as text, as its model wrote them."""
+        other = copy(self)
+        other._text_arguments = True
         return other
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
@@ -128,10 +135,10 @@ class ChatTemplate:
         return out
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
-        arguments = self._escaped(_object_or_text(call.arguments))
+        arguments = call.arguments if self._text_arguments else _object_or_text(call.arguments)
         out: dict[str, Any] = {
             "type": "function",
-            "function": {"name": self._escape(call.name), "arguments": arguments},
+            "function": {"name": self._escape(call.name), "arguments": self._escaped(arguments)},
         }
         if call.id:
             out["id"] = self._escape(call.id)
