@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from accept import commit
 from charts import draw
 from client import connect, drive, post
 from kept import kept
@@ -83,12 +84,15 @@ class Bench:
         talk.skip_to(TURNS + 1)  # where it was not played
         told["history_32k"] = await self._measure(sessions, lambda i, n: talk.request(i, 10_000 + n))
         if self.server.name == "afield":
-            unknown = Conversations(self.server, self.work, await self.server.fresh(sessions))
-            unknown.skip_to(TURNS)
+            targets = await self.server.fresh(sessions)
             told["history_32k_unknown"] = await self._measure(
-                sessions, lambda i, n: unknown.request(i, 20_000 + n)
+                sessions, lambda i, n: post(targets[i][0], self.work.body(self._stranger()), targets[i][1])
             )
         return told
+
+    def _stranger(self) -> list[dict[str, Any]]:
+        self._number += 1
+        return self.work.stranger(self._number)
 
     def _calls(self, *, stream: bool = False) -> Callable[[int, int], bytes]:
         """Calls with the same 600-token prompt but for a number, each session's in turn."""
@@ -197,6 +201,7 @@ def say(what: str) -> None:
 def save(told: dict[str, Any], line: dict[str, Any], wall_s: float) -> Path:
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
     run = {"summary": line, "servers": told, "peers": PINS, "machine": machine, "pace_ms": PACE_MS}
+    run["commit"] = commit()
     run |= {"seconds_per_load": SECONDS, "wall_s": round(wall_s), "load_15m": round(os.getloadavg()[2], 1)}
     path = RESULTS / "gateway.json"
     path.parent.mkdir(exist_ok=True)

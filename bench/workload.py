@@ -92,6 +92,16 @@ class Workload:
         calls = [{"id": call_id, "type": "function", "function": call}]
         return {"role": "assistant", "content": text, "tool_calls": calls}
 
+    def stranger(self, number: int) -> list[dict[str, Any]]:
+        """A conversation as long as the longest here, in other words each time."""
+        messages = self.opening(number)
+        for turn in range(1, TURNS + 1):
+            at = (number * 7_919 + turn * 613) % (len(self._ids) - ANSWER)
+            answer = {**self.assistant(f"call_{turn}"), "content": self._slice(at, ANSWER - RESULT)}
+            result = f"{number + turn} {self._slice(at + ANSWER - RESULT, RESULT)}"
+            messages += [answer, {"role": "tool", "tool_call_id": f"call_{turn}", "content": result}]
+        return messages
+
     def told(self) -> dict[str, Any]:
         """What the upstream has to know to give this answer."""
         message = self.assistant()
