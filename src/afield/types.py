@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -306,7 +307,7 @@ class Turn(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"turn {self.id}: {len(self.token_ids)} sampled ids, {len(self.logprobs)} log-probabilities"
             )
-        if not all(math.isfinite(p) for p in self.logprobs):
+        if not all(map(math.isfinite, self.logprobs)):
             raise ValueError(f"turn {self.id}: a log-probability is not a finite number")
         if self.parent is None and not self.delta_ids:
             raise ValueError(f"turn {self.id}: a turn without a parent needs a prompt")
@@ -358,10 +359,19 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
 def check_cover(spans: tuple[VersionSpan, ...], ranges: list[tuple[int, int]], what: str) -> None:
     """Version spans cover each of the ranges token by token, and nothing else."""
-    want = [i for start, end in ranges for i in range(start, end)]
-    have = [i for span in spans for i in range(span.start, span.end)]
-    if want != have:
+    if _joined(ranges) != _joined((span.start, span.end) for span in spans):
         raise ValueError(f"{what}: version spans {[list(_fields(s)) for s in spans]} do not cover {ranges}")
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that follow each other as one; those of no length are nothing."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif end > start:
+            joined.append((start, end))
+    return joined
 
 
 def _fields(span: VersionSpan) -> tuple[int, int, int, int]:

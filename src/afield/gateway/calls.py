@@ -104,7 +104,8 @@ class Calls:
                 return await _off_loop(len(request.prompt), lineage.place_raw, forest, tokens, request.prompt)
             if request.after is not None:
                 request = self._with_history(session, request)
-            spot = lineage.locate(forest, tokens, request, frozenset(session.undelivered))
+            missed = frozenset(session.undelivered)
+            spot = lineage.locate(forest, tokens, request, missed, session.recall)
             return await _off_loop(sum(map(_size, spot.new)), lineage.place, forest, tokens, spot, request)
         except (ValueError, RecursionError) as error:
             raise bad_request(f"the chat template refuses these messages: {error}") from error

@@ -56,19 +56,20 @@ def _carries(forest: Forest, turn: Turn, ours: set[str], message: Message) -> bo
 
 def _as_sampled(turn: Turn, messages: Sequence[Message]) -> list[Message]:
     reply = turn.messages[-1]
-    if (
-        len(messages) == 1
-        and messages[0].tool_calls == reply.tool_calls
-        and messages[0].content == reply.content
-    ):
-        return [reply]
     said = [message for message in messages if message.role == "assistant"]
     results = [message for message in messages if message.role == "tool"]
-    order = {call.id: n for n, call in enumerate(reply.tool_calls)}
-    calls = [call for message in said for call in message.tool_calls]
-    if not _same(reply, "".join(message.content for message in said), calls):
-        return list(messages)
-    return [reply, *sorted(results, key=lambda result: order[result.tool_call_id])]
+    if len(said) > 1 or not _word_for_word(reply, said[0]):
+        calls = [call for message in said for call in message.tool_calls]
+        if not _same(reply, "".join(message.content for message in said), calls):
+            return list(messages)
+    if len(results) > 1:
+        order = {call.id: n for n, call in enumerate(reply.tool_calls)}
+        results.sort(key=lambda result: order[result.tool_call_id])
+    return [reply, *results]
+
+
+def _word_for_word(reply: Message, echoed: Message) -> bool:
+    return echoed.content == reply.content and echoed.tool_calls == reply.tool_calls
 
 
 def _same(reply: Message, content: str, calls: Sequence[ToolCall]) -> bool:

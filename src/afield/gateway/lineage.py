@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from msgspec import Struct, structs
 
 from afield.forest import Forest, chain
-from afield.gateway.echo import recognised
+from afield.gateway.recall import Recall
 from afield.gateway.request import ModelRequest
 from afield.tokens import ChatTokens, Tool
 from afield.types import Link, Message, Turn, TurnStatus
@@ -62,15 +62,17 @@ class Place(Struct, frozen=True, kw_only=True):
     links: tuple[Link, ...] = ()
 
 
-def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, missed: frozenset[str]) -> Spot:
+def locate(
+    forest: Forest, tokens: ChatTokens, request: ModelRequest, missed: frozenset[str], recall: Recall
+) -> Spot:
     """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
-    spot = _locate(forest, tokens, request, recognised(forest, request.messages), missed)
+    spot = _locate(forest, tokens, request, None, missed, recall)
     said = tuple(
         m for m in spot.messages if m.role != "assistant" or m.content or m.reasoning or m.tool_calls
     )
     if len(said) < len(spot.messages) and any(m.role == "assistant" for m in spot.new):
         # Some clients put an empty turn that nobody sampled before the one that was.
-        without = _locate(forest, tokens, request, said, missed)
+        without = _locate(forest, tokens, request, said, missed, recall)
         return without if len(without.new) < len(spot.new) else spot
     return spot
 
@@ -79,11 +81,15 @@ def _locate(
     forest: Forest,
     tokens: ChatTokens,
     request: ModelRequest,
-    messages: tuple[Message, ...],
+    messages: tuple[Message, ...] | None,
     missed: frozenset[str],
+    recall: Recall,
 ) -> Spot:
     root, tools_digest = _heads.of(tokens, request.tools)
-    digests = chain(root, messages)
+    if messages is None:
+        messages, digests = recall.read(forest, root, request.messages)
+    else:
+        digests = chain(root, messages)
     depth, parent = forest.find(digests, hints(forest, request, messages), missed) or (0, None)
     return Spot(
         root=root,

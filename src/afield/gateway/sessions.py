@@ -19,6 +19,7 @@ from msgspec import structs
 
 from afield.errors import Conflict, Missing
 from afield.forest import Forest
+from afield.gateway.recall import Recall
 from afield.gateway.refusal import Refusal, budget_exhausted, conflict
 from afield.gateway.shards import Shard
 from afield.gateway.store import SessionRow, Store, TurnRow, to_its_end
@@ -55,6 +56,7 @@ class Session:
         self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
+        self.recall = Recall()
         self.in_flight: set[asyncio.Task[Any]] = set()
         self.flights: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.changed = asyncio.Event()
