@@ -172,7 +172,7 @@ def test_ids_that_the_model_spells_are_the_calls_ids(models: dict[str, ChatToken
 # --- laws of reading -----------------------------------------------------------------------------
 
 PIECES = {
-    "tiny": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"a": 1}', "}"],
+    "tiny": ["<tool_call>", "\n \n", '{"name": "f", "arguments": ', '{"a": 1}', "}", "\n \n", "</tool_call>"],
     "actions": ["<|START_ACTION|>", "<|END_ACTION|>", '{"tool_name": "f", "parameters": {}}', "[", "]", ", "],
     "arrows": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abc", '{"a": 1}', "[THINK]", "[/THINK]"],
     "brackets": [
@@ -207,6 +207,7 @@ PIECES = {
     "headers": ['{"name": "f", "parameters": ', "{}", "}", "; ", "<|python_tag|>", "{", " "],
     "headless": [
         "<tool_call>",
+        "\n \n",
         "f\n",
         "<arg_key>a</arg_key>",
         "<arg_key>",
