@@ -18,7 +18,7 @@ from afield.conformance.scenario import Scenario, marker
 
 TASK = f"Go through the steps, one after the other, until the last. {marker('main', 0)}"
 SCRIPTS = Path(__file__).parent / "scripts"
-# Nothing but the gateway can be reached: everything else goes to a port where nobody listens.
+# Offline, for all programs that respect these: what is not local goes to a port where nobody listens.
 OFFLINE = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
 LOCAL = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
 

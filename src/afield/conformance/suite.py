@@ -1,7 +1,7 @@
 """Run real clients against a gateway in front of the scripted engine, and judge what was recorded.
 
-Each client gets a gateway, a session and folders of its own; nothing else on the network can be
-reached. A client that cannot be installed is reported with the reason and is not ok.
+Each client gets a gateway, a session and folders of its own, and an environment that leads nowhere else.
+A client that cannot be installed is reported with the reason and is not ok.
 """
 
 from __future__ import annotations
