@@ -31,6 +31,7 @@ class Flight:
         "_refined",
         "_spans",
         "_waiting",
+        "aborted",
         "failures",
     )
 
@@ -44,6 +45,7 @@ class Flight:
         self._waiting: asyncio.Task[Any] | None = None  # who waits for the engine right now
         self._leaving: asyncio.Task[None] | None = None
         self._cut = False
+        self.aborted = False  # the present worker gave the call up
         self.failures: list[str] = []
 
     @property
@@ -53,7 +55,7 @@ class Flight:
     def board(self, engine: Engine) -> None:
         """Ask this engine for what is left."""
         self._base = len(self._ids)
-        self._cut = False
+        self._cut = self.aborted = False
         rest = self._call
         if self._ids:
             rest = structs.replace(
@@ -132,7 +134,7 @@ class Flight:
         self._note(chunk)
         if chunk.versions is not None:
             self._refine(chunk.versions)
-        aborted = chunk.finish is FinishReason.ABORTED
+        self.aborted = aborted = chunk.finish is FinishReason.ABORTED
         self._cut = self._cut or aborted
         if not (moved or aborted):
             return chunk

@@ -21,7 +21,6 @@ from afield.gateway.roster import Roster
 from afield.gateway.workers import Standing, Worker, WorkerInfo
 from afield.seams import Call, Chunk, Engine, EngineInfo, Freezing
 from afield.seams.engine import LogprobMode
-from afield.types import FinishReason
 
 log = logging.getLogger("afield.gateway")
 InFlight = Literal["keep", "drain", "resume"]
@@ -158,9 +157,9 @@ class Pool:
                 self._count(flight, f"{worker.id} cannot go on with it: {error}")
                 return None
             if chunk is None:
+                if flight.aborted:  # counted after its last tokens were handed on
+                    self._count(flight, f"{worker.id} aborted it")
                 return None
-            if chunk.finish is FinishReason.ABORTED:
-                self._count(flight, f"{worker.id} aborted it")
             if (shown := flight.fold(chunk)) is not None:
                 return shown
 
