@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from afield import __version__
 from afield.tokens.bridge import available
 from afield.tokens.certify import Certificate
 
@@ -48,4 +47,4 @@ def _certifier() -> list[str]:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
     families = importlib.metadata.version("renderers") if available() else "none"
-    return [__version__, code.hexdigest(), families]
+    return [importlib.metadata.version("afield"), code.hexdigest(), families]

@@ -1,0 +1,135 @@
+"""The chat templates of real families, as the package trl ships them, with a small tokenizer of ours.
+
+What is appended has to be the end of the whole rendering, for every family and every pattern that was
+certified; tool formats and tiers are written down here, so that a change is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from afield.config import Environment
+from afield.tokens import ChatTokens, TemplateRefusal
+from afield.tokens.battery import TOOL, conversations
+from afield.tokens.delta import ANCHOR
+from templates.models import write_template
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+PACKAGE = "trl==1.16.0"
+# Literals that look like control tokens; what the tokenizers of these families list as added tokens.
+CONTROL = re.compile(
+    r"<\|[A-Za-z0-9_/]+\|>|<｜[^<>|]+?｜>|</?think>|</?tool_call>|</?tool_response>|</?arg_key>|</?arg_value>"
+    r"|\[gMASK\]|<sop>|<(?:bos|eos|start_of_turn|end_of_turn|end_of_utterance)>|<\|?turn\|?>"
+)
+STOPS = {
+    "glm4moe": ["<|endoftext|>", "<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "cohere2": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseekv3": ["<｜end▁of▁sentence｜>"],
+    "llama3": ["<|eot_id|>"],
+    "llama3_1": ["<|eot_id|>"],
+    "llama3_2": ["<|eot_id|>"],
+    "phi3_5": ["<|end|>"],
+    "gemma3": ["<end_of_turn>"],
+}
+# family: tool format, tier of a tool's result, tier of a user's message
+EXPECTED = {
+    "cohere": (None, None, "T2"),
+    "cohere2": (None, None, "T2"),
+    "deepseekv3": (None, None, "T2"),
+    "gemma3": (None, None, "T2"),
+    "glm4moe": ("glm", "T1", "T1"),
+    "gptoss": ("harmony", "T2", None),
+    "lfm2_2_5": (None, "T2", "T2"),
+    "llama3": (None, None, "T2"),
+    "llama3_1": ("llama_json", "T2", "T2"),
+    "llama3_2": ("llama_json", "T2", "T2"),
+    "nemotron_3_nano": ("qwen_xml", "T2", "T2"),
+    "nemotron_3_super": ("qwen_xml", "T2", "T2"),
+    "nemotron_3_ultra": ("qwen_xml", "T2", "T2"),
+    "phi3_5": (None, None, "T2"),
+    "qwen2_5": ("hermes", "T2", "T2"),
+    "qwen3": ("hermes", "T2", "T2"),
+    "qwen3_5_nothink": ("qwen_xml", "T2", "T2"),
+    "qwen3_5_think": ("qwen_xml", "T2", "T2"),
+    "qwen3_6": ("qwen_xml", "T2", "T2"),
+    "qwen3_8": ("qwen_xml", "T2", "T2"),
+    "qwen3_instruct_2507": ("hermes", "T2", "T2"),
+    "qwen3_vl": ("hermes", "T2", "T2"),
+}
+
+
+@pytest.fixture(scope="module")
+def templates() -> Path:
+    home = Environment.read().envs / PACKAGE.replace("==", "-")
+    found = home / "trl" / "chat_templates"
+    if not found.is_dir():
+        home.mkdir(parents=True, exist_ok=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(home), PACKAGE]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        if done.returncode:
+            reason = f"{PACKAGE} cannot be had here: {done.stderr.strip()[-300:]}"
+            pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        [wheel] = home.glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(home, [n for n in files.namelist() if n.startswith("trl/chat_templates/")])
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokens]:
+    return {family: load(templates, family, tmp_path_factory.mktemp(family)) for family in EXPECTED}
+
+
+def load(templates: Path, family: str, directory: Path) -> ChatTokens:
+    source = (templates / f"{family}.jinja").read_text()
+    write_template(directory, source, CONTROL.findall(source), STOPS.get(family, ["<|im_end|>"]))
+    # The tiny tokenizer has none; some templates begin with it.
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "bos_token": "<|endoftext|>"}))
+    return ChatTokens.load(directory)
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_a_family_does_is_found_out(models: dict[str, ChatTokens], family: str) -> None:
+    found = models[family].certificate
+    assert (found.tool_format, found.appends["tool"], found.appends["user"]) == EXPECTED[family]
+    assert not found.unsafe
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_is_appended_is_the_end_of_the_whole_rendering(
+    models: dict[str, ChatTokens], family: str
+) -> None:
+    tokens, checked = models[family], 0
+    for pattern, tier in tokens.certificate.appends.items():
+        for history, new in conversations(pattern, named=True) if tier else ():
+            for tools in ((), (TOOL,)):
+                checked += appends_exactly(tokens, history, new, tools)
+    assert checked > 0
+
+
+def appends_exactly(tokens: ChatTokens, history: list, new: list, tools: tuple) -> bool:
+    try:
+        whole = tokens.render([*history, *new], tools)
+    except TemplateRefusal:
+        return False
+    stops = [None] if tokens.certificate.family is None else list(tokens.stop_ids)
+    found = [(stop, tokens.append(new, truncated=False, tools=tools, stop=stop)) for stop in stops]
+    found = [(stop, appended[1]) for stop, appended in found if appended]
+    assert found
+    for stop, ids in found:
+        assert whole[-len(ids) :] == ids
+        assert whole[-len(ids) - 1] in ([stop] if stop is not None else tokens.stop_ids)
+    assert ANCHOR not in tokens.decode(found[0][1])
+    return True
