@@ -43,7 +43,7 @@ def test_a_row_is_what_the_engine_saw_and_sampled(forest: Forest) -> None:
     for row in assembly.linear(forest).trajectories:
         for owned in row.turns:
             turn = forest[owned.id]
-            ids = forest.ids(owned.id)
+            ids = list(forest.ids(owned.id))
             assert list(row.token_ids[: owned.end]) == ids
             assert row.token_ids[owned.start : owned.end] == turn.token_ids
             assert row.logprobs[owned.start : owned.end] == turn.logprobs
@@ -80,7 +80,7 @@ def test_the_tree_holds_the_same_tokens_as_the_rows(forest: Forest) -> None:
         path: list[int] = []
         for step in forest.path(turn.id):
             path += nodes[step.id]["token_ids"]
-        assert path == forest.ids(turn.id)
+        assert tuple(path) == forest.ids(turn.id)
     owned = sum(sum(node["loss_mask"]) for node in nodes.values())
     assert owned == sum(sum(row.loss_mask) for row in assembly.linear(forest).trajectories)
 

@@ -65,7 +65,7 @@ def check_against_ledger(engine: ScriptedEngine, forest: Forest) -> None:
     served = {entry.call_id.rpartition("/")[2]: entry for entry in engine.ledger}
     for turn in forest.turns:
         entry = served[turn.id]
-        path = forest.ids(turn.id)
+        path = list(forest.ids(turn.id))
         assert list(entry.prompt_ids) == path[: len(path) - len(turn.token_ids)]
         assert entry.token_ids == turn.token_ids
         assert entry.logprobs == turn.logprobs

@@ -16,6 +16,8 @@ from functools import lru_cache
 
 from afield.types import Message, Turn, TurnStatus
 
+_TIPS = 2
+
 
 class Forest:
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
@@ -24,6 +26,7 @@ class Forest:
         self._by_request: dict[str, list[str]] = {}
         self._by_call: dict[str, str] = {}
         self._parents: set[str] = set()
+        self._tips: dict[str, list[int]] = {}  # whole paths to where conversations are likely to go on
         self._lengths: dict[str, int] = {}
         for turn in turns:
             self.add(turn)
@@ -58,6 +61,10 @@ class Forest:
                 raise ValueError(f"turn {turn.id} has root {turn.root}, its parent {parent.root}")
             length += self._lengths[parent.id]
             self._parents.add(parent.id)
+            if (ids := self._tips.pop(parent.id, None)) is not None:
+                ids.extend(turn.delta_ids)
+                ids.extend(turn.token_ids)
+                self._tips[turn.id] = ids
         self._turns[turn.id] = turn
         self._lengths[turn.id] = length
         self._by_request.setdefault(turn.asked, []).append(turn.id)
@@ -73,13 +80,18 @@ class Forest:
             path.append(self._turns[parent])
         return path[::-1]
 
-    def ids(self, turn_id: str) -> list[int]:
-        """Everything the engine saw and sampled up to the end of this turn."""
-        ids: list[int] = []
-        for turn in self.path(turn_id):
-            ids.extend(turn.delta_ids)
-            ids.extend(turn.token_ids)
-        return ids
+    def ids(self, turn_id: str, *more: int) -> tuple[int, ...]:
+        """Everything the engine saw and sampled up to the end of this turn; and `more` behind it."""
+        ids = self._tips.get(turn_id)
+        if ids is None:
+            ids = list[int]()
+            for turn in self.path(turn_id):
+                ids.extend(turn.delta_ids)
+                ids.extend(turn.token_ids)
+            self._tips[turn_id] = ids
+            if len(self._tips) > _TIPS:
+                del self._tips[next(iter(self._tips))]
+        return (*ids, *more)
 
     def sent(self, turn_id: str) -> list[int]:
         """The same as it goes to an engine, which expands images itself."""

@@ -39,7 +39,7 @@ class Policy(Struct, frozen=True):
             raise ValueError(f"policy version {self.version} is negative")
 
 
-class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """How tokens are drawn. The trainer owns these; `top_k` 0 means off."""
 
     temperature: float = 1.0
@@ -208,7 +208,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 # --- turns and trajectories ----------------------------------------------------------------------
 
 
-class ToolCall(Struct, frozen=True):
+class ToolCall(Struct, frozen=True, gc=False):
     """A call the model made; `arguments` is the text as sampled, parsable or not."""
 
     id: str
@@ -219,14 +219,14 @@ class ToolCall(Struct, frozen=True):
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class ImageRef(Struct, frozen=True):
+class ImageRef(Struct, frozen=True, gc=False):
     """An image in a message: the digest of its content, and before which character of the text it stands."""
 
     digest: str
     at: int
 
 
-class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message as people read it. Never turned back into training ids."""
 
     role: Role
@@ -238,7 +238,7 @@ class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
     images: tuple[ImageRef, ...] = ()
 
 
-class VersionSpan(Struct, frozen=True, array_like=True):
+class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) were sampled by a policy version in [low, high]."""
 
     start: int
@@ -263,14 +263,14 @@ class TurnStatus(StrEnum):
     DANGLING = "dangling"
 
 
-class Link(Struct, frozen=True):
+class Link(Struct, frozen=True, gc=False):
     """How a turn relates to another besides descending from it."""
 
     type: Literal["edit", "retry", "fork", "compaction", "sub-agent"]
     to: str
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class Turn(Struct, frozen=True, kw_only=True, gc=False):
     """One model call exactly as sampled: written once, never edited, never re-tokenised.
 
     The prompt is the parent's whole path followed by `delta_ids`; without a parent, `delta_ids` is

@@ -6,8 +6,8 @@ from afield.errors import Conflict
 from afield.seams.engine import Call, EngineInfo
 
 
-def check_call(call: Call, info: EngineInfo) -> None:
-    """Raise ValueError for a call that can never be answered."""
+def check_call(call: Call, info: EngineInfo, *, ids: bool = True) -> None:
+    """Raise ValueError for a call that can never be answered. A server looks at the `ids` itself."""
     if not call.prompt_ids:
         raise ValueError(f"call {call.id!r} has an empty prompt; it needs at least one id")
     if len(call.prompt_ids) >= info.max_context:
@@ -15,7 +15,7 @@ def check_call(call: Call, info: EngineInfo) -> None:
             f"call {call.id!r} has a prompt of {len(call.prompt_ids)} ids; the context of"
             f" {info.max_context} leaves room for {info.max_context - 1}"
         )
-    for token in (min(call.prompt_ids), max(call.prompt_ids)):
+    for token in (min(call.prompt_ids), max(call.prompt_ids)) if ids else ():
         if not 0 <= token < info.vocab_size:
             raise ValueError(f"call {call.id!r} has the id {token}; the vocabulary has {info.vocab_size}")
     if call.max_tokens < 1:

@@ -143,7 +143,7 @@ class RemoteEngine(ABC):
         info = self._entered()
         if self._spoiled:
             raise Unavailable(self._spoiled)
-        check_call(call, info)
+        check_call(call, info, ids=False)
         check_mode(call, info.logprobs, self.url, self.remedy)
         if call.images and not info.images:
             raise ValueError(f"call {call.id!r} has images, which {self.url} does not take")

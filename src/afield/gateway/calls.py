@@ -101,12 +101,16 @@ class Calls:
         forest = session.forest
         try:
             if request.prompt is not None:
-                return await _off_loop(len(request.prompt), lineage.place_raw, forest, tokens, request.prompt)
+                raw = lineage.locate_raw(forest, tokens, request.prompt)
+                text, delta = await _off_loop(len(raw.rest), lineage.render_raw, tokens, raw)
+                return lineage.place_raw(forest, raw, text, delta)
             if request.after is not None:
                 request = self._with_history(session, request)
             missed = frozenset(session.undelivered)
             spot = lineage.locate(forest, tokens, request, missed, session.recall)
-            return await _off_loop(sum(map(_size, spot.new)), lineage.place, forest, tokens, spot, request)
+            size = sum(map(_size, spot.new if spot.parent else spot.messages))
+            rendered = await _off_loop(size, lineage.render, tokens, spot, request.tools)
+            return lineage.place(forest, spot, rendered, request)
         except (ValueError, RecursionError) as error:
             raise bad_request(f"the chat template refuses these messages: {error}") from error
 
@@ -242,8 +246,8 @@ class Calls:
 
     def _expanded(self, session: Session, intent: Turn, prompt_ids: tuple[int, ...]) -> Turn:
         """The prompt as the engine made it of ours, images expanded: that is what is recorded."""
-        before = session.forest.ids(intent.parent) if intent.parent else []
-        if list(prompt_ids[: len(before)]) != before:
+        before = session.forest.ids(intent.parent) if intent.parent else ()
+        if prompt_ids[: len(before)] != before:
             raise Unavailable("the engine expanded an earlier image in another way than before")
         delta = tuple(prompt_ids[len(before) :])
         return structs.replace(intent, delta_ids=delta, sent_ids=intent.sent_ids or intent.delta_ids)

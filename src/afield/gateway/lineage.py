@@ -131,22 +131,37 @@ def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) ->
     return {turn.id for i in ids if (turn := forest.caller(i))} | {h for h in request.hints if h in forest}
 
 
-def place(forest: Forest, tokens: ChatTokens, spot: Spot, request: ModelRequest) -> Place:
-    """Render what is new. The cost is that of the new messages, unless they need T3 or T4."""
-    links = _links(forest, spot, request)
+class Rendered(Struct, frozen=True):
+    """New ids: behind the parent's, or, with tier T4, the whole prompt."""
+
+    tier: str
+    ids: tuple[int, ...]
+
+
+def render(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> Rendered:
+    """The cost is that of the new messages, unless they need T3 or T4. Touches nothing that changes, so
+    that it may run in a thread."""
     if spot.parent is not None and spot.new:
-        rendered = _follow(tokens, spot, request.tools)
-        if rendered is not None:
-            tier, delta = rendered
-            prompt = (*forest.ids(spot.parent.id), *delta)
-            made = _place(spot, spot.parent.id, tuple(delta), prompt, spot.new, tier, links)
-            if any(message.images for message in spot.messages):
-                made = structs.replace(made, sent_ids=(*forest.sent(spot.parent.id), *delta))
-            return made
-    ids = tuple(tokens.render(spot.messages, request.tools))
-    if spot.parent is not None and not links:
-        links = (Link("fork", spot.parent.id),)
-    return _place(spot, None, ids, ids, spot.messages, "T4", links)
+        followed = _follow(tokens, spot, tools)
+        if followed is not None:
+            tier, delta = followed
+            return Rendered(tier, tuple(delta))
+    return Rendered("T4", tuple(tokens.render(spot.messages, tools)))
+
+
+def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest) -> Place:
+    links = _links(forest, spot, request)
+    if rendered.tier == "T4":
+        if spot.parent is not None and not links:
+            links = (Link("fork", spot.parent.id),)
+        return _place(spot, None, rendered.ids, rendered.ids, spot.messages, "T4", links)
+    assert spot.parent is not None
+    parent = spot.parent.id
+    prompt = forest.ids(parent, *rendered.ids)
+    made = _place(spot, parent, rendered.ids, prompt, spot.new, rendered.tier, links)
+    if any(message.images for message in spot.messages):
+        made = structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
+    return made
 
 
 def _place(
@@ -249,27 +264,37 @@ def _system(messages: Sequence[Message]) -> str:
 # --- raw prompts ---------------------------------------------------------------------------------
 
 
-def place_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]) -> Place:
-    """A prompt without messages goes on from the turn whose prompt and reply it repeats, ids or text."""
+class RawSpot(Struct, frozen=True):
+    """Where a prompt without messages stands: the turn whose prompt and reply it repeats, and the rest."""
+
+    root: str
+    parent: Turn | None
+    rest: str | tuple[int, ...]
+
+
+def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]) -> RawSpot:
     root = hashlib.blake2b(f"{RAW}/{tokens.root_key(())}".encode(), digest_size=16).hexdigest()
     turns = [t for t in forest.turns if t.root == root and t.status is TurnStatus.COMMITTED]
-    turns.sort(key=lambda turn: forest.length(turn.id))
-    before: tuple[int, ...] = ()
-    parent: Turn | None = None
-    rest = prompt
-    for turn in reversed(turns):
+    turns.sort(key=lambda turn: forest.length(turn.id), reverse=True)
+    for turn in turns:
         known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, turn)
-        if len(known) < len(prompt) and prompt[: len(known)] == (
-            tuple(known) if isinstance(prompt, tuple) else known
-        ):
-            parent, rest, before = turn, prompt[len(known) :], tuple(forest.ids(turn.id))
-            break
-    delta = rest if isinstance(rest, tuple) else tuple(tokens.encode_raw(rest))
-    text = rest if isinstance(rest, str) else tokens.decode(rest)
-    whole = (*before, *delta)
+        if len(known) < len(prompt) and prompt[: len(known)] == known:
+            return RawSpot(root, turn, prompt[len(known) :])
+    return RawSpot(root, None, prompt)
+
+
+def render_raw(tokens: ChatTokens, spot: RawSpot) -> tuple[str, tuple[int, ...]]:
+    """What is new, as text and as ids."""
+    if isinstance(spot.rest, str):
+        return spot.rest, tuple(tokens.encode_raw(spot.rest))
+    return tokens.decode(spot.rest), spot.rest
+
+
+def place_raw(forest: Forest, spot: RawSpot, text: str, delta: tuple[int, ...]) -> Place:
+    whole = forest.ids(spot.parent.id, *delta) if spot.parent else delta
     return Place(
-        root=root,
-        parent=parent.id if parent else None,
+        root=spot.root,
+        parent=spot.parent.id if spot.parent else None,
         delta_ids=delta,
         prompt_ids=whole,
         new=(Message(role="user", content=text),),

@@ -10,15 +10,15 @@ from __future__ import annotations
 from msgspec import Struct
 
 
-class TextDelta(Struct, frozen=True):
+class TextDelta(Struct, frozen=True, gc=False):
     text: str
 
 
-class ReasoningDelta(Struct, frozen=True):
+class ReasoningDelta(Struct, frozen=True, gc=False):
     text: str
 
 
-class ToolStart(Struct, frozen=True):
+class ToolStart(Struct, frozen=True, gc=False):
     """`id` is the one the model spelled, in formats where it does; the gateway fills in the others."""
 
     index: int
@@ -26,12 +26,12 @@ class ToolStart(Struct, frozen=True):
     id: str = ""
 
 
-class ToolArguments(Struct, frozen=True):
+class ToolArguments(Struct, frozen=True, gc=False):
     index: int
     text: str
 
 
-class ToolEnd(Struct, frozen=True):
+class ToolEnd(Struct, frozen=True, gc=False):
     index: int
 
 

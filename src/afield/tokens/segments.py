@@ -17,7 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 REMEMBERED = 4 * 1024 * 1024  # characters
-LONG = 48  # shorter stretches are encoded faster than they are remembered
+OVERHEAD = 64  # characters' worth of what a short stretch takes besides its text
+LONG = 256 * 1024  # characters of a stretch that is not remembered
 _TRIALS = ("word", " word", "\nword", "word ", "  two  words\n", "Ä", "\n\n", "1234")
 
 
@@ -48,7 +49,7 @@ class Segments:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _stretch(self, text: str) -> list[int]:
-        if len(text) < LONG:
+        if len(text) > LONG:
             return self._whole(text)
         known = self._known.get(text)
         if known is None:
@@ -58,12 +59,12 @@ class Segments:
         return known
 
     def _remember(self, text: str, ids: list[int]) -> None:
-        if text not in self._known and len(text) < REMEMBERED:
+        if text not in self._known:
             self._known[text] = ids
-            self._held += len(text)
+            self._held += len(text) + OVERHEAD
         while self._held > REMEMBERED:
             gone, _ = self._known.popitem(last=False)
-            self._held -= len(gone)
+            self._held -= len(gone) + OVERHEAD
 
     def _agrees(self, literals: list[str]) -> bool:
         """Whether cutting changes nothing, for every added token and every kind of neighbour."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from typing import Any
@@ -30,6 +31,9 @@ from afield.types import Message, ToolCall
 
 # What templates, which are foreign code, raise when they meet messages they were not written for.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+TOOLSETS = 64  # of the latest requests, kept as templates take them
 
 
 class Tool(Struct, frozen=True):
@@ -67,12 +71,14 @@ class ChatTemplate:
         self.hash = hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()
         self._variables = dict(variables)
         self._text_arguments = False
+        self._known_tools: dict[int, tuple[Sequence[Tool], list[dict[str, Any]]]] = {}
         self._knows_developer = "developer" in self.source
 
     def under(self, escape: str) -> ChatTemplate:
         """The same template under another policy for control tokens in content."""
         other = copy(self)
         other._escape = policy(escape, self._literals, self._fixed)
+        other._known_tools = {}
         return other
 
     def with_text_arguments(self) -> ChatTemplate:
@@ -108,7 +114,16 @@ class ChatTemplate:
         return [self._checked(self._message, m, f"message {n} ({m.role})") for n, m in enumerate(messages)]
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-        return [self._checked(self._escaped, tool.raw, f"tool {tool.name}") for tool in tools] or None
+        if not tools:
+            return None
+        key = id(tools)  # held below, so that the id is not used again while it is known
+        if (known := self._known_tools.get(key)) is None:
+            said = [self._checked(self._escaped, tool.raw, f"tool {tool.name}") for tool in tools]
+            known = self._known_tools[key] = (tools, said)
+            while len(self._known_tools) > TOOLSETS:
+                with suppress(KeyError, RuntimeError):  # another thread was faster
+                    del self._known_tools[next(iter(self._known_tools))]
+        return known[1]
 
     def _checked(self, convert: Callable[[Any], Any], value: Any, what: str) -> Any:
         try:

@@ -38,28 +38,28 @@ THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # what frameworks ech
 # --- requests ------------------------------------------------------------------------------------
 
 
-class ImageUrl(Struct):
+class ImageUrl(Struct, gc=False):
     url: str
 
 
-class ContentPart(Struct):
+class ContentPart(Struct, gc=False):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | None = None
 
 
-class FunctionCall(Struct):
+class FunctionCall(Struct, gc=False):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class WireCall(Struct):
+class WireCall(Struct, gc=False):
     function: FunctionCall
     id: str | None = None
 
 
-class WireMessage(Struct):
+class WireMessage(Struct, gc=False):
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: list[WireCall] | None = None
