@@ -51,6 +51,7 @@ class FakeVllm:
         app.router.add_post("/v1/completions", self.completions)
         if self.dev:
             app.router.add_get("/weight_info", self.weight_info)
+            app.router.add_get("/is_paused", self.is_paused)
             for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
                 app.router.add_post(f"/{path}", self.manage)
         return app
@@ -63,6 +64,9 @@ class FakeVllm:
 
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
+
+    async def is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self.moving.is_set()})
 
     async def manage(self, request: web.Request) -> web.Response:
         self.asked.append(request.path_qs)
@@ -124,7 +128,10 @@ class FakeVllm:
                     return await self.stream(request, body, chunks, fault, shape)
                 return await self.whole(request, body, [c async for c in chunks], fault, shape)
         except ValueError as error:
-            return web.json_response({"error": {"message": str(error)}}, status=400)
+            told = {"error": {"message": str(error), "code": 400}}
+            if body["stream"]:  # the status was sent before the prompt was looked at
+                return web.Response(text=f"data: {json.dumps(told)}\n\ndata: [DONE]\n\n")
+            return web.json_response(told, status=400)
         except Unavailable as error:
             return web.json_response({"error": {"message": str(error)}}, status=500)
 

@@ -237,10 +237,11 @@ async def test_nobody_there_is_unavailable() -> None:
         await answer(VllmEngine("http://127.0.0.1:9"), a_call())
 
 
-async def test_a_prompt_the_server_refuses_is_the_callers_fault() -> None:
+@pytest.mark.parametrize(("stream", "told"), [(False, "answers 400: "), (True, "refuses the call: ")])
+async def test_a_prompt_the_server_refuses_is_the_callers_fault(stream: bool, told: str) -> None:
     async with connected(FakeVllm(ScriptedEngine(counting, vocab_size=100))) as engine:
-        with pytest.raises(ValueError, match=r"answers 400: .*has the id 101"):
-            await answer(engine, a_call(prompt_ids=(5, 101)))
+        with pytest.raises(ValueError, match=f"{told}.*has the id 101"):
+            await answer(engine, a_call(prompt_ids=(5, 101), stream=stream))
 
 
 async def test_a_model_the_server_does_not_have_is_refused_with_those_it_has() -> None:
@@ -306,6 +307,18 @@ async def test_a_pause_is_not_taken_for_a_hang() -> None:
         assert not call.done()
         await engine.resume()
         assert len(ids(await call)) == 12
+
+
+async def test_a_server_is_not_left_paused_and_one_that_is_is_not_waited_for() -> None:
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with asyncio.timeout(BOUND_S), serving(fake) as url:
+        async with VllmEngine(url) as engine:
+            await engine.pause()
+        assert fake.moving.is_set()
+        fake.moving.clear()
+        with pytest.raises(Unavailable, match="is paused; whoever paused it, or you, must POST /resume"):
+            async with VllmEngine(url):
+                pass
 
 
 async def test_a_load_within_a_pause_leaves_the_server_paused(weights: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -61,7 +62,14 @@ class RemoteEngine(ABC):
 
     async def __aexit__(self, *exc: object) -> None:
         self._known = None
-        await self._http.__aexit__(*exc)
+        try:
+            if self._held:
+                # Whoever comes after us would wait for ever.
+                with suppress(Unavailable):
+                    await self._thaw()
+                self._held = False
+        finally:
+            await self._http.__aexit__(*exc)
 
     async def info(self) -> EngineInfo:
         """Asks the server, so that one that is gone is Unavailable."""

@@ -78,7 +78,7 @@ class Sampled:
         self.finish: FinishReason | None = None
         for reply in replies:
             if reply.error is not None:
-                raise Unavailable(f"{where} gave up in mid-answer: {reply.error.message}")
+                raise reply.error.as_error(where)
             self._add(reply, reply.meta_info.completion_tokens - seen - len(self.token_ids), where)
         last = replies[-1].meta_info
         self.version, self.spans = last.weight_version, last.weight_versions

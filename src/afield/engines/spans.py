@@ -15,7 +15,15 @@ class Span(Struct):
 
 
 class Problem(Struct):
+    """What a server says in place of tokens. Streams have no status of their own, so its code is in here."""
+
     message: str = ""
+    code: int | None = None
+
+    def as_error(self, where: str) -> Exception:
+        if self.code in {400, 413, 422}:
+            return ValueError(f"{where} refuses the call: {self.message}")
+        return Unavailable(f"{where} gave up in mid-answer: {self.message}")
 
 
 def exact_spans(spans: list[Span], length: int, initial: int, where: str) -> tuple[VersionSpan, ...]:

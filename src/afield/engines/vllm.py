@@ -40,6 +40,11 @@ class _WeightInfo(Struct):
     weight_version: str
 
 
+class _Paused(Struct):
+    is_paused: bool
+
+
+PAUSED = msgspec.json.Decoder(_Paused)
 MODELS = msgspec.json.Decoder(_Models)
 WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 
@@ -61,6 +66,8 @@ class VllmEngine(RemoteEngine):
             raise UsageError(f"{self.url} does not serve {self._model!r}; choose one of: {names}")
         self._model = chosen.id
         await self._refresh()
+        if self._manageable and await self._is_paused():
+            raise Unavailable(f"{self.url} is paused; whoever paused it, or you, must POST /resume there")
         status, _ = await self._http.status("POST", wire.GENERATE, {})
         self._exact = status not in {403, 404, 405}
         # Taken at its word until it is measured, so that the measuring calls are let through.
@@ -85,6 +92,10 @@ class VllmEngine(RemoteEngine):
             self._version = as_version(label, self._initial)
         elif status != 404:
             raise Unavailable(f"{self.url} answers {status} to /weight_info: {data[:200]!r}")
+
+    async def _is_paused(self) -> bool:
+        status, data = await self._http.status("GET", "/is_paused")
+        return status == 200 and self._http.decode(data, PAUSED).is_paused
 
     # --- calls ------------------------------------------------------------------------------------
 

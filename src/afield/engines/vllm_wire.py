@@ -69,7 +69,7 @@ class Sampled:
         self.finish: FinishReason | None = None
         for reply in replies:
             if reply.error is not None:
-                raise Unavailable(f"{where} gave up in mid-answer: {reply.error.message}")
+                raise reply.error.as_error(where)
             if self.prompt_ids is None:
                 self.prompt_ids = reply.prompt_token_ids
             for choice in reply.choices:

@@ -1,0 +1,453 @@
+"""A real vLLM on the CPU behind our client, our pool and our gateway.
+
+One server for the whole file, in an environment of its own under the cache. The policy is the demo's;
+other versions are the same with noise on every tensor. Everything sampled is scored again by transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from afield.conformance import pins
+from afield.conformance.environments import python_environment
+from afield.engines.probe import checked, probe
+from afield.engines.torch import TorchEngine
+from afield.engines.vllm import VllmEngine
+from afield.gateway.pool import Pool
+from afield.sdk.listen import listen
+from afield.seams import Call, Chunk, Engine, SessionSpec
+from afield.types import FinishReason, Message, Sampling, VersionSpan
+from gateways import POLICY, Running, running
+from speaking import DIALECTS, Ask, read, write
+
+pytestmark = [pytest.mark.real, pytest.mark.anyio]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "envs"
+START_S, BOUND_S = 180, 120
+VERSIONS = 3
+TOLERANCE = 1e-4
+SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
+BLOCK = 32
+
+
+def tool(name: str, description: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+TOOLS = (tool("get_price", "The price of an item."), tool("get_stock", "How many of an item are left."))
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Model directories by version."""
+    root = tmp_path_factory.mktemp("weights")
+    tensors = load_file(POLICY / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for version in range(VERSIONS):
+        shutil.copytree(POLICY, root / str(version))
+        noise = {
+            k: 0.05 * version * t.std() * torch.randn(t.shape, generator=generator)
+            for k, t in tensors.items()
+        }
+        save_file({k: t + noise[k] for k, t in tensors.items()}, root / str(version) / "model.safetensors")
+    return [root / str(version) for version in range(VERSIONS)]
+
+
+@pytest.fixture(scope="module")
+def server(weights: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    python = python_environment(CACHE, "vllm", pins.VLLM, without=pins.VLLM_WITHOUT)
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights[0])]
+    command += [
+        "--served-model-name",
+        "policy",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--enforce-eager",
+    ]
+    command += ["--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--block-size", str(BLOCK), "--host", "127.0.0.1", "--port", str(port)]
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    path = tmp_path_factory.mktemp("server") / "vllm.log"
+    with path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **settings},
+            stdout=log,
+            stderr=log,
+            cwd=path.parent,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(url, process, path)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(20)
+
+
+def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail("vLLM did not start:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:]))
+
+
+@pytest.fixture
+async def engine(server: str) -> AsyncIterator[VllmEngine]:
+    async with asyncio.timeout(BOUND_S), VllmEngine(server, vocab_size=656) as engine:
+        yield engine
+
+
+# --- scoring -------------------------------------------------------------------------------------
+
+
+class Scores:
+    """Log-probabilities by transformers, of any version."""
+
+    def __init__(self, weights: list[Path]) -> None:
+        torch.set_num_threads(1)
+        self._models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32).eval() for p in weights]
+
+    def of(self, ids: list[int], version: int, temperature: float = 1.0) -> list[float]:
+        """Of every id given all before it; 0 for the first."""
+        given = torch.tensor([ids])
+        with torch.no_grad():
+            logits = self._models[version](given).logits[0, :-1] / temperature
+        return [0.0, *logits.log_softmax(-1).gather(1, given[0, 1:, None])[:, 0].tolist()]
+
+
+@pytest.fixture(scope="module")
+def scores(weights: list[Path]) -> Scores:
+    return Scores(weights)
+
+
+def a_call(
+    n: int = 60, *, stream: bool = True, temperature: float = 0.0, length: int = 200, **more: Any
+) -> Call:
+    prompt = tuple(4 + (7 * i) % 600 for i in range(length))
+    sampling = Sampling(temperature=temperature, **more)
+    return Call(
+        id="c", session_id="s", prompt_ids=prompt, sampling=sampling, max_tokens=n, stop_ids=(), stream=stream
+    )
+
+
+async def answer(engine: Engine, call: Call) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(call)]
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def logprobs(chunks: list[Chunk]) -> list[float]:
+    return [p for chunk in chunks for p in chunk.logprobs]
+
+
+def worst(a: list[float], b: list[float]) -> float:
+    return max(abs(p - q) for p, q in zip(a, b, strict=True))
+
+
+# --- tests; those that load weights come last ----------------------------------------------------
+
+
+async def test_the_server_passes_the_probe(engine: VllmEngine) -> None:
+    report = await probe(engine)
+    assert report.info.logprobs == "processed"
+    assert report.info.exact_versions
+    assert report.info.max_context == 2048
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
+async def test_streamed_or_not_the_logprobs_are_those_of_the_distribution_sampled(
+    engine: VllmEngine, scores: Scores, temperature: float
+) -> None:
+    for stream in (True, False):
+        call = a_call(stream=stream, temperature=temperature, seed=5)
+        chunks = await answer(engine, call)
+        assert len(ids(chunks)) == 60
+        assert chunks[-1].finish is FinishReason.LENGTH
+        again = scores.of([*call.prompt_ids, *ids(chunks)], 0, temperature or 1.0)
+        assert worst(again[200:], logprobs(chunks)) < TOLERANCE
+    greedy = [ids(await answer(engine, a_call(stream=stream))) for stream in (True, False)]
+    assert greedy[0] == greedy[1]
+
+
+async def test_truncated_sampling_reports_the_truncated_distribution(engine: VllmEngine) -> None:
+    chunks = await answer(engine, a_call(temperature=1.0, top_k=1))
+    assert max(map(abs, logprobs(chunks))) < TOLERANCE
+
+
+async def test_a_prompt_with_an_unknown_id_is_the_callers_fault(server: str) -> None:
+    async with VllmEngine(server) as engine:
+        with pytest.raises(ValueError, match="out of vocabulary"):
+            await answer(engine, structs.replace(a_call(), prompt_ids=(5, 99_999)))
+
+
+async def say(up: Running, session_id: str, key: str, path: str, body: bytes) -> bytes:
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{up.url}/s/{session_id}{path}", data=body, headers=headers) as response,
+    ):
+        data = await response.read()
+        assert response.status == 200, data
+        return data
+
+
+def prefix_hits(server: str) -> float:
+    with urllib.request.urlopen(f"{server}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return sum(float(v) for v in re.findall(r"^vllm:prefix_cache_hits_total\{[^}]*\} (\S+)$", text, re.M))
+
+
+async def trajectories(up: Running, session_id: str) -> list[dict[str, Any]]:
+    status, told = await up.ask("GET", f"/sessions/{session_id}/trajectories")
+    assert status == 200
+    assert told["excluded"] == []
+    return told["trajectories"]
+
+
+def check_rows(rows: list[dict[str, Any]], scores: Scores) -> int:
+    """Every trained token has the log-probability these weights give it."""
+    checked = 0
+    for row in rows:
+        again = scores.of(row["token_ids"], 0)
+        for mask, p, q in zip(row["loss_mask"], row["logprobs"], again, strict=True):
+            assert not mask or abs(p - q) < TOLERANCE
+            checked += mask
+        assert {(low, high) for _, _, low, high in row["versions"]} == {(0, 0)}
+    return checked
+
+
+def next_messages(reply: Message, turn: int) -> list[Message]:
+    if not reply.tool_calls:
+        return [reply, Message(role="user", content="How many red lamps are left?")]
+    results = [
+        Message(role="tool", content=str(20 + turn), tool_call_id=call.id) for call in reply.tool_calls
+    ]
+    return [reply, *results]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_tool_session_in_every_dialect_streams_and_is_exact(
+    server: str, scores: Scores, tmp_path: Path, dialect: str
+) -> None:
+    turns, hits = 6, []
+    messages = [
+        Message(role="system", content=SYSTEM),
+        Message(role="user", content="How much is the teal mug?"),
+    ]
+    async with asyncio.timeout(BOUND_S), running(VllmEngine(server, vocab_size=656), tmp_path) as up:
+        ticket = await up.client.open(SessionSpec(id="r.1", sampling=Sampling(max_tokens=60)))
+        tools_used = 0
+        for turn in range(turns):
+            before = prefix_hits(server)
+            path, body = write(
+                dialect, Ask(messages=tuple(messages), tools=TOOLS, max_tokens=60, stream=True)
+            )
+            heard = read(dialect, True, await say(up, "r.1", ticket.api_key, path, body))
+            hits.append(prefix_hits(server) - before)
+            tools_used += len(heard.reply.tool_calls)
+            messages += next_messages(heard.reply, turn)
+        rows = await trajectories(up, "r.1")
+    assert tools_used >= 1
+    assert len(rows) == 1
+    assert len(rows[0]["turns"]) == turns
+    assert check_rows(rows, scores) >= turns
+    # Each turn finds the whole blocks of the one before it in the cache.
+    assert hits[-1] > hits[1] >= BLOCK
+    assert hits[1:] == sorted(hits[1:])
+
+
+async def test_completions_stream_and_are_exact(server: str, scores: Scores, tmp_path: Path) -> None:
+    async with asyncio.timeout(BOUND_S), running(VllmEngine(server, vocab_size=656), tmp_path) as up:
+        ticket = await up.client.open(SessionSpec(id="r.1"))
+        prompt = "How much is the red mug?"
+        for _ in range(3):
+            body = {"model": "m", "prompt": prompt, "max_tokens": 12, "stream": True}
+            said = await say(up, "r.1", ticket.api_key, "/v1/completions", json.dumps(body).encode())
+            events = [
+                json.loads(line[6:]) for line in said.decode().split("\n") if line.startswith("data: {")
+            ]
+            prompt += "".join(c["text"] for event in events for c in event["choices"])
+        rows = await trajectories(up, "r.1")
+    assert check_rows(rows, scores) >= 3
+
+
+@asynccontextmanager
+async def cuttable(server: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """The server behind a wire that can be cut; once it is, nothing gets through."""
+    cut = asyncio.Event()
+    host, port = server.removeprefix("http://").split(":")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while not cut.is_set() and (data := await reader.read(65536)):
+                if not cut.is_set():
+                    writer.write(data)
+                    await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.transport.abort() if cut.is_set() else writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if cut.is_set():
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+
+    wire = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{wire.sockets[0].getsockname()[1]}", cut
+    finally:
+        wire.close()
+
+
+async def test_a_call_goes_on_in_another_engine_when_the_server_is_cut_off(
+    engine: VllmEngine, server: str, weights: list[Path], scores: Scores
+) -> None:
+    undisturbed = ids(await answer(engine, a_call(300)))
+    async with cuttable(server) as (url, cut):
+        workers: dict[str, Engine] = {
+            "vllm": VllmEngine(url, vocab_size=656),
+            "torch": TorchEngine(weights[0]),
+        }
+        async with Pool(workers) as pool:
+            seen: list[Chunk] = []
+            async with aclosing(pool.generate(a_call(300))) as chunks:
+                async for chunk in chunks:
+                    seen.append(chunk)
+                    if len(ids(seen)) > 20:
+                        cut.set()
+            numbers = pool.stats()
+    assert ids(seen) == undisturbed
+    assert numbers["failovers"] == 1
+    assert numbers["workers"]["torch"]["calls"] == 1
+    assert worst(scores.of([*a_call().prompt_ids, *undisturbed], 0)[200:], logprobs(seen)) < TOLERANCE
+
+
+async def test_a_pause_keeps_or_cuts_calls_and_both_end_as_if_undisturbed(
+    engine: VllmEngine, server: str
+) -> None:
+    undisturbed = ids(await answer(engine, a_call(1800)))
+    for in_flight in ("keep", "resume"):
+        async with Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool:
+            seen: list[Chunk] = []
+            call = asyncio.create_task(into(seen, pool, a_call(1800)))
+            while not seen:
+                await asyncio.sleep(0.01)
+            await pool.pause(in_flight)
+            await asyncio.sleep(0.3)
+            still = len(ids(seen))
+            await asyncio.sleep(0.3)
+            assert len(ids(seen)) == still < 1800
+            await pool.resume()
+            await call
+            assert ids(seen) == undisturbed
+
+
+async def into(seen: list[Chunk], engine: Engine, call: Call) -> None:
+    async for chunk in engine.generate(call):
+        seen.append(chunk)  # noqa: PERF401 (others look while it grows)
+
+
+async def test_an_answer_the_server_aborts_is_resumed(engine: VllmEngine, server: str) -> None:
+    undisturbed = ids(await answer(engine, a_call(1800)))
+    async with Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool, aiohttp.ClientSession() as http:
+        seen: list[Chunk] = []
+        call = asyncio.create_task(into(seen, pool, a_call(1800)))
+        while not seen:
+            await asyncio.sleep(0.01)
+        async with http.post(f"{server}/abort_requests", json={}) as response:
+            assert response.status == 200
+        await call
+        assert pool.failovers == 1
+    assert ids(seen) == undisturbed
+
+
+async def test_new_weights_take_over_in_mid_answer_and_every_token_scores_with_its_own(
+    server: str, weights: list[Path], scores: Scores
+) -> None:
+    async with (
+        asyncio.timeout(BOUND_S),
+        Pool({"vllm": VllmEngine(server, vocab_size=656)}, check=checked) as pool,
+    ):
+        seen: list[Chunk] = []
+        call = asyncio.create_task(into(seen, pool, a_call(1800, temperature=1.0)))
+        for version in (1, 2):
+            while len(ids(seen)) < 150 * version:
+                await asyncio.sleep(0.01)
+            await pool.load(version, str(weights[version]))
+        await call
+        assert (await pool.info()).version == 2
+    spans = seen[-1].versions
+    assert spans is not None
+    assert [(span.low, span.high) for span in spans] == [(0, 0), (1, 1), (2, 2)]
+    assert (spans[0].start, spans[-1].end) == (0, 1800)
+    whole, drawn = [*a_call().prompt_ids, *ids(seen)], logprobs(seen)
+    for span in spans:
+        check_span(scores, whole, drawn, span)
+    (last,) = await answer_after(server)
+    assert last.versions == (VersionSpan(0, 1, 2, 2),)
+
+
+def check_span(scores: Scores, whole: list[int], drawn: list[float], span: VersionSpan) -> None:
+    again = scores.of(whole, span.low)[200:]
+    assert worst(again[span.start : span.end], drawn[span.start : span.end]) < TOLERANCE
+    other = scores.of(whole, (span.low + 1) % VERSIONS)[200:]
+    assert worst(other[span.start : span.end], drawn[span.start : span.end]) > 100 * TOLERANCE
+
+
+async def answer_after(server: str) -> list[Chunk]:
+    async with VllmEngine(server) as engine:
+        return await answer(engine, a_call(1))
