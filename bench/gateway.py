@@ -15,125 +15,23 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from accept import commit
 from charts import draw
-from client import connect, drive, post
-from kept import kept
+from loads import HEADLINE, PACE_MS, Bench, middle
 from page import write
 from servers import NAMES, PINS, Server, serving, upstream
-from turns import WINDOWS, Conversations, turn_costs
-from workload import ANSWER, TURNS, Workload
+from turns import Conversations
+from workload import ANSWER, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-CONNECTIONS = 16  # for CPU per call
-POOL = 512  # sessions that calls are spread over
-PACE_MS = 5
-WHOLE, STREAMED = b"format_help", b"data: [DONE]"  # in every good answer
-ROUNDS = 4  # of 512 calls in flight
-SECONDS, QUICK = 4.0, 0.6  # for each load
-
-
-class Bench:
-    """One server under every load."""
-
-    def __init__(self, server: Server, work: Workload, engine: Server, seconds: float, quick: bool) -> None:
-        self.server, self.work, self.engine = server, work, engine
-        self.seconds, self.quick = seconds, quick
-        self._number = 0
-
-    async def all(self) -> dict[str, Any]:
-        await self.server.prepare(POOL)
-        await self._measure(CONNECTIONS, self._calls())  # to be warm
-        told: dict[str, Any] = {"small": await self._measure(CONNECTIONS, self._calls())}
-        told["kept"] = await kept(self.server, self.work, self.server.target(0)[0])
-        told["stream"] = await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
-        if self.server.name == "afield" or not self.quick:
-            told |= await self._loads()
-        told |= await self._histories()
-        return told
-
-    async def _loads(self) -> dict[str, Any]:
-        """Few and many connections, and an upstream that takes its time."""
-        told = {f"connections_{n}": await self._measure(n, self._calls()) for n in (1, 64)}
-        rounds = ROUNDS if self.server.name == "afield" else 1
-        told["connections_512"] = await self._measure(512, self._calls(), at_least=rounds)
-        told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
-        await self._pace(PACE_MS)
-        told["stream_paced"] = await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
-        await self._pace(0)
-        return told
-
-    async def bare(self) -> dict[str, Any]:
-        """The upstream itself: what a call takes without anything in between."""
-        await self.server.prepare(POOL)
-        told = {"connections_1": await self._measure(1, self._calls())}
-        told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
-        return told
-
-    async def _histories(self) -> dict[str, Any]:
-        sessions = CONNECTIONS if self.server.name in ("afield", "capture") else 4
-        talk = Conversations(self.server, self.work, await self.server.fresh(sessions))
-        turns = tuple(WINDOWS) if not self.quick else (8, 128) if self.server.name == "afield" else ()
-        told: dict[str, Any] = {"turns": await turn_costs(talk, turns)}
-        talk.skip_to(TURNS + 1)  # where it was not played
-        told["history_32k"] = await self._measure(sessions, lambda i, n: talk.request(i, 10_000 + n))
-        if self.server.name == "afield":
-            targets = await self.server.fresh(sessions)
-            told["history_32k_unknown"] = await self._measure(
-                sessions, lambda i, n: post(targets[i][0], self.work.body(self._stranger()), targets[i][1])
-            )
-        return told
-
-    def _stranger(self) -> list[dict[str, Any]]:
-        self._number += 1
-        return self.work.stranger(self._number)
-
-    def _calls(self, *, stream: bool = False) -> Callable[[int, int], bytes]:
-        """Calls with the same 600-token prompt but for a number, each session's in turn."""
-
-        def job(connection: int, n: int) -> bytes:
-            self._number += 1
-            path, key = self.server.target(connection + n * CONNECTIONS)
-            messages = self.work.opening(self._number)
-            return post(path, self.work.body(messages, stream=stream, ids=self.server.asks_ids), key)
-
-        return job
-
-    async def _measure(
-        self,
-        connections: int,
-        job: Callable[[int, int], bytes],
-        *,
-        at_least: int = 1,
-        expect: bytes = WHOLE,
-    ) -> dict[str, Any]:
-        before = await self.server.quiet_cpu_s()
-        load = await drive(
-            self.server.url, connections, job, expect=expect, seconds=self.seconds, at_least=at_least
-        )
-        cpu = await self.server.quiet_cpu_s() - before
-        asked = load.done + load.errors
-        return {
-            "calls": asked,
-            "errors": load.errors,
-            "problems": sorted(set(load.problems))[:5],
-            "cpu_us": round(cpu / max(1, asked) * 1e6),
-            "per_s": round(asked / load.wall_s, 1),
-            "p50_ms": round(load.quantile(0.5), 2),
-            "p99_ms": round(load.quantile(0.99), 2),
-            "first_p50_ms": round(load.quantile(0.5, load.firsts), 2),
-        }
-
-    async def _pace(self, milliseconds: int) -> None:
-        connection = await connect(self.engine.url)
-        await connection.ask(post(f"/pace?ms={milliseconds}", b""))
-        connection.close()
+SECONDS, ROUNDS = 2.0, 3
+QUICK_SECONDS, QUICK_ROUNDS = 0.5, 1
 
 
 async def open_sessions(server: Server, work: Workload, sessions: int) -> dict[str, float]:
@@ -145,38 +43,65 @@ async def open_sessions(server: Server, work: Workload, sessions: int) -> dict[s
 
 
 async def measure(names: list[str], quick: bool, cache: Path, scratch: Path) -> dict[str, Any]:
-    seconds = QUICK if quick else SECONDS
+    seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
     work = Workload(cache / "bench")
     told: dict[str, Any] = {}
-    async with upstream(work.told(), scratch) as engine:
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(upstream(work.told(), scratch))
         say("upstream alone")
-        told["upstream"] = await Bench(engine, work, engine, seconds, quick).bare()
+        told["upstream"] = await Bench(engine, work, engine, seconds).bare()
+        benches: dict[str, Bench] = {}
         for name in names:
-            say(name)
-            async with serving(name, work.model, engine.url, cache / "envs", scratch / name) as server:
-                told[name] = await Bench(server, work, engine, seconds, quick).all()
-        if "afield" in names:
-            say("afield, 2,000 open sessions")
-            async with serving("afield", work.model, engine.url, cache / "envs", scratch / "many") as server:
-                told["afield"]["memory"] = await open_sessions(server, work, 2000)
-            from reading import reading_us
-
-            told["afield"]["reading_us"] = reading_us(work)
+            say(f"{name} starts")
+            home = serving(name, work.model, engine.url, cache / "envs", scratch / name)
+            benches[name] = Bench(await stack.enter_async_context(home), work, engine, seconds)
+            told[name] = await benches[name].prepare(quick=quick)
+        say("all in turns")
+        for name, kinds in (await in_turns(benches, rounds)).items():
+            told[name] |= kinds
+        for name, bench in benches.items():
+            if name == "afield" or not quick:
+                say(name)
+                told[name] |= await bench.further()
+    if "afield" in names:
+        say("afield, 2,000 open sessions")
+        told["afield"] |= await memory_and_reading(work, cache, scratch)
     return told
+
+
+async def in_turns(benches: dict[str, Bench], rounds: int) -> dict[str, dict[str, Any]]:
+    """One server after another under the same load, several times over: the machine's moods even out."""
+    seen: dict[str, dict[str, list[Any]]] = {name: {kind: [] for kind in HEADLINE} for name in benches}
+    for _ in range(rounds):
+        for kind in HEADLINE:
+            for name, bench in benches.items():
+                seen[name][kind].append(await bench.headline(kind))
+    return {name: {kind: middle(told) for kind, told in kinds.items()} for name, kinds in seen.items()}
+
+
+async def memory_and_reading(work: Workload, cache: Path, scratch: Path) -> dict[str, Any]:
+    from reading import reading_us
+
+    async with upstream(work.told(), scratch) as engine:
+        home = serving("afield", work.model, engine.url, cache / "envs", scratch / "many")
+        async with home as server:
+            memory = await open_sessions(server, work, 2000)
+    return {"memory": memory, "reading_us": reading_us(work)}
 
 
 def summary(told: dict[str, Any]) -> dict[str, Any]:
     """The numbers that targets are set for."""
-    kinds = ("small", "stream", "stream_paced", "history_32k", "history_32k_unknown")
+    kinds = (*HEADLINE, "stream_paced", "history_32k_unknown")
     servers = {name: told[name] for name in NAMES if name in told}
     line: dict[str, Any] = {
         "cpu_us": {n: {k: t[k]["cpu_us"] for k in kinds if k in t} for n, t in servers.items()}
     }
     if mine := told.get("afield"):
-        own = {k: mine["turns"][k]["cpu_us"] - mine["reading_us"][k] for k in ("8", "128")}
+        turns = {"8": mine["turn_8"]["cpu_us"], "128": mine["history_32k"]["cpu_us"]}
+        own = {turn: cost - mine["reading_us"][turn] for turn, cost in turns.items()}
         line["errors_512"] = mine["connections_512"]["errors"]
         line["turn128_over_turn8"] = round(own["128"] / own["8"], 3)
-        line["turn_us"] = {k: mine["turns"][k]["cpu_us"] for k in own}
+        line["turn_us"] = turns
         line["reading_us"] = mine["reading_us"]
         line["own_us"] = {k: round(value) for k, value in own.items()}
         line["us_per_streamed_token"] = round(mine["stream"]["cpu_us"] / ANSWER, 1)

@@ -1,0 +1,137 @@
+"""One server under every load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from client import connect, drive, post
+from kept import kept
+from servers import Server
+from turns import Conversations, turn_costs
+from workload import TURNS, Workload
+
+CONNECTIONS = 16  # for CPU per call
+POOL = 512  # sessions that calls are spread over
+PACE_MS = 5
+WHOLE, STREAMED = b"format_help", b"data: [DONE]"  # in every good answer
+ROUNDS_512 = 4  # of 512 calls in flight
+HEADLINE = ("small", "stream", "turn_8", "history_32k")
+
+
+class Bench:
+    def __init__(self, server: Server, work: Workload, engine: Server, seconds: float) -> None:
+        self.server, self.work, self.engine, self.seconds = server, work, engine, seconds
+        self._number = 0
+        self._mine = server.name == "afield"
+
+    async def prepare(self, *, quick: bool) -> dict[str, Any]:
+        """Warm, with conversations at turn 8 and turn 128; what that already tells."""
+        await self.server.prepare(POOL)
+        await self._measure(CONNECTIONS, self._calls())
+        told: dict[str, Any] = {"kept": await kept(self.server, self.work, self.server.target(0)[0])}
+        sessions = CONNECTIONS if self.server.name in ("afield", "capture") else 4
+        self._early = Conversations(self.server, self.work, await self.server.fresh(sessions))
+        self._late = Conversations(self.server, self.work, await self.server.fresh(sessions))
+        await self._early.play_to(8)
+        if not quick:
+            told["turns"] = await turn_costs(self._late)
+        await self._late.play_to(TURNS)
+        return told
+
+    async def headline(self, kind: str) -> dict[str, Any]:
+        """A load that is measured in turns with the other servers, so that all see the same machine."""
+        if kind == "small":
+            return await self._measure(CONNECTIONS, self._calls())
+        if kind == "stream":
+            return await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
+        talk = self._early if kind == "turn_8" else self._late
+
+        def job(index: int, n: int) -> bytes:
+            return talk.request(index, self._next())
+
+        return await self._measure(len(talk), job)
+
+    async def further(self) -> dict[str, Any]:
+        """Few and many connections, and an upstream that takes its time."""
+        told = {f"connections_{n}": await self._measure(n, self._calls()) for n in (1, 64)}
+        rounds = ROUNDS_512 if self._mine else 1
+        told["connections_512"] = await self._measure(512, self._calls(), at_least=rounds)
+        told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
+        await self._pace(PACE_MS)
+        told["stream_paced"] = await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
+        await self._pace(0)
+        if self._mine:
+            told["history_32k_unknown"] = await self._unknown()
+        return told
+
+    async def bare(self) -> dict[str, Any]:
+        """The upstream itself: what a call takes without anything in between."""
+        await self.server.prepare(POOL)
+        told = {"connections_1": await self._measure(1, self._calls())}
+        told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
+        return told
+
+    async def _unknown(self) -> dict[str, Any]:
+        """Long histories that the server never saw."""
+        targets = await self.server.fresh(CONNECTIONS)
+
+        def job(index: int, n: int) -> bytes:
+            path, key = targets[index]
+            return post(path, self.work.body(self.work.stranger(self._next())), key)
+
+        return await self._measure(CONNECTIONS, job)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _calls(self, *, stream: bool = False) -> Callable[[int, int], bytes]:
+        """Calls with the same 600-token prompt but for a number, each session's in turn."""
+
+        def job(connection: int, n: int) -> bytes:
+            path, key = self.server.target(connection + n * CONNECTIONS)
+            messages = self.work.opening(self._next())
+            return post(path, self.work.body(messages, stream=stream, ids=self.server.asks_ids), key)
+
+        return job
+
+    async def _measure(
+        self,
+        connections: int,
+        job: Callable[[int, int], bytes],
+        *,
+        at_least: int = 1,
+        expect: bytes = WHOLE,
+    ) -> dict[str, Any]:
+        before = await self.server.quiet_cpu_s()
+        load = await drive(
+            self.server.url, connections, job, expect=expect, seconds=self.seconds, at_least=at_least
+        )
+        cpu = await self.server.quiet_cpu_s() - before
+        asked = load.done + load.errors
+        return {
+            "calls": asked,
+            "errors": load.errors,
+            "problems": sorted(set(load.problems))[:5],
+            "cpu_us": round(cpu / max(1, asked) * 1e6),
+            "per_s": round(asked / load.wall_s, 1),
+            "p50_ms": round(load.quantile(0.5), 2),
+            "p99_ms": round(load.quantile(0.99), 2),
+            "first_p50_ms": round(load.quantile(0.5, load.firsts), 2),
+        }
+
+    async def _pace(self, milliseconds: int) -> None:
+        connection = await connect(self.engine.url)
+        await connection.ask(post(f"/pace?ms={milliseconds}", b""))
+        connection.close()
+
+
+def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The round with the median cost; the costs and errors of all are kept beside it."""
+    ordered = sorted(rounds, key=lambda told: told["cpu_us"])
+    chosen = ordered[(len(ordered) - 1) // 2]
+    errors = sum(told["errors"] for told in rounds)
+    problems = sorted({problem for told in rounds for problem in told["problems"]})[:5]
+    costs = [told["cpu_us"] for told in rounds]
+    return {**chosen, "errors": errors, "problems": problems, "cpu_us_rounds": costs}
