@@ -82,7 +82,7 @@ class Wild:
         self.began[call.session_id].append(call.id.rpartition("/")[2])
         plan = self.plans[call.session_id].pop(0)
         rng = self.rngs[call.session_id]
-        ids = [token for piece in _pieces(plan.text) for token in _split(piece, rng)]
+        ids = spelled(plan.text, rng)
         cut = rng.randrange(1, len(ids) + 1)
         if plan.fail or plan.hang or plan.gives_up:
             fail = None if plan.gives_up else "hang" if plan.hang else "unavailable"
@@ -93,6 +93,10 @@ class Wild:
             chunks=tuple(rng.choice([1, 1, 2, 5]) for _ in range(3)),
             bump_after=cut if rng.random() < 0.15 else None,
         )
+
+
+def spelled(text: str, rng: random.Random) -> list[int]:
+    return [token for piece in _pieces(text) for token in _split(piece, rng)]
 
 
 def _pieces(text: str) -> list[str]:
