@@ -92,6 +92,9 @@ async def knock(
         whole = last
 
     await asyncio.create_task(app(scope, receive, send))
+    task = asyncio.current_task()
+    if task and task.cancelling():  # the app takes a cancellation for a client that leaves
+        raise asyncio.CancelledError
     return Answer(status, b"".join(parts), whole)
 
 

@@ -95,7 +95,13 @@ class World:
             for seed in left:
                 seen[f"wild-{seed}.1"] = await self.live(seed, DIALECTS[seed % len(DIALECTS)], steps)
 
-        await asyncio.gather(*(worker() for _ in range(SIDE_BY_SIDE)))
+        workers = [asyncio.create_task(worker()) for _ in range(SIDE_BY_SIDE)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for each in workers:
+                each.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
         return seen
 
 
