@@ -82,16 +82,25 @@ class Forest:
 
     def ids(self, turn_id: str, *more: int) -> tuple[int, ...]:
         """Everything the engine saw and sampled up to the end of this turn; and `more` behind it."""
-        ids = self._tips.get(turn_id)
-        if ids is None:
-            ids = list[int]()
-            for turn in self.path(turn_id):
-                ids.extend(turn.delta_ids)
-                ids.extend(turn.token_ids)
-            self._tips[turn_id] = ids
-            if len(self._tips) > _TIPS:
-                del self._tips[next(iter(self._tips))]
+        if (ids := self._tips.get(turn_id)) is not None:
+            return (*ids, *more)
+        if (tip := next((tip for tip in self._tips if self._above(turn_id, tip)), None)) is not None:
+            return (*self._tips[tip][: self._lengths[turn_id]], *more)
+        ids = list[int]()
+        for turn in self.path(turn_id):
+            ids.extend(turn.delta_ids)
+            ids.extend(turn.token_ids)
+        self._tips[turn_id] = ids
+        if len(self._tips) > _TIPS:
+            del self._tips[next(iter(self._tips))]
         return (*ids, *more)
+
+    def _above(self, turn_id: str, tip: str) -> bool:
+        """Whether a turn is on the way to a tip."""
+        at: str | None = tip
+        while at is not None and at != turn_id and self._lengths[at] > self._lengths[turn_id]:
+            at = self._turns[at].parent
+        return at == turn_id
 
     def sent(self, turn_id: str) -> list[int]:
         """The same as it goes to an engine, which expands images itself."""

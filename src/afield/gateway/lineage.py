@@ -14,7 +14,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct, structs
 
@@ -124,11 +124,13 @@ class _Heads:
 _heads = _Heads(256)
 
 
-def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) -> set[str]:
+def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
     """Turns the client names: by the marks it echoed, and by the ids of their tool calls."""
-    ids = [call.id for message in messages for call in message.tool_calls]
-    ids += [message.tool_call_id for message in messages if message.tool_call_id]
-    return {turn.id for i in ids if (turn := forest.caller(i))} | {h for h in request.hints if h in forest}
+    yield from (hint for hint in request.hints if hint in forest)
+    for message in messages:
+        for call_id in (*(call.id for call in message.tool_calls), message.tool_call_id):
+            if call_id and (turn := forest.caller(call_id)):
+                yield turn.id
 
 
 class Rendered(Struct, frozen=True):

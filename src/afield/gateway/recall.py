@@ -37,26 +37,36 @@ class Recall:
         self, forest: Forest, root: str, came: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], Sequence[str]]:
         """The messages with our own turns recognised, and their digests."""
-        known = max((r for r in self._read if _continues(r, root, came)), key=_length, default=None)
-        if known is None:
+        shares = [(_shared(read, root, came), read) for read in self._read]
+        shared, known = max(shares, key=lambda pair: pair[0], default=(0, None))
+        if known is None or not shared:
             messages = recognised(forest, came)
             read = Read(root, came, messages, chain(root, messages))
         else:
-            new = recognised(forest, came[len(known.came) :])
-            digests = known.digests + chain(known.digests[-1], new)
-            read = Read(root, came, known.messages + new, digests)
+            new = recognised(forest, came[shared:])
+            digests = known.digests[:shared]
+            read = Read(root, came, known.messages[:shared] + new, digests + chain(digests[-1], new))
             self._read.remove(known)
         self._read.append(read)
         return read.messages, read.digests
 
 
-def _length(read: Read) -> int:
-    return len(read.came)
+def _shared(read: Read, root: str, came: tuple[Message, ...]) -> int:
+    """How many messages at the beginning can be taken from a conversation that was read before."""
+    if read.root != root or len(read.came) != len(read.messages):
+        return 0
+    length = min(len(came), len(read.came))
+    if came[:length] != read.came[:length]:
+        pairs = enumerate(zip(came, read.came, strict=False))
+        length = next(n for n, (mine, theirs) in pairs if mine is not theirs and mine != theirs)
+    # Results are put in order with the turn that asked for them, so the two are not taken apart.
+    while length and length < len(came) and came[length].role == "tool":
+        length -= 1
+    if length == len(came):
+        return length
+    return length if came[length].role != "assistant" or _begins(came, length) else 0
 
 
-def _continues(read: Read, root: str, came: tuple[Message, ...]) -> bool:
-    length = len(read.came)
-    if read.root != root or not length < len(came) or came[length - 1] != read.came[-1]:
-        return False
-    # A result behind it may belong to the last turn that was read, which is then put in order anew.
-    return came[length].role != "tool" and came[:length] == read.came
+def _begins(came: tuple[Message, ...], at: int) -> bool:
+    """Whether an assistant message is the first of its turn."""
+    return at == 0 or came[at - 1].role in ("user", "system", "developer", "tool")
