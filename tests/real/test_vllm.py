@@ -356,7 +356,7 @@ async def cuttable(server: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 async def test_a_call_goes_on_in_another_engine_when_the_server_is_cut_off(
     engine: VllmEngine, server: str, weights: list[Path], scores: Scores
 ) -> None:
-    undisturbed = ids(await answer(engine, a_call(300)))
+    undisturbed = ids(await answer(engine, a_call(1500)))
     async with cuttable(server) as (url, cut):
         workers: dict[str, Engine] = {
             "vllm": VllmEngine(url, vocab_size=656),
@@ -364,7 +364,7 @@ async def test_a_call_goes_on_in_another_engine_when_the_server_is_cut_off(
         }
         async with Pool(workers) as pool:
             seen: list[Chunk] = []
-            async with aclosing(pool.generate(a_call(300))) as chunks:
+            async with aclosing(pool.generate(a_call(1500))) as chunks:
                 async for chunk in chunks:
                     seen.append(chunk)
                     if len(ids(seen)) > 20:
