@@ -41,7 +41,7 @@ class Tiny:
     def read(
         self, ids: list[int], *, cuts: Iterable[int] = (), tools: bool = True, hold_calls: bool = False
     ) -> tuple[Message, list[Event]]:
-        parser = self.tokens.parser(tools=tools, hold_calls=hold_calls)
+        parser = self.tokens.parser(tools=[TOOL] if tools else [], hold_calls=hold_calls)
         edges = [0, *sorted(cuts), len(ids)]
         events: list[Event] = []
         for start, end in pairwise(edges):
@@ -174,7 +174,7 @@ def test_without_tools_everything_is_text(tiny: Tiny) -> None:
 
 
 def test_a_call_starts_when_its_name_is_known_and_streams_its_arguments(tiny: Tiny) -> None:
-    parser = tiny.tokens.parser(tools=True)
+    parser = tiny.tokens.parser(tools=[TOOL])
     assert parser.feed(tiny.ids('<tool_call>{"name": "look')) == []
     assert parser.feed(tiny.ids('up",')) == [ToolStart(0, "lookup")]
     assert parser.feed(tiny.ids(' "arguments": {"key": ')) == [ToolArguments(0, '{"key": ')]
@@ -309,7 +309,7 @@ def test_any_text_comes_back(tiny: Tiny, text: str) -> None:
 
 
 def test_a_character_is_held_back_until_it_is_whole(tiny: Tiny) -> None:
-    parser = tiny.tokens.parser(tools=False)
+    parser = tiny.tokens.parser(tools=[])
     snake = tiny.tokens.encode_text("🐍")
     assert len(snake) == 4
     assert [parser.feed([token]) for token in snake] == [[], [], [], [TextDelta("🐍")]]
@@ -331,7 +331,7 @@ def test_tokenizers_that_are_not_byte_level_stream_as_well(tmp_path: Path) -> No
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}</s>{% endfor %}")
     tokens = ChatTokens.load(tmp_path)
-    parser = tokens.parser(tools=False)
+    parser = tokens.parser(tools=[])
     events = [event for token in [256, 257, 258, *"é!".encode(), 260] for event in parser.feed([token])]
     assert joined(events + parser.finish()) == [TextDelta(" the foxesé!")]
     assert tokens.stop_ids == (260,)

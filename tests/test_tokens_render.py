@@ -265,7 +265,7 @@ def test_several_threads_may_render_and_read_at_once(tiny: ChatTokens) -> None:
     def work(n: int) -> tuple[list[int], list[int] | None, str]:
         said = [Message(role="user", content=f"number {n} <|im_end|>")]
         ids = tiny.render(said, [TOOL])
-        parser = tiny.parser(tools=True)
+        parser = tiny.parser(tools=[TOOL])
         parser.feed(ids)
         parser.finish()
         return ids, tiny.append(said, truncated=True), parser.reply.content

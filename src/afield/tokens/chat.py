@@ -214,7 +214,7 @@ class ChatTokens:
         ids = self._vocab.encode(text)
         return ids if truncated else ids[1:]
 
-    def parser(self, *, tools: Sequence[Tool] | bool, hold_calls: bool = False) -> Parser:
+    def parser(self, *, tools: Sequence[Tool], hold_calls: bool = False) -> Parser:
         """A fresh parser for one reply.
 
         A call is reported as it is sampled, and withdrawn should it turn out malformed; with
@@ -222,7 +222,7 @@ class ChatTokens:
         """
         return Parser(self._spellings, self._reader(tools, hold_calls))
 
-    def _reader(self, tools: Sequence[Tool] | bool, hold_calls: bool) -> Reader:
+    def _reader(self, tools: Sequence[Tool], hold_calls: bool) -> Reader:
         if self.certificate.reasoning == HARMONY:
             return HarmonyReader(tools=bool(tools), hold_calls=hold_calls)
         return ReplyReader(
@@ -230,7 +230,7 @@ class ChatTokens:
             thinking=self.certificate.opens_thinking,
             tool_format=self._format if tools else None,
             hold_calls=hold_calls,
-            tools=() if isinstance(tools, bool) else tools,
+            tools=tools,
         )
 
     def plain_parser(self) -> Parser:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -138,7 +139,8 @@ class ChatTemplate:
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"
-        out: dict[str, Any] = {"role": role, "content": self._escape(message.content)}
+        content = self._parts(message) if message.images else self._escape(message.content)
+        out: dict[str, Any] = {"role": role, "content": content}
         if message.reasoning:
             out["reasoning_content"] = out["thinking"] = self._escape(message.reasoning)
         if message.tool_calls:
@@ -148,6 +150,42 @@ class ChatTemplate:
         if message.name:
             out["name"] = self._escape(message.name)
         return out
+
+    def _parts(self, message: Message) -> list[dict[str, str]]:
+        """Text and images in their order, for templates that know what to do with them."""
+        if not self.takes_images:
+            raise TemplateRefusal("the model's chat template has no place for images; send text")
+        parts: list[dict[str, str]] = []
+        done = 0
+        for image in message.images:
+            parts += self._text_part(message.content[done : image.at])
+            parts.append({"type": "image"})
+            done = image.at
+        return parts + self._text_part(message.content[done:])
+
+    def _text_part(self, text: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": self._escape(text)}] if text else []
+
+    @cached_property
+    def takes_images(self) -> bool:
+        """Whether an image changes what is rendered, and not by being spelled out."""
+        text = {"type": "text", "text": "Look."}
+        try:
+            plain, pictured = (
+                self._templates["default"].render(
+                    {
+                        **self._variables,
+                        "messages": [{"role": "user", "content": content}],
+                        "tools": None,
+                        "documents": None,
+                        "add_generation_prompt": True,
+                    }
+                )
+                for content in ([text], [{"type": "image"}, text])
+            )
+        except _REFUSALS:
+            return False
+        return plain != pictured and "'type'" not in pictured and '"type"' not in pictured
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         arguments = call.arguments if self._text_arguments else _object_or_text(call.arguments)
