@@ -194,7 +194,8 @@ def _follow(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> tuple[str,
     sampled = spot.parent.token_ids
     truncated = not sampled or sampled[-1] not in tokens.stop_ids
     if all(message.role != "assistant" for message in spot.new):
-        appended = tokens.append(spot.new, truncated=truncated, tools=tools)
+        stop = None if truncated else sampled[-1]
+        appended = tokens.append(spot.new, truncated=truncated, tools=tools, stop=stop)
         if appended is not None:
             return appended
     history = spot.messages[: spot.depth]
