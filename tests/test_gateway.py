@@ -292,7 +292,6 @@ async def test_opening_again_gives_the_same_ticket_and_another_spec_is_refused(u
         ({**CHAT, "n": 3}, "n=3"),
         ({**CHAT, "max_tokens": 0}, "max_tokens"),
         ({**CHAT, "max_tokens": "many"}, "max_tokens"),
-        ({**CHAT, "tools": [{"type": "browser", "function": {"name": "x"}}]}, "browser"),
     ],
 )
 async def test_bad_requests_get_a_native_error_and_leave_no_trace(up: Running, body: Any, says: str) -> None:

@@ -186,14 +186,17 @@ class Environment(Struct, frozen=True):
     admin_key: str | None
     runs: Path
     envs: Path  # where foreign programs are installed
+    certificates: Path  # what was found out about chat templates
 
     @classmethod
     def read(cls) -> Self:
-        cache = os.environ.get("XDG_CACHE_HOME")
+        given = os.environ.get("XDG_CACHE_HOME")
+        cache = (Path(given) if given else Path.home() / ".cache") / "afield"
         return cls(
             os.environ.get("AFIELD_ADMIN_KEY") or None,
             Path(os.environ.get("AFIELD_RUNS", "runs")),
-            (Path(cache) if cache else Path.home() / ".cache") / "afield" / "envs",
+            cache / "envs",
+            cache / "certificates",
         )
 
 

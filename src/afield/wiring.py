@@ -22,7 +22,7 @@ from afield.errors import Unavailable, UsageError
 from afield.journal import Journal
 from afield.loop import Loop, Recipe, StepLine
 from afield.rundir import RunDir
-from afield.seams import Engine, Runtime, Trainer, Transport
+from afield.seams import Engine, EngineInfo, Runtime, Trainer, Transport
 from afield.types import Budget, FailureKind, Sampling, Task
 
 EXTRAS = {
@@ -65,12 +65,14 @@ def load(where: str) -> Any:
         raise UsageError(f"{error.name} is not installed: pip install 'afield[{extra}]'") from error
 
 
-def engine(spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None) -> Engine:
+def engine(
+    spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None, images: bool = False
+) -> Engine:
     """`torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`."""
     name, _, argument = spec.partition("=")
     made = choose("engine", name, ENGINES)
     if name in SERVERS:
-        built: Engine = connect(name, argument)
+        built: Engine = connect(name, argument, images=images)
     elif name == "scripted":
         if not argument:
             raise UsageError("--engine scripted needs a file: scripted=FILE")
@@ -82,25 +84,39 @@ def engine(spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None
     return load("engines.ledger:Ledger")(built, ledger) if ledger else built
 
 
-def connect(kind: str, url: str) -> Engine:
+def connect(kind: str, url: str, *, images: bool = False) -> Engine:
     """An inference server that is running somewhere."""
     if kind not in SERVERS:
         raise UsageError(f"unknown kind of worker {kind!r}; choose one of: {', '.join(SERVERS)}")
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--engine {kind} needs the server's address, not {url!r}: {kind}=http://HOST:PORT")
-    return choose("engine", kind, ENGINES)(url.rstrip("/"))
+    made = choose("engine", kind, ENGINES)
+    return made(url.rstrip("/"), images=True) if images and kind == "vllm" else made(url.rstrip("/"))
 
 
 def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Path | None) -> Any:
-    """All engines of a gateway as one. Servers are probed before use; what runs in process is ours."""
+    """All engines of a gateway as one. Servers are tried out before use; what runs in process is ours."""
+    images = sees(model)
     named = [f"{spec.partition('=')[0]}-{n}" for n, spec in enumerate(specs, 1)]
     workers = {
-        name: engine(spec, model, slots=slots, seed=seed, ledger=ledger)
+        name: engine(spec, model, slots=slots, seed=seed, ledger=ledger, images=images)
         for name, spec in zip(named, specs, strict=True)
     }
-    served = any(spec.partition("=")[0] in SERVERS for spec in specs)
-    checks = {"check": load("engines.probe:checked")} if served else {}
-    return load("gateway.pool:Pool")(workers, connect=connect, **checks)
+    made = load("gateway.pool:Pool")
+    return made(workers, connect=lambda kind, url: connect(kind, url, images=images), check=check)
+
+
+async def check(made: Engine) -> EngineInfo:
+    """Whether an engine is fit for use: a server has to show it."""
+    return await (load("engines.probe:checked")(made) if getattr(made, "url", "") else made.info())
+
+
+def sees(model: Path) -> bool:
+    """Whether a model was made for images."""
+    try:
+        return "vision_config" in json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
 
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:

@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> None:
     if args.processes < 1:
         raise UsageError(f"--processes {args.processes} must be at least 1")
+    if args.processes > 1 and args.engine_ledger:
+        raise UsageError("--engine-ledger takes one writer: leave it out, or use --processes 1")
     embedded = [e for e in args.engine if e.partition("=")[0] in ("torch", "scripted")]
     if args.processes > 1 and embedded:
         raise UsageError(
@@ -103,7 +105,7 @@ async def serve(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     model = Path(args.model)
-    tokens = wiring.load("tokens:ChatTokens").load(model)
+    tokens = wiring.load("tokens:ChatTokens").load(model, cache=Environment.read().certificates)
     pool = wiring.pool(args.engine, model, slots=args.slots, seed=args.seed, ledger=args.engine_ledger)
     async with pool:
         gateway = wiring.load("gateway.service:LocalGateway")(

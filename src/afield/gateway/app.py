@@ -11,10 +11,12 @@ import asyncio
 import logging
 import re
 
+from msgspec import structs
+
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.gateway import control
 from afield.gateway.answering import Answering
-from afield.gateway.dialects import Asked, Dialects
+from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
 from afield.gateway.dialects.models import models
 from afield.gateway.http import ClientGone, Receive, Scope, Send, headers, key_of, query, read_body, send_json
 from afield.gateway.keys import Scope as KeyScope
@@ -27,8 +29,10 @@ from afield.gateway.refusal import (
     not_found,
     unauthorized,
 )
+from afield.gateway.request import ModelRequest
 from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
+from afield.gateway.wishes import wishes
 
 log = logging.getLogger("afield.gateway")
 
@@ -36,6 +40,7 @@ log = logging.getLogger("afield.gateway")
 _BARE = re.compile(
     r"/(chat/completions|completions|responses|messages|messages/count_tokens|models|models/[^/]+)"
 )
+LARGE = 512 * 1024  # bytes of a body that are read off the event loop
 _AGENT = ("/v1/", "/v1beta/")
 
 
@@ -80,7 +85,7 @@ class App:
             session = self._session(session_id, scope, KeyScope.INFER)
             body = await read_body(scope, receive)
             asked = Asked(path, body, match.parts, query(scope), headers(scope))
-            request, wish = match.dialect.decode(asked)
+            request, wish = await _decode(match.dialect, asked)
             if match.verb == "count":
                 tokens = await self._gateway.calls.count(session, request)
                 await send_json(send, 200, match.dialect.count(tokens))
@@ -122,7 +127,7 @@ class App:
 
     async def _control(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path == "/health":
-            await send_json(send, 200, await self._gateway.health())
+            await send_json(send, *await self._gateway.health())
             return
         if not self._gateway.keys.is_admin(key_of(scope)):
             raise unauthorized("this needs the admin key", "the gateway printed it, or it was given one")
@@ -136,6 +141,18 @@ class App:
         except (UsageError, ValueError) as error:
             raise bad_request(str(error)) from error
         await send_json(send, status, value)
+
+
+async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
+    if len(asked.body) > LARGE:
+        return await asyncio.to_thread(_decode_here, dialect, asked)
+    return _decode_here(dialect, asked)
+
+
+def _decode_here(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
+    request, wish = dialect.decode(asked)
+    wished = wishes(asked.body)
+    return (structs.replace(request, wishes=wished) if wished else request), wish
 
 
 def as_refusal(error: Exception) -> Refusal:

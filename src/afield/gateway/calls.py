@@ -18,7 +18,7 @@ from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.forest import extend_digest
-from afield.gateway import lineage, side
+from afield.gateway import lineage, side, wishes
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
@@ -29,7 +29,7 @@ from afield.gateway.stops import StopStrings
 from afield.gateway.store import Store, TurnRow, to_its_end
 from afield.seams import Call, Engine, EngineInfo, Image
 from afield.tokens import ChatTokens, Event, Parser, ToolStart
-from afield.types import FinishReason, Message, ToolCall, Turn, TurnStatus
+from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
 LAST = 1 << 62  # calls that never ended sort behind those that did
@@ -62,6 +62,7 @@ class Calls:
         """Started, then Pieces, then Done. Close it early to abandon the call."""
         session.check_open(self._clock())
         self._check(request)
+        self._sampling(session, request)
         tokens = self._tokens_of(session)
         place = await self._place(session, tokens, request)
         limit = self._limit(session, request, place)
@@ -78,6 +79,13 @@ class Calls:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(request)
         return len((await self._place(session, self._tokens_of(session), request)).prompt_ids)
+
+    def _sampling(self, session: Session, request: ModelRequest) -> Sampling:
+        spec = session.row.spec
+        try:
+            return wishes.granted(spec.sampling, request.wishes, spec.client_sampling)
+        except (ValueError, OverflowError) as error:
+            raise bad_request(str(error)) from error
 
     def _tokens_of(self, session: Session) -> ChatTokens:
         spec = session.row.spec
@@ -154,14 +162,14 @@ class Calls:
             parser, stops = self._readers(tokens, request)
             events = stops.filter(parser.feed(turn.token_ids))
             events += [] if stops.hit else stops.filter(parser.finish(), last=True)
-            reply = with_call_ids(stops.cut(parser.reply), turn.id)
+            reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
                 continue
             if await self._take(session, turn) or request.retry:
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
                 started = Started(session.id, turn.id, place.prompt_ids, turn.started)
-                piece = Piece(turn.token_ids, turn.logprobs, _named(events, turn.id))
+                piece = Piece(turn.token_ids, turn.logprobs, self._named(events, turn.id))
                 return [started, piece, Done(turn, reply, len(place.prompt_ids), stops.found)]
         return []
 
@@ -212,17 +220,17 @@ class Calls:
                 events = stops.filter(parser.feed(chunk.token_ids))
                 partial.finish = chunk.finish or self._why_cut(session, stops)
                 if not partial.finish:
-                    yield Piece(chunk.token_ids, chunk.logprobs, _named(events, intent.id))
+                    yield Piece(chunk.token_ids, chunk.logprobs, self._named(events, intent.id))
                     continue
                 if partial.finish is FinishReason.ABORTED:
                     raise Unavailable("the engine gave the call up")
                 events += [] if stops.hit else stops.filter(parser.finish(), last=True)
-                reply = with_call_ids(stops.cut(parser.reply), intent.id)
+                reply = self._with_ids(stops.cut(parser.reply), intent.id)
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
                 # From here on, whatever comes, the commit is carried through.
                 await to_its_end(self._record(session, turn, n))
                 await self._supersede(session, turn)
-                yield Piece(chunk.token_ids, chunk.logprobs, _named(events, intent.id))
+                yield Piece(chunk.token_ids, chunk.logprobs, self._named(events, intent.id))
                 yield Done(turn, reply, len(place.prompt_ids), stops.found)
                 return
             raise Unavailable("the engine's stream ended without a finish")
@@ -276,13 +284,13 @@ class Calls:
     def _call(
         self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, turn_id: str
     ) -> Call:
-        spec = session.row.spec
+        spec, sampling = session.row.spec, self._sampling(session, request)
         watched = bool(request.stop) or spec.budget.tokens is not None
         return Call(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
             prompt_ids=place.sent_ids or place.prompt_ids,
-            sampling=spec.sampling,
+            sampling=sampling,
             max_tokens=limit,
             stop_ids=self._tokens.stop_ids,
             stream=request.stream or watched,
@@ -292,20 +300,25 @@ class Calls:
     def _intent(
         self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, n: int
     ) -> Turn:
+        sampling = self._sampling(session, request)
         return Turn(
             id=f"t{n}",
             root=place.root,
             parent=place.parent,
             delta_ids=place.delta_ids,
             status=TurnStatus.DANGLING,
-            sampling=structs.replace(session.row.spec.sampling, max_tokens=limit),
+            sampling=structs.replace(sampling, max_tokens=limit),
             tier=place.tier,
             dialect=request.dialect,
             messages=place.new,
             asked=place.asked,
             digest=place.asked,
             tools_digest=place.tools_digest,
-            tags=(*request.tags, *side.tags(request, self._tokens.name)),
+            tags=(
+                *request.tags,
+                *side.tags(request, self._tokens.name),
+                *wishes.tags(sampling, request.wishes),
+            ),
             links=place.links,
             started=self._clock(),
         )
@@ -343,6 +356,27 @@ class Calls:
             ended=self._clock(),
         )
 
+    # --- ids -------------------------------------------------------------------------------------
+
+    def _with_ids(self, reply: Message, turn_id: str) -> Message:
+        """Calls get the ids we hand out, unless the model spelled their own."""
+        if not reply.tool_calls:
+            return reply
+        calls = enumerate(reply.tool_calls)
+        named = (ToolCall(call.id or self._id(turn_id, n), call.name, call.arguments) for n, call in calls)
+        return structs.replace(reply, tool_calls=tuple(named))
+
+    def _named(self, events: Sequence[Event], turn_id: str) -> list[Event]:
+        return [
+            structs.replace(event, id=self._id(turn_id, event.index))
+            if isinstance(event, ToolStart) and not event.id
+            else event
+            for event in events
+        ]
+
+    def _id(self, turn_id: str, index: int) -> str:
+        return call_id(turn_id, index, self._tokens.certificate.call_ids)
+
 
 async def _off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     return (
@@ -352,21 +386,3 @@ async def _off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.
 
 def _size(message: Message) -> int:
     return len(message.content) + len(message.reasoning) + sum(len(c.arguments) for c in message.tool_calls)
-
-
-def with_call_ids(reply: Message, turn_id: str) -> Message:
-    if not reply.tool_calls:
-        return reply
-    calls = enumerate(reply.tool_calls)
-    named = tuple(ToolCall(call.id or call_id(turn_id, i), call.name, call.arguments) for i, call in calls)
-    return structs.replace(reply, tool_calls=named)
-
-
-def _named(events: Sequence[Event], turn_id: str) -> list[Event]:
-    """Calls get the ids their turn's reply has."""
-    return [
-        structs.replace(event, id=call_id(turn_id, event.index))
-        if isinstance(event, ToolStart) and not event.id
-        else event
-        for event in events
-    ]

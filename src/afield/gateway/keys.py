@@ -40,7 +40,7 @@ class Keys:
         self._admin_key = admin_key
 
     def issue(self, session_id: str, scopes: frozenset[Scope]) -> str:
-        body = f"{session_id}~{'+'.join(sorted(scopes))}"
+        body = f"{session_id}~{'.'.join(sorted(scopes))}"
         return f"{PREFIX}{body}~{self._mac(body)}"
 
     def check(self, key: str) -> Grant | None:
@@ -49,7 +49,7 @@ class Keys:
         if not key.startswith(PREFIX) or not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             return None
         session_id, _, scopes = body.partition("~")
-        return Grant(session_id, frozenset(Scope(s) for s in scopes.split("+") if s))
+        return Grant(session_id, frozenset(Scope(s) for s in scopes.split(".") if s))
 
     def is_admin(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self._admin_key.encode())

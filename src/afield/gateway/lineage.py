@@ -192,15 +192,27 @@ def _follow(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> tuple[str,
     """The ids of the new messages behind the parent's turn, and the tier that gave them."""
     assert spot.parent is not None
     sampled = spot.parent.token_ids
-    truncated = not sampled or sampled[-1] not in tokens.stop_ids
+    truncated = not sampled or sampled[-1] not in tokens.turn_ends
     if all(message.role != "assistant" for message in spot.new):
         stop = None if truncated else sampled[-1]
-        appended = tokens.append(spot.new, truncated=truncated, tools=tools, stop=stop)
+        new = _named(spot) if tokens.certificate.named else spot.new
+        appended = tokens.append(new, truncated=truncated, tools=tools, stop=stop)
         if appended is not None:
             return appended
     history = spot.messages[: spot.depth]
     spliced = tokens.splice(history, spot.new, truncated=truncated, tools=tools)
     return ("T3", spliced) if spliced is not None else None
+
+
+def _named(spot: Spot) -> list[Message]:
+    """Results with the names of the tools they come from, for templates that want them."""
+    names = {call.id: call.name for message in spot.messages for call in message.tool_calls}
+    return [
+        structs.replace(message, name=message.name or names.get(message.tool_call_id, ""))
+        if message.role == "tool"
+        else message
+        for message in spot.new
+    ]
 
 
 # --- links ---------------------------------------------------------------------------------------

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import re
 
 TURN = re.compile(r"t\d+")
 _ID = re.compile(r"[a-z]+_(t\d+)(?:_\d+)?")
 
 
-def call_id(turn_id: str, index: int) -> str:
-    """The id of a tool call."""
-    return f"call_{turn_id}_{index}"
+def call_id(turn_id: str, index: int, style: str = "free") -> str:
+    """The id of a tool call. Where a template shows it to the model it is nine letters and digits, which
+    every such template takes, and tells nothing."""
+    if style == "free":
+        return f"call_{turn_id}_{index}"
+    return hashlib.blake2b(f"{turn_id}/{index}".encode(), digest_size=16).hexdigest()[:9]
 
 
 def item_id(kind: str, turn_id: str, index: int | None = None) -> str:

@@ -14,11 +14,12 @@ from afield.seams import Image
 from afield.tokens import Event, Tool
 from afield.types import Message, Turn
 
+NO_WISHES: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
 
 
 class ModelRequest(Struct, frozen=True, kw_only=True):
-    """What it asks of sampling beyond these is the trainer's to decide.
+    """What it asks of sampling beyond these are `wishes`; the trainer decides about them.
 
     Tools are rendered even when the reply `may_call` none of them, so that the root stays the same.
     `prompt` stands in place of messages (Completions). `after` names the turn the messages follow when
@@ -41,6 +42,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     retry: bool = False
     thread: str = ""
     tags: tuple[str, ...] = ()
+    wishes: Mapping[str, float] = NO_WISHES
     images: Mapping[str, Image] = NO_IMAGES
 
 

@@ -23,7 +23,7 @@ from afield.gateway.shards import Shard
 from afield.gateway.store import Store
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket
 from afield.tokens import ChatTokens
-from afield.types import Exclusion, Policy, TurnStatus
+from afield.types import Exclusion, Policy, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
 REAP_EVERY_S = 5.0
@@ -99,9 +99,13 @@ class LocalGateway:
             verifier_key=self.keys.issue(session.id, verifier) if judged else None,
         )
 
-    async def health(self) -> dict[str, Any]:
+    async def health(self) -> tuple[int, dict[str, Any]]:
+        """200 while there is an engine to ask."""
         info = await self.engine.info()
-        return {"status": "ok", "version": info.version, "engine": info.kind}
+        ready = sum(worker["ready"] for worker in self.engine.stats()["workers"].values())
+        status = "ok" if ready else "no engine is up"
+        told = {"status": status, "version": info.version, "engine": info.kind, "workers": ready}
+        return (200 if ready else 503), told
 
     async def exposition(self) -> str:
         """The numbers of all processes that serve together."""
@@ -144,8 +148,17 @@ class LocalGateway:
 
     async def finalize(self, session_id: str) -> Record:
         session = self.sessions.get(session_id)
+        first = session.phase is not Phase.FINALIZED
         await self.sessions.finalize(session)
+        if first:
+            self.metrics.drift += await asyncio.to_thread(self._drifted, session.forest.turns)
         return self.record(session)
+
+    def _drifted(self, turns: list[Turn]) -> int:
+        """How many turns would have become other ids by way of their text."""
+        committed = [turn.token_ids for turn in turns if turn.status is TurnStatus.COMMITTED]
+        spelled = ((ids, self.tokens.decode(ids)) for ids in committed)
+        return sum(tuple(self.tokens.encode_raw(text)) != ids for ids, text in spelled)
 
     def record(self, session: Session) -> Record:
         assembled = assembly.linear(session.forest, self.withheld(session))

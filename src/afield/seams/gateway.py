@@ -16,7 +16,8 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """What a session is opened with; the body of `POST /sessions`.
 
     With `reward_from` "verifier" the agent's key infers and says when it is done; only the verifier's
-    key, given out once with the ticket, speaks about rewards. `thinking` and `escape` are the policies
+    key, given out once with the ticket, speaks about rewards. What a client asks of sampling is done only
+    for the names in `client_sampling`. `thinking` and `escape` are the policies
     that `docs/tokens.md` describes; `side_calls` says whether titles and probes are trained.
     """
 
@@ -28,6 +29,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
     reward_from: Literal["agent", "verifier"] = "agent"
     sampling: Sampling = Sampling()
+    client_sampling: tuple[Literal["temperature", "top_p", "top_k", "seed"], ...] = ()
     budget: Budget = Budget()
     thinking: Literal["preserve", "template", "per_turn"] = "preserve"
     escape: Literal["escape", "faithful", "reject"] = "escape"

@@ -77,7 +77,7 @@ class WireFunction(Struct):
 
 
 class WireTool(Struct):
-    function: WireFunction
+    function: WireFunction | None = None
     type: str = "function"
 
 
@@ -111,17 +111,18 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire = read(DECODER, asked.body, "a chat completion request")
     _check(wire)
     gallery = Gallery()
+    tools, left_out = _tools(bytes(wire.tools))
     request = ModelRequest(
         dialect="chat",
         model=wire.model,
         messages=tuple([_message(message, i, gallery) for i, message in enumerate(wire.messages)]),
-        tools=_tools(bytes(wire.tools)),
+        tools=tools,
         may_call=wire.tool_choice != "none",
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
         retry=asks_again(asked),
-        tags=_unenforced(wire),
+        tags=(*_unenforced(wire), *left_out),
         images=gallery.images,
     )
     options = wire.stream_options
@@ -203,18 +204,24 @@ def _call(call_id: str | None, wire: FunctionCall) -> ToolCall:
 
 
 @lru_cache(maxsize=64)
-def _tools(raw: bytes) -> tuple[Tool, ...]:
-    """The template renders the tool objects as the client wrote them, unknown keys included.
+def _tools(raw: bytes) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """The tools, and tags for those a provider would run itself, which nobody runs here.
 
-    Clients send the same tools again with every request, so they are read once.
+    The template renders the tool objects as the client wrote them, unknown keys included. Clients send
+    the same tools again with every request, so they are read once.
     """
+    tools: list[Tool] = []
+    tags: list[str] = []
     wires = read(TOOLS, raw, "a chat completion request") or []
-    if odd := [tool.type for tool in wires if tool.type != "function"]:
-        raise bad_request(f"tools of type {odd[0]!r} are not served", "use type 'function'")
-    return tuple(
-        Tool(tool.function.name, tool.function.description or "", tool.function.parameters or {}, given)
-        for tool, given in zip(wires, msgspec.json.decode(raw) or [], strict=True)
-    )
+    for wire, given in zip(wires, msgspec.json.decode(raw) or [], strict=True):
+        if wire.type != "function":
+            tags.append(f"unenforced:tool:{wire.type}")
+        elif wire.function is None:
+            raise bad_request(f"tools[{len(tools) + len(tags)}] has no function")
+        else:
+            function = wire.function
+            tools.append(Tool(function.name, function.description or "", function.parameters or {}, given))
+    return tuple(tools), tuple(tags)
 
 
 # --- answers -------------------------------------------------------------------------------------
