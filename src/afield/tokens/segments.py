@@ -46,7 +46,13 @@ class Segments:
                 into.extend(self._stretch(part))
 
     def _whole(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            # The library panics over very long texts; its PanicException is no Exception.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"the tokenizer cannot take a text of {len(text)} characters: {error}") from None
 
     def _stretch(self, text: str) -> list[int]:
         if len(text) > LONG:
