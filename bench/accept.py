@@ -91,7 +91,69 @@ def offline_prefix() -> tuple[str, ...]:
     return ("unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "offline")
 
 
-PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {"loop": loop}
+# --- the gateway ---------------------------------------------------------------------------------
+
+
+def gateway(bars: Bars, cwd: Path) -> dict[str, Any]:
+    """Any harness, every token exact: real clients, the forest oracle, kill -9, invariants, cost."""
+    runs: dict[str, Any] = {}
+    told = runs["conformance"] = last_line([*AFIELD, "conformance", "--json"], cwd)
+    for name, client in told["clients"].items():
+        seen = f"{client['matched']} of {client['calls']} calls, {client['duplicates']} duplicates"
+        exact = client["ok"] and client["matched"] == client["calls"] and not client["duplicates"]
+        bars.check(f"conformance, {name}", seen, exact, "every call once")
+    told = runs["oracle"] = last_line([sys.executable, "bench/oracle.py"], ROOT)
+    bars.check(
+        "forest oracle: sessions", told["sessions"], told["ok"] and told["sessions"] >= 2000, ">= 2000"
+    )
+    told = runs["kill -9"] = last_line([sys.executable, "bench/kill.py"], ROOT)
+    seen = f"{told['kills']} kills, {told['lost']} lost, {told['duplicates']} duplicates"
+    bars.check("kill -9 of the gateway", seen, told["ok"] and told["kills"] >= 20, "20, 0, 0")
+    for name, file in (
+        ("invariants, each seen to fail", "tests/test_invariants.py"),
+        ("template battery", "tests/test_tokens_battery.py"),
+        ("bad input", "tests/test_bad_input.py"),
+        ("real vLLM", "tests/real/test_vllm.py"),
+    ):
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "real or not real", file]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        bars.check(name, done.returncode, done.returncode == 0, "pass")
+    runs["cost"] = cost(bars)
+    return runs
+
+
+def cost(bars: Bars) -> dict[str, Any]:
+    """What the gateway costs, as ratios inside one run."""
+    told = last_line([sys.executable, "bench/gateway.py", "--json"], ROOT)
+    ours, peers = told["cpu_us"]["afield"], told["cpu_us"]
+    for peer, load, bar in (
+        ("rllm", "small", 0.2),
+        ("litellm", "small", 0.08),
+        ("capture", "small", 4.0),
+        ("rllm", "stream", 0.5),
+    ):
+        ratio = ours[load] / peers[peer][load]
+        bars.check(f"CPU of a {load} call over {peer}'s", round(ratio, 3), ratio <= bar, f"<= {bar}")
+    token = ours["stream"] / 200
+    bars.check("CPU us per streamed token", round(token, 1), token <= 40, "<= 40")
+    bars.check("errors at 512 calls in flight", told["errors_512"], told["errors_512"] == 0, "0")
+    grown = told["turn128_over_turn8"]
+    bars.check("own work of turn 128 over turn 8", grown, grown <= 1.5, "<= 1.5")
+    held = told["rss_mib_2000"]
+    bars.check("MiB with 2,000 open sessions", held, held <= 1024, "<= 1024")
+    return told
+
+
+def last_line(command: list[str], cwd: Path) -> dict[str, Any]:
+    """What a command says in its last line; it may take long, so its progress is shown."""
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode} and said nothing")
+    return json.loads(lines[-1])
+
+
+PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {"loop": loop, "gateway": gateway}
 
 
 def commit() -> str:
