@@ -15,7 +15,7 @@ LABELS = {
 KINDS = {
     "small": "one answer\n(600 in, 200 out)",
     "stream": "streamed\n(200 tokens)",
-    "history_32k": "32k-token history\n(one answer)",
+    "turn_128": "32k-token history\n(one answer)",
 }
 
 
@@ -58,10 +58,10 @@ def _rates(servers: dict[str, Any], path: Path) -> None:
 def _turns(servers: dict[str, Any], reading: dict[str, float], path: Path) -> None:
     figure, axes = _figure()
     for name, told in servers.items():
-        costs = {int(turn): cost["cpu_us"] / 1000 for turn, cost in told["turns"].items()}
+        costs = {turn: told[f"turn_{turn}"]["cpu_us"] / 1000 for turn in (8, 32, 64, 96, 128)}
         axes.plot(list(costs), list(costs.values()), marker="o", color=COLOURS[name], label=LABELS[name])
-    mine = servers["afield"]["turns"]
-    own = {int(turn): (mine[turn]["cpu_us"] - us) / 1000 for turn, us in reading.items()}
+    mine = servers["afield"]
+    own = {int(turn): (mine[f"turn_{turn}"]["cpu_us"] - us) / 1000 for turn, us in reading.items()}
     label = "afield, without reading what is re-sent"
     axes.plot(list(own), list(own.values()), linestyle=":", marker="o", color=COLOURS["afield"], label=label)
     axes.set_xticks([8, 32, 64, 96, 128])

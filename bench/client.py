@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
 async def connect(url: str) -> Connection:
     where = urlsplit(url)
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(Connection, where.hostname, where.port)
+    _, connection = await loop.create_connection(Connection, where.hostname or "", where.port or 80)
     return connection
 
 

@@ -31,10 +31,13 @@ async def kept(server: Server, work: Workload, path: str) -> str:
 async def _get(server: Server, path: str) -> Any:
     connection = await connect(server.url)
     head = f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {ADMIN}\r\n\r\n"
+    reply = await connection.ask(head.encode())
     for _ in range(20):
-        reply = await connection.ask(head.encode())
         if reply.status == 200 and len(reply.body) > 20:
-            connection.close()
-            return json.loads(reply.body)
-        await asyncio.sleep(0.1)
-    raise SystemExit(f"{server.name} answers {reply.status} to {path}: {reply.body[:300]!r}")
+            break
+        await asyncio.sleep(0.1)  # what is stored in the background may still be on its way
+        reply = await connection.ask(head.encode())
+    connection.close()
+    if reply.status != 200:
+        raise SystemExit(f"{server.name} answers {reply.status} to {path}: {reply.body[:300]!r}")
+    return json.loads(reply.body)

@@ -16,7 +16,7 @@ POOL = 512  # sessions that calls are spread over
 PACE_MS = 5
 WHOLE, STREAMED = b"format_help", b"data: [DONE]"  # in every good answer
 ROUNDS_512 = 4  # of 512 calls in flight
-HEADLINE = ("small", "stream", "turn_8", "history_32k")
+HEADLINE = ("small", "stream", "turns")
 
 
 class Bench:
@@ -25,32 +25,24 @@ class Bench:
         self._number = 0
         self._mine = server.name == "afield"
 
-    async def prepare(self, *, quick: bool) -> dict[str, Any]:
-        """Warm, with conversations at turn 8 and turn 128; what that already tells."""
+    async def prepare(self) -> dict[str, Any]:
+        """Warm; what that already tells."""
         await self.server.prepare(POOL)
         await self._measure(CONNECTIONS, self._calls())
-        told: dict[str, Any] = {"kept": await kept(self.server, self.work, self.server.target(0)[0])}
-        sessions = CONNECTIONS if self.server.name in ("afield", "capture") else 4
-        self._early = Conversations(self.server, self.work, await self.server.fresh(sessions))
-        self._late = Conversations(self.server, self.work, await self.server.fresh(sessions))
-        await self._early.play_to(8)
-        if not quick:
-            told["turns"] = await turn_costs(self._late)
-        await self._late.play_to(TURNS)
-        return told
+        return {"kept": await kept(self.server, self.work, self.server.target(0)[0])}
 
-    async def headline(self, kind: str) -> dict[str, Any]:
+    async def headline(self, kind: str, windows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """A load that is measured in turns with the other servers, so that all see the same machine."""
         if kind == "small":
-            return await self._measure(CONNECTIONS, self._calls())
+            return {"small": await self._measure(CONNECTIONS, self._calls())}
         if kind == "stream":
-            return await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
-        talk = self._early if kind == "turn_8" else self._late
+            return {"stream": await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)}
+        return await turn_costs(await self._talk(), windows)
 
-        def job(index: int, n: int) -> bytes:
-            return talk.request(index, self._next())
-
-        return await self._measure(len(talk), job)
+    async def _talk(self) -> Conversations:
+        """New conversations, at their first turn."""
+        sessions = CONNECTIONS if self.server.name in ("afield", "capture") else 4
+        return Conversations(self.server, self.work, await self.server.fresh(sessions))
 
     async def further(self) -> dict[str, Any]:
         """Few and many connections, and an upstream that takes its time."""
@@ -62,6 +54,7 @@ class Bench:
         told["stream_paced"] = await self._measure(CONNECTIONS, self._calls(stream=True), expect=STREAMED)
         await self._pace(0)
         if self._mine:
+            told["history_32k_forks"] = await self._forks()
             told["history_32k_unknown"] = await self._unknown()
         return told
 
@@ -71,6 +64,16 @@ class Bench:
         told = {"connections_1": await self._measure(1, self._calls())}
         told["stream_1"] = await self._measure(1, self._calls(stream=True), expect=STREAMED)
         return told
+
+    async def _forks(self) -> dict[str, Any]:
+        """Many calls that leave the same long conversation at the same point."""
+        talk = await self._talk()
+        await talk.play_to(TURNS)
+
+        def job(index: int, n: int) -> bytes:
+            return talk.request(index, self._next())
+
+        return await self._measure(len(talk), job)
 
     async def _unknown(self) -> dict[str, Any]:
         """Long histories that the server never saw."""
@@ -130,8 +133,9 @@ class Bench:
 def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The round with the median cost; the costs and errors of all are kept beside it."""
     ordered = sorted(rounds, key=lambda told: told["cpu_us"])
-    chosen = ordered[(len(ordered) - 1) // 2]
-    errors = sum(told["errors"] for told in rounds)
-    problems = sorted({problem for told in rounds for problem in told["problems"]})[:5]
     costs = [told["cpu_us"] for told in rounds]
-    return {**chosen, "errors": errors, "problems": problems, "cpu_us_rounds": costs}
+    whole = {**ordered[(len(ordered) - 1) // 2], "cpu_us_rounds": costs}
+    if "errors" in whole:
+        whole["errors"] = sum(told["errors"] for told in rounds)
+        whole["problems"] = sorted({problem for told in rounds for problem in told["problems"]})[:5]
+    return whole

@@ -15,6 +15,8 @@ def write(run: dict[str, Any], path: Path) -> None:
     mine = servers["afield"]
     path.write_text(
         TEMPLATE.read_text().format(
+            commit=run["commit"],
+            load=run["load_15m"],
             wall=round(run["wall_s"] / 60, 1),
             cores=run["machine"]["cores"],
             python=run["machine"]["python"],
@@ -23,9 +25,10 @@ def write(run: dict[str, Any], path: Path) -> None:
             cpu=_cpu(servers),
             pace=run["pace_ms"],
             unknown=f"{mine['history_32k_unknown']['cpu_us']:,}",
+            forks=f"{mine['history_32k_forks']['cpu_us']:,}",
             verdicts=_verdicts(servers, line),
             rates=_rates(servers),
-            bytes=round(mine["turns"]["128"]["bytes"] / 1000),
+            bytes=round(mine["turn_128"]["bytes"] / 1000),
             turns=_turns(line),
             sessions=mine["memory"]["sessions"],
             rss=mine["memory"]["open"],
@@ -36,7 +39,7 @@ def write(run: dict[str, Any], path: Path) -> None:
 
 def _cpu(servers: dict[str, Any]) -> str:
     kinds = {"small": "one answer", "stream": "streamed", "stream_paced": "streamed slowly"}
-    kinds["history_32k"] = "32k history"
+    kinds["turn_128"] = "32k history"
     rows = [f"| | {' | '.join(kinds.values())} |", "| --- " * (len(kinds) + 1) + "|"]
     for name, label in LABELS.items():
         rows.append(f"| {label} | " + " | ".join(f"{servers[name][k]['cpu_us']:,}" for k in kinds) + " |")
@@ -83,7 +86,7 @@ def verdicts(line: dict[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def _verdicts(servers: dict[str, Any], line: dict[str, Any]) -> str:
-    rows = ["", "", "| | seen | at most | |", "| --- | --- | --- | --- |"]
+    rows = ["", "| | seen | at most | |", "| --- | --- | --- | --- |"]
     for name, seen, most in verdicts(line):
         rows.append(f"| {name} | {seen:.3g} | {most:g} | {'met' if seen <= most else '**missed**'} |")
     return "\n".join(rows)

@@ -10,7 +10,7 @@ from client import Connection, connect, post
 from servers import Server
 from workload import Workload
 
-WINDOWS = {8: (5, 12), 32: (29, 36), 64: (61, 68), 96: (93, 100), 128: (120, 127)}
+WINDOWS = {8: (5, 12), 32: (29, 36), 64: (61, 68), 96: (93, 100), 128: (121, 128)}
 
 
 class Conversations:
@@ -78,14 +78,19 @@ class Conversations:
         messages += [answer, {"role": "tool", "tool_call_id": call, "content": result}]
 
 
-async def turn_costs(talk: Conversations) -> dict[str, dict[str, float]]:
-    """CPU per call around some turns; the last one is left to be played."""
+async def turn_costs(talk: Conversations, windows: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    """CPU per call around some turns of conversations that only grow."""
     costs: dict[str, dict[str, float]] = {}
-    for turn, (first, last) in WINDOWS.items():
+    for turn in windows:
+        first, last = WINDOWS[turn]
         await talk.play_to(first)
         before = await talk.server.quiet_cpu_s()
         await talk.run(first, last)
         cpu = await talk.server.quiet_cpu_s() - before
         calls = len(talk) * (last - first + 1)
-        costs[str(turn)] = {"cpu_us": round(cpu / calls * 1e6), "calls": calls, "bytes": len(talk.body(0))}
+        costs[f"turn_{turn}"] = {
+            "cpu_us": round(cpu / calls * 1e6),
+            "calls": calls,
+            "bytes": len(talk.body(0)),
+        }
     return costs
