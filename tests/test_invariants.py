@@ -117,8 +117,8 @@ def rows_lose_the_last_id_of_a_delta(patch: pytest.MonkeyPatch) -> None:
 def the_newline_after_a_turn_is_dropped(patch: pytest.MonkeyPatch) -> None:
     real = ChatTokens.append
 
-    def append(self: ChatTokens, new: Any, *, truncated: bool, tools: Any = ()) -> Any:
-        tier, ids = real(self, new, truncated=truncated, tools=tools) or ("", [])
+    def append(self: ChatTokens, new: Any, *, truncated: bool, **rest: Any) -> Any:
+        tier, ids = real(self, new, truncated=truncated, **rest) or ("", [])
         return (tier, ids[:1] + ids[2:]) if truncated else (tier, ids[1:])
 
     patch.setattr(ChatTokens, "append", append)
@@ -127,8 +127,8 @@ def the_newline_after_a_turn_is_dropped(patch: pytest.MonkeyPatch) -> None:
 def a_truncated_turn_is_not_closed(patch: pytest.MonkeyPatch) -> None:
     real = ChatTokens.append
 
-    def append(self: ChatTokens, new: Any, *, truncated: bool, tools: Any = ()) -> Any:
-        return real(self, new, truncated=False, tools=tools)
+    def append(self: ChatTokens, new: Any, *, truncated: bool, **rest: Any) -> Any:
+        return real(self, new, truncated=False, **rest)
 
     patch.setattr(ChatTokens, "append", append)
 
