@@ -11,8 +11,6 @@ import asyncio
 import logging
 import re
 
-from msgspec import structs
-
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.gateway import control
 from afield.gateway.answering import Answering
@@ -32,7 +30,6 @@ from afield.gateway.refusal import (
 from afield.gateway.request import ModelRequest
 from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
-from afield.gateway.wishes import wishes
 
 log = logging.getLogger("afield.gateway")
 
@@ -145,14 +142,8 @@ class App:
 
 async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
     if len(asked.body) > LARGE:
-        return await asyncio.to_thread(_decode_here, dialect, asked)
-    return _decode_here(dialect, asked)
-
-
-def _decode_here(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
-    request, wish = dialect.decode(asked)
-    wished = wishes(asked.body)
-    return (structs.replace(request, wishes=wished) if wished else request), wish
+        return await asyncio.to_thread(dialect.decode, asked)
+    return dialect.decode(asked)
 
 
 def as_refusal(error: Exception) -> Refusal:

@@ -67,11 +67,9 @@ def locate(
 ) -> Spot:
     """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
     spot = _locate(forest, tokens, request, None, missed, recall)
-    said = tuple(
-        m for m in spot.messages if m.role != "assistant" or m.content or m.reasoning or m.tool_calls
-    )
-    if len(said) < len(spot.messages) and any(m.role == "assistant" for m in spot.new):
+    if any(m.role == "assistant" and not _says_anything(m) for m in spot.new):
         # Some clients put an empty turn that nobody sampled before the one that was.
+        said = tuple(m for m in spot.messages if m.role != "assistant" or _says_anything(m))
         without = _locate(forest, tokens, request, said, missed, recall)
         return without if len(without.new) < len(spot.new) else spot
     return spot

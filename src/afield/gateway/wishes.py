@@ -8,25 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 from msgspec import Struct, structs
 
 from afield.types import Sampling
 
 NAMES = ("temperature", "top_p", "top_k", "seed")
-OTHERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "logit_bias")
+OTHERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 
 
-class _Nested(Struct, rename="camel"):
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+class Wishing(Struct, kw_only=True):
+    """The fields that requests of every dialect have for it; a dialect's own struct is one of these."""
 
-
-class _Asked(Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None
@@ -35,27 +27,14 @@ class _Asked(Struct):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     min_p: float | None = None
-    logit_bias: msgspec.Raw = msgspec.Raw(b"null")
-    generationConfig: _Nested | None = None  # noqa: N815
+    logit_bias: dict[str, float] | None = None
 
 
-_DECODER = msgspec.json.Decoder(_Asked)
-
-
-def wishes(body: bytes) -> dict[str, float]:
-    """The settings a request names. One that has them in a wrong form asks for nothing."""
-    try:
-        asked = _DECODER.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return {}
-    found: dict[str, float] = {}
-    for place in (asked, asked.generationConfig):
-        for name in (*NAMES, *OTHERS) if place else ():
-            value = getattr(place, name, None)
-            if name == "logit_bias":
-                value = 1.0 if value is not None and bytes(value) not in (b"null", b"{}") else None
-            if value is not None:
-                found[name] = value
+def wishes(asked: Wishing) -> dict[str, float]:
+    """The settings a request names."""
+    found = {name: value for name in NAMES + OTHERS if (value := getattr(asked, name)) is not None}
+    if asked.logit_bias:
+        found["logit_bias"] = 1.0
     return found
 
 

@@ -21,6 +21,7 @@ from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.marks import unseal
 from afield.gateway.refusal import bad_request
 from afield.gateway.request import ModelRequest
+from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
 
@@ -78,7 +79,7 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool | None = False
 
 
-class Body(Struct):
+class Body(Wishing, kw_only=True):
     messages: list[Entry]
     model: str = ""
     system: str | list[Block] | None = None
@@ -117,6 +118,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         max_tokens=wire.max_tokens,
         stop=tuple(wire.stop_sequences or ()),
         stream=bool(wire.stream),
+        wishes=wishes(wire),
         hints=frozenset(reader.hints),
         retry=asks_again(asked),
         thread=asked.headers.get("x-claude-code-agent-id", ""),

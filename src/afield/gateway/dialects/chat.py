@@ -19,6 +19,7 @@ from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, 
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
 
@@ -85,7 +86,7 @@ class StreamOptions(Struct):
     include_usage: bool | None = False
 
 
-class Body(Struct):
+class Body(Wishing, kw_only=True):
     messages: list[WireMessage]
     model: str = ""
     tools: msgspec.Raw = msgspec.Raw(b"null")
@@ -121,6 +122,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
+        wishes=wishes(wire),
         retry=asks_again(asked),
         tags=(*_unenforced(wire), *left_out),
         images=gallery.images,

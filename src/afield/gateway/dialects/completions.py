@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, read
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import ChatTokens, TextDelta
 
 Json = dict[str, Any]
 
 
-class Body(Struct):
+class Body(Wishing, kw_only=True):
     prompt: str | list[str | int | list[int]]
     model: str = ""
     max_tokens: int | None = None
@@ -54,6 +54,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         max_tokens=wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
+        wishes=wishes(wire),
         retry=asks_again(asked),
         tags=("unenforced:response_format",) if structured else (),
     )

@@ -23,6 +23,7 @@ from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.marks import unseal
 from afield.gateway.refusal import bad_request
 from afield.gateway.request import ModelRequest
+from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
 
@@ -90,7 +91,7 @@ class ToolConfig(Wire):
     function_calling_config: CallingConfig | None = None
 
 
-class GenerationConfig(Wire):
+class GenerationConfig(Wishing, kw_only=True, rename="camel"):
     max_output_tokens: int | None = None
     stop_sequences: list[str] | None = None
     candidate_count: int | None = 1
@@ -99,6 +100,11 @@ class GenerationConfig(Wire):
     response_json_schema: Any = None
     response_modalities: list[str] | None = None
     response_logprobs: bool | None = False
+    # Named again, so that they are renamed too.
+    top_p: float | None = None
+    top_k: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
 
 
 class Body(Wire):
@@ -155,6 +161,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         max_tokens=config.max_output_tokens,
         stop=tuple(config.stop_sequences or ()),
         stream=asked.parts.get("method") == "streamGenerateContent",
+        wishes=wishes(config),
         hints=frozenset(reader.hints),
         retry=asks_again(asked),
         tags=tuple(dict.fromkeys([*tags, *_unenforced(wire, config), *reader.tags])),

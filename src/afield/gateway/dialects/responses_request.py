@@ -21,6 +21,7 @@ from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_
 from afield.gateway.marks import turn_of_id, unseal
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import ModelRequest
+from afield.gateway.wishes import Wishing, wishes
 from afield.types import ImageRef, Message, ToolCall
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -61,7 +62,7 @@ class Reasoning(Struct):
     generate_summary: str | None = None
 
 
-class Body(Struct):
+class Body(Wishing, kw_only=True):
     input: str | list[Item] | None = None
     model: str = ""
     instructions: str | None = None
@@ -115,6 +116,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         may_call=wire.tool_choice != "none",
         max_tokens=wire.max_output_tokens,
         stream=bool(wire.stream),
+        wishes=wishes(wire),
         after=after,
         hints=frozenset(talk.hints),
         retry=asks_again(asked),
