@@ -8,12 +8,35 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
+
+import msgspec
 
 from afield.tokens.jsonscan import JsonScanner, skip_blank
 from afield.tokens.status import Status, matches
 
 _NAME = re.compile(r"[\w.:/-]+")
 _LONGEST_NAME = 256
+_BLANK = r"[ \t\n\r]*"
+_PLAIN = re.compile(
+    _BLANK.join(
+        [
+            "",
+            r"\{",
+            r'"(?P<name_key>\w+)"',
+            ":",
+            r'"(?P<name>[^"\\\x00-\x1f]+)"',
+            ",",
+            r'"(?P<arguments_key>\w+)"',
+            ":",
+            r"(?P<arguments>\{.*\})",
+            r"\}",
+            "",
+        ]
+    ),
+    re.DOTALL,
+)
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 
 
 class ObjectCall:
@@ -36,6 +59,9 @@ class ObjectCall:
         self._arguments: list[str] = []
 
     def feed(self, text: str) -> int:
+        end = text.find(self._closing) if self._state == "brace" and self._closing else -1
+        if end >= 0 and self._plain(text[:end]):
+            return end + len(self._closing)
         at = 0
         while at < len(text) and self.status is Status.OPEN:
             if self._state in {"key", "value"}:
@@ -47,6 +73,20 @@ class ObjectCall:
             if at < len(text):
                 at = self._between(text, at)
         return at
+
+    def _plain(self, text: str) -> bool:
+        """A call that is all there, in the order everybody writes it, is read in one go."""
+        name, arguments, _ = self._keys
+        found = _PLAIN.fullmatch(text)
+        if found is None or (found["name_key"], found["arguments_key"]) != (name, arguments):
+            return False
+        try:
+            _OBJECT.decode(found["arguments"])
+        except (msgspec.MsgspecError, RecursionError):
+            return False  # the scanner has the last word on what is JSON
+        self.name, self.status = found["name"], Status.CLOSED
+        self._arguments.append(found["arguments"])
+        return True
 
     def take(self) -> str:
         if self.name is None:

@@ -47,7 +47,8 @@ class Segments:
 
     def _whole(self, text: str) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            # The fast one does not work out where in the text each id comes from.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except BaseException as error:
             # The library panics over very long texts; its PanicException is no Exception.
             if type(error).__name__ != "PanicException":
