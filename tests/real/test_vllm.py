@@ -17,8 +17,9 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pytest
@@ -376,24 +377,23 @@ async def test_a_call_goes_on_in_another_engine_when_the_server_is_cut_off(
     assert worst(scores.of([*a_call().prompt_ids, *undisturbed], 0)[200:], logprobs(seen)) < TOLERANCE
 
 
-async def test_a_pause_keeps_or_cuts_calls_and_both_end_as_if_undisturbed(
-    engine: VllmEngine, server: str
-) -> None:
-    undisturbed = ids(await answer(engine, a_call(1800)))
-    for in_flight in ("keep", "resume"):
-        async with Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool:
-            seen: list[Chunk] = []
-            call = asyncio.create_task(into(seen, pool, a_call(1800)))
-            while not seen:
-                await asyncio.sleep(0.01)
-            await pool.pause(in_flight)
-            await asyncio.sleep(0.3)
-            still = len(ids(seen))
-            await asyncio.sleep(0.3)
-            assert len(ids(seen)) == still < 1800
-            await pool.resume()
-            await call
-            assert ids(seen) == undisturbed
+MANY, LONG = 8, 1800
+
+
+@asynccontextmanager
+async def under_way(engine: Engine, temperature: float) -> AsyncIterator[list[list[Chunk]]]:
+    """Long calls whose sampling has begun; they have ended when this is left.
+
+    Only the first is streamed: writing events would keep this server busier than sampling does.
+    """
+    answers: list[list[Chunk]] = [[] for _ in range(MANY)]
+    calls = [a_call(LONG, stream=n == 0, temperature=temperature) for n in range(MANY)]
+    async with asyncio.timeout(BOUND_S), asyncio.TaskGroup() as group:
+        for seen, call in zip(answers, calls, strict=True):
+            group.create_task(into(seen, engine, call))
+        while not answers[0]:
+            await asyncio.sleep(0.01)
+        yield answers
 
 
 async def into(seen: list[Chunk], engine: Engine, call: Call) -> None:
@@ -401,44 +401,67 @@ async def into(seen: list[Chunk], engine: Engine, call: Call) -> None:
         seen.append(chunk)  # noqa: PERF401 (others look while it grows)
 
 
-async def test_an_answer_the_server_aborts_is_resumed(engine: VllmEngine, server: str) -> None:
-    undisturbed = ids(await answer(engine, a_call(1800)))
-    async with Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool, aiohttp.ClientSession() as http:
-        seen: list[Chunk] = []
-        call = asyncio.create_task(into(seen, pool, a_call(1800)))
-        while not seen:
-            await asyncio.sleep(0.01)
-        async with http.post(f"{server}/abort_requests", json={}) as response:
-            assert response.status == 200
-        await call
-        assert pool.failovers == 1
-    assert ids(seen) == undisturbed
+@pytest.mark.parametrize("in_flight", ["keep", "resume"])
+async def test_a_pause_stills_the_server_and_calls_end_as_if_undisturbed(
+    engine: VllmEngine, server: str, in_flight: Literal["keep", "resume"]
+) -> None:
+    undisturbed = ids(await answer(engine, a_call(LONG)))
+    async with (
+        Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
+        under_way(pool, 0.0) as answers,
+    ):
+        await pool.pause(in_flight)
+        await asyncio.sleep(1)
+        still = len(ids(answers[0]))
+        await asyncio.sleep(1)
+        assert len(ids(answers[0])) == still < LONG
+        assert pool.stats()["in_flight" if in_flight == "keep" else "waiting"] == MANY
+        await pool.resume()
+    assert {tuple(ids(chunks)) for chunks in answers} == {tuple(undisturbed)}
+
+
+async def test_answers_the_server_aborts_are_resumed(engine: VllmEngine, server: str) -> None:
+    undisturbed = ids(await answer(engine, a_call(LONG)))
+    async with (
+        aiohttp.ClientSession() as http,
+        Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
+        under_way(pool, 0.0) as answers,
+        http.post(f"{server}/abort_requests", json={}) as response,
+    ):
+        assert response.status == 200
+    assert pool.failovers == MANY
+    assert {tuple(ids(chunks)) for chunks in answers} == {tuple(undisturbed)}
 
 
 async def test_new_weights_take_over_in_mid_answer_and_every_token_scores_with_its_own(
     server: str, weights: list[Path], scores: Scores
 ) -> None:
-    async with (
-        asyncio.timeout(BOUND_S),
-        Pool({"vllm": VllmEngine(server, vocab_size=656)}, check=checked) as pool,
-    ):
-        seen: list[Chunk] = []
-        call = asyncio.create_task(into(seen, pool, a_call(1800, temperature=1.0)))
-        for version in (1, 2):
-            while len(ids(seen)) < 150 * version:
-                await asyncio.sleep(0.01)
-            await pool.load(version, str(weights[version]))
-        await call
+    async with Pool({"vllm": VllmEngine(server, vocab_size=656)}, check=checked) as pool:
+        async with under_way(pool, 1.0) as answers:
+            await pool.load(1, str(weights[1]))
+            await asyncio.sleep(0.3)
+            await pool.load(2, str(weights[2]))
         assert (await pool.info()).version == 2
-    spans = seen[-1].versions
-    assert spans is not None
-    assert [(span.low, span.high) for span in spans] == [(0, 0), (1, 1), (2, 2)]
-    assert (spans[0].start, spans[-1].end) == (0, 1800)
-    whole, drawn = [*a_call().prompt_ids, *ids(seen)], logprobs(seen)
-    for span in spans:
-        check_span(scores, whole, drawn, span)
-    (last,) = await answer_after(server)
-    assert last.versions == (VersionSpan(0, 1, 2, 2),)
+        after = await answer(pool, a_call(1))
+    assert after[-1].versions == (VersionSpan(0, 1, 2, 2),)
+    for chunks in answers:
+        spans = spans_of(chunks)
+        assert [(span.low, span.high) for span in spans] == [(0, 0), (1, 1), (2, 2)]
+        assert (spans[0].start, spans[-1].end) == (0, LONG)
+    for chunks in answers[:2]:
+        whole, drawn = [*a_call().prompt_ids, *ids(chunks)], logprobs(chunks)
+        for span in spans_of(chunks):
+            check_span(scores, whole, drawn, span)
+
+
+def spans_of(chunks: list[Chunk]) -> tuple[VersionSpan, ...]:
+    if chunks[-1].versions is not None:
+        return chunks[-1].versions
+    ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
+    return tuple(
+        VersionSpan(end - len(chunk.token_ids), end, chunk.low, chunk.high)
+        for chunk, end in zip(chunks, ends, strict=True)
+    )
 
 
 def check_span(scores: Scores, whole: list[int], drawn: list[float], span: VersionSpan) -> None:
@@ -446,8 +469,3 @@ def check_span(scores: Scores, whole: list[int], drawn: list[float], span: Versi
     assert worst(again[span.start : span.end], drawn[span.start : span.end]) < TOLERANCE
     other = scores.of(whole, (span.low + 1) % VERSIONS)[200:]
     assert worst(other[span.start : span.end], drawn[span.start : span.end]) > 100 * TOLERANCE
-
-
-async def answer_after(server: str) -> list[Chunk]:
-    async with VllmEngine(server) as engine:
-        return await answer(engine, a_call(1))
