@@ -69,7 +69,7 @@ async def knock(
     gone, never = asyncio.Event(), asyncio.Event()
     if leaves_at == 0:
         gone.set()
-    asked, status, parts, whole, blocked = False, 0, [], False, False
+    asked, status, parts, whole = False, 0, [], False
 
     async def receive() -> Row:
         nonlocal asked
@@ -80,15 +80,15 @@ async def knock(
         return {"type": "http.disconnect"}
 
     async def send(message: Row) -> None:
-        nonlocal status, whole, blocked
+        nonlocal status, whole
         if message["type"] == "http.response.start":
             status = message["status"]
             return
         last = not message.get("more_body", False)
         if last if leaves_at == LAST else leaves_at is not None and len(parts) + 1 >= leaves_at:
-            if blocked:  # a server drops what is sent to a client that has gone
+            task = asyncio.current_task()
+            if task and task.cancelling():  # a server drops what is sent to a client that has gone
                 return
-            blocked = True
             gone.set()
             await never.wait()
         parts.append(message.get("body", b""))
