@@ -183,7 +183,8 @@ async def test_closing_early_abandons_the_call_and_the_engine_goes_on(engine: En
 async def test_a_call_that_cannot_be_answered_is_refused_by_name(
     engine: Engine, changes: dict[str, object], complaint: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"call 'call-1' .*{complaint}"):
+    # A server looks at the ids itself, and does not know what we call the call.
+    with pytest.raises(ValueError, match=f"call '.*' .*{complaint}"):
         await answer(engine, a_call(**changes))
     assert len(ids(await answer(engine, a_call()))) == 12
 
