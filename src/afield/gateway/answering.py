@@ -42,30 +42,33 @@ class Answering:
         task = asyncio.current_task()
         assert task is not None
         session.in_flight.add(task)
-        watch = asyncio.create_task(_cancel_when_gone(receive, task))
         out = ByteStream(send)
+        watch = asyncio.create_task(_cancel_when_gone(receive, task, out))
         view: View | None = None
-        turn_id: str | None = None
+        started: Started | None = None
         try:
             async with aclosing(self._gateway.calls.run(session, request)) as items:
-                started = await anext(items)
-                assert isinstance(started, Started)
-                turn_id = started.turn_id
+                first = await anext(items)
+                assert isinstance(first, Started)
+                started = first
                 if request.stream:
-                    view = dialect.view(started, wish)
+                    view = dialect.view(first, wish)
                     out.content_type = view.content_type
                     await self._stream(items, view, out)
                 else:
                     done = await _last(items)
-                    await send_json(send, 200, dialect.answer(started, done, wish))
+                    await send_json(send, 200, dialect.answer(first, done, wish))
+                    out.delivered = True
         except Refusal as refusal:
             if out.started or not request.stream or (dialect.name, refusal.code) not in TOLD_IN_STREAM:
                 raise
             nothing = Started(session.id, "t0", (), time.time())
             await out.close(dialect.view(nothing, wish).failing(refusal))
         except asyncio.CancelledError:
-            if turn_id and turn_id in session.forest:
-                await asyncio.shield(self._gateway.sessions.withhold(session, turn_id))
+            if out.delivered:
+                return
+            if started and started.owed and started.turn_id in session.forest:
+                await asyncio.shield(self._gateway.sessions.withhold(session, started.turn_id))
             if watch.done():
                 raise
             await _tell_the_end(conflict(f"session {session.id} was ended while this call ran"), view, out)
@@ -84,6 +87,7 @@ class Answering:
                     await out.emit(opening + view.piece(item))
                 elif isinstance(item, Done):
                     await out.close(opening + view.closing(item))
+                    out.delivered = True
         except Refusal as refusal:
             if not out.started:
                 raise
@@ -115,7 +119,8 @@ async def _tell_the_end(ended: Refusal, view: View | None, out: ByteStream) -> N
             await out.close(view.failing(ended))
 
 
-async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any], out: ByteStream) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    task.cancel()
+    if not out.delivered:  # after its answer a client may go, and servers say that it has
+        task.cancel()

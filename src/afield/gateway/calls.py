@@ -27,7 +27,7 @@ from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
 from afield.gateway.sessions import ENGINE_FAILED, SUPERSEDED, Session, Sessions
 from afield.gateway.stops import StopStrings
 from afield.gateway.store import Store, TurnRow, to_its_end
-from afield.seams import Call, Engine, EngineInfo, Image
+from afield.seams import Call, Chunk, Engine, EngineInfo, Image
 from afield.tokens import ChatTokens, Event, Parser, ToolStart
 from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
@@ -35,6 +35,7 @@ log = logging.getLogger("afield.gateway")
 LAST = 1 << 62  # calls that never ended sort behind those that did
 P = ParamSpec("P")
 R = TypeVar("R")
+LEAVING_S = 5.0
 INLINE_CHARACTERS = 8_000  # more new text than this is rendered off the event loop
 
 
@@ -70,6 +71,8 @@ class Calls:
             for item in items:
                 yield item
             return
+        if place.parent is not None:  # a client that goes on from a turn did get it
+            await self._sessions.redeliver(session, place.parent)
         n = session.charge(self._clock())
         async with aclosing(self._sample(session, tokens, request, place, limit, n)) as sampled:
             async for item in sampled:
@@ -156,7 +159,7 @@ class Calls:
         if request.retry and (flight := session.flights.get((place.asked, limit))):
             await asyncio.wait([flight])
         for turn in reversed(session.forest.asked(place.asked)):
-            same = (turn.parent, turn.delta_ids, turn.sampling.max_tokens)
+            same = (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens)
             if turn.status is not TurnStatus.COMMITTED or same != (place.parent, place.delta_ids, limit):
                 continue
             parser, stops = self._readers(tokens, request)
@@ -165,20 +168,13 @@ class Calls:
             reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
                 continue
-            if await self._take(session, turn) or request.retry:
+            if (missed := await self._sessions.redeliver(session, turn.id)) or request.retry:
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
-                started = Started(session.id, turn.id, place.prompt_ids, turn.started)
+                started = Started(session.id, turn.id, place.prompt_ids, turn.started, owed=missed)
                 piece = Piece(turn.token_ids, turn.logprobs, self._named(events, turn.id))
                 return [started, piece, Done(turn, reply, len(place.prompt_ids), stops.found)]
         return []
-
-    async def _take(self, session: Session, turn: Turn) -> bool:
-        try:
-            return await self._sessions.redeliver(session, turn.id)
-        except asyncio.CancelledError:
-            await asyncio.shield(self._sessions.withhold(session, turn.id))
-            raise
 
     def _readers(self, tokens: ChatTokens, request: ModelRequest) -> tuple[Parser, StopStrings]:
         stops = StopStrings(request.stop)
@@ -229,6 +225,8 @@ class Calls:
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
                 # From here on, whatever comes, the commit is carried through.
                 await to_its_end(self._record(session, turn, n))
+                if not turn.sent_ids:
+                    session.forest.keep(turn.id, place.prompt_ids)
                 await self._supersede(session, turn)
                 yield Piece(chunk.token_ids, chunk.logprobs, self._named(events, intent.id))
                 yield Done(turn, reply, len(place.prompt_ids), stops.found)
@@ -244,13 +242,25 @@ class Calls:
             log.error("session %s turn %s: %s", session.id, intent.id, error)
             raise engine_down(str(error)) from error
         finally:
-            await chunks.aclose()
-            if turn is None:
-                partial.finish = FinishReason.ABORTED
-                turn = self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
-                await to_its_end(self._record(session, turn, n))
-            session.lands((place.asked, limit), flight)
-            self._metrics.ended(turn, len(place.prompt_ids))
+            partial.finish = partial.finish if turn else FinishReason.ABORTED
+            ended = turn or self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
+            try:
+                await (chunks.aclose() if turn else to_its_end(self._abandon(session, ended, chunks, n)))
+            finally:
+                session.lands((place.asked, limit), flight)
+                self._metrics.ended(ended, len(place.prompt_ids))
+
+    async def _abandon(self, session: Session, turn: Turn, chunks: AsyncGenerator[Chunk], n: int) -> None:
+        """Leave the engine, and keep what it gave."""
+        try:
+            async with asyncio.timeout(LEAVING_S):
+                await chunks.aclose()
+        except TimeoutError:
+            log.error("session %s turn %s: the engine does not let go of it", session.id, turn.id)
+        try:
+            await self._record(session, turn, n)
+        except Unavailable as error:
+            raise engine_down(str(error)) from error
 
     def _expanded(self, session: Session, intent: Turn, prompt_ids: tuple[int, ...]) -> Turn:
         """The prompt as the engine made it of ours, images expanded: that is what is recorded."""

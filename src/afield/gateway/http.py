@@ -89,6 +89,7 @@ class ByteStream:
         self.content_type = b"text/event-stream"
         self.started = False
         self.sent = 0
+        self.delivered = False  # the end of an answer, not of an error
 
     async def emit(self, body: bytes) -> None:
         if body:

@@ -6,7 +6,7 @@ import math
 
 from afield.errors import Unavailable
 from afield.seams import Chunk
-from afield.types import FinishReason, VersionSpan
+from afield.types import FinishReason, VersionSpan, check_cover
 
 
 class Partial:
@@ -22,6 +22,13 @@ class Partial:
             raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
         if not all(map(math.isfinite, chunk.logprobs)):
             raise Unavailable("the engine gave a log-probability that is not a finite number")
+        if chunk.versions is not None:
+            try:
+                check_cover(
+                    chunk.versions, [(0, len(self.ids) + len(chunk.token_ids))], "the engine's answer"
+                )
+            except ValueError as error:
+                raise Unavailable(str(error)) from error
         if chunk.token_ids:
             if self.first_token is None:
                 self.first_token = now

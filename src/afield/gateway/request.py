@@ -47,10 +47,13 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
 
 
 class Started(Struct, frozen=True):
+    """`owed`: the turn counts as missed if its client leaves before the end; not so when another has it."""
+
     session_id: str
     turn_id: str
     prompt_ids: tuple[int, ...]
     created: float
+    owed: bool = True
 
 
 class Piece(Struct, frozen=True):

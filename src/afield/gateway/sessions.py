@@ -19,6 +19,7 @@ from msgspec import structs
 
 from afield.errors import Conflict, Missing
 from afield.forest import Forest
+from afield.gateway.memo import Memo
 from afield.gateway.recall import Recall
 from afield.gateway.refusal import Refusal, budget_exhausted, conflict
 from afield.gateway.shards import Shard
@@ -57,6 +58,7 @@ class Session:
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
         self.recall = Recall()
+        self.memo = Memo()
         self.in_flight: set[asyncio.Task[Any]] = set()
         self.flights: dict[tuple[str, int], asyncio.Future[None]] = {}
         self.changed = asyncio.Event()
@@ -273,9 +275,9 @@ class Sessions:
     async def delete(self, session: Session) -> None:
         await self.abort(session, "deleted")
         async with session.lock:
-            self._known.pop(session.id, None)
             await to_its_end(self._store.delete_session(session.id))
             session.deleted = True
+            self._known.pop(session.id, None)  # not before: whoever asks meanwhile would load it again
 
     async def withhold(self, session: Session, turn_id: str, reason: str = UNDELIVERED) -> None:
         """Keep a turn out of the loss: its client left before it got the end of it, for one."""
@@ -291,8 +293,12 @@ class Sessions:
         async with session.lock:
             if session.row.withheld.get(turn_id) != UNDELIVERED:
                 return False
-            left = {i: reason for i, reason in session.row.withheld.items() if i != turn_id}
-            await self._save(session, withheld=left)
+            before = session.row.withheld
+            try:
+                await self._save(session, withheld={i: why for i, why in before.items() if i != turn_id})
+            except asyncio.CancelledError:
+                await self._save(session, withheld=before)
+                raise
             return True
 
     async def settle(self, session: Session, outcome: dict[str, Any]) -> None:
