@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from afield.types import Message, Turn, TurnStatus
 
-_TIPS = 2
+_KEPT = 2
 
 
 class Forest:
@@ -26,7 +26,8 @@ class Forest:
         self._by_request: dict[str, list[str]] = {}
         self._by_call: dict[str, str] = {}
         self._parents: set[str] = set()
-        self._tips: dict[str, list[int]] = {}  # whole paths to where conversations are likely to go on
+        self._prompts: dict[str, tuple[int, ...]] = {}  # of the latest turns; see `keep`
+        self.pictured = False
         self._lengths: dict[str, int] = {}
         for turn in turns:
             self.add(turn)
@@ -61,17 +62,15 @@ class Forest:
                 raise ValueError(f"turn {turn.id} has root {turn.root}, its parent {parent.root}")
             length += self._lengths[parent.id]
             self._parents.add(parent.id)
-            if (ids := self._tips.pop(parent.id, None)) is not None:
-                ids.extend(turn.delta_ids)
-                ids.extend(turn.token_ids)
-                self._tips[turn.id] = ids
+        self.pictured |= bool(turn.sent_ids)
         self._turns[turn.id] = turn
         self._lengths[turn.id] = length
         self._by_request.setdefault(turn.asked, []).append(turn.id)
         if turn.status is TurnStatus.COMMITTED:
             self._by_digest.setdefault(turn.digest, []).append(turn.id)
-            if turn.messages:
-                self._by_call.update((call.id, turn.id) for call in turn.messages[-1].tool_calls)
+            for call in turn.messages[-1].tool_calls if turn.messages else ():
+                # An id that models spell themselves and spell twice names nobody.
+                self._by_call[call.id] = turn.id if self._by_call.get(call.id, turn.id) == turn.id else ""
 
     def path(self, turn_id: str) -> list[Turn]:
         """From the root to this turn."""
@@ -80,20 +79,25 @@ class Forest:
             path.append(self._turns[parent])
         return path[::-1]
 
-    def ids(self, turn_id: str, *more: int) -> tuple[int, ...]:
+    def ids(self, turn_id: str, more: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Everything the engine saw and sampled up to the end of this turn; and `more` behind it."""
-        if (ids := self._tips.get(turn_id)) is not None:
-            return (*ids, *more)
-        if (tip := next((tip for tip in self._tips if self._above(turn_id, tip)), None)) is not None:
-            return (*self._tips[tip][: self._lengths[turn_id]], *more)
+        turn = self._turns[turn_id]
+        if (prompt := self._prompts.get(turn_id)) is not None:
+            return prompt + (turn.token_ids + more)
+        if (tip := next((tip for tip in self._prompts if self._above(turn_id, tip)), None)) is not None:
+            return self._prompts[tip][: self._lengths[turn_id]] + more
         ids = list[int]()
-        for turn in self.path(turn_id):
-            ids.extend(turn.delta_ids)
-            ids.extend(turn.token_ids)
-        self._tips[turn_id] = ids
-        if len(self._tips) > _TIPS:
-            del self._tips[next(iter(self._tips))]
-        return (*ids, *more)
+        for step in self.path(turn_id):
+            ids.extend(step.delta_ids)
+            ids.extend(step.token_ids)
+        ids.extend(more)
+        return tuple(ids)
+
+    def keep(self, turn_id: str, prompt: tuple[int, ...]) -> None:
+        """Remember the prompt of a turn whose conversation is likely to go on."""
+        self._prompts[turn_id] = prompt
+        if len(self._prompts) > _KEPT:
+            del self._prompts[next(iter(self._prompts))]
 
     def _above(self, turn_id: str, tip: str) -> bool:
         """Whether a turn is on the way to a tip."""
@@ -126,22 +130,33 @@ class Forest:
         return turn_id in self._parents
 
     def find(
-        self, digests: Sequence[str], hints: Iterable[str] = (), missed: frozenset[str] = frozenset()
+        self,
+        digests: Sequence[str],
+        hints: Iterable[str] = (),
+        missed: frozenset[str] = frozenset(),
+        messages: Sequence[Message] = (),
     ) -> tuple[int, Turn] | None:
         """The deepest turn whose conversation is a prefix of the request, and how many messages it covers.
 
         Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
-        it is on the path; without one the latest twin is taken, one of those that were not `missed`
-        by their client if there is any.
+        it is on the path, and so does reasoning that `messages` repeat; without any the latest twin is
+        taken, one of those that were not `missed` by their client if there is any.
         """
         for depth in range(len(digests), 0, -1):
             if twins := self._by_digest.get(digests[depth - 1]):
                 if len(twins) > 1:
                     named = {hint for hint in hints if hint in self._turns}
                     twins = [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
+                    twins = [t for t in twins if self._thought(t, messages)] or twins
                     twins = [t for t in twins if t not in missed] or twins
                 return depth, self._turns[twins[-1]]
         return None
+
+    def _thought(self, turn_id: str, messages: Sequence[Message]) -> bool:
+        """Whether the reasoning on the way to a turn is what these messages repeat of it."""
+        ours = [message for turn in self.path(turn_id) for message in turn.messages]
+        pairs = zip(ours, messages, strict=False)
+        return all(m.reasoning.strip() in ("", mine.reasoning.strip()) for mine, m in pairs)
 
     @property
     def leaves(self) -> list[Turn]:

@@ -20,7 +20,7 @@ def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ..
     out: list[Message] = []
     at = 0
     while at < len(messages):
-        turn = _turn_of(forest, messages[at])
+        turn = turn_of(forest, messages[at])
         if turn is None:
             out.append(messages[at])
             at += 1
@@ -31,7 +31,7 @@ def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ..
     return tuple(out)
 
 
-def _turn_of(forest: Forest, message: Message) -> Turn | None:
+def turn_of(forest: Forest, message: Message) -> Turn | None:
     """The one turn all calls of an assistant message belong to."""
     if message.role != "assistant" or not message.tool_calls:
         return None
@@ -51,7 +51,7 @@ def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: in
 def _carries(forest: Forest, turn: Turn, ours: set[str], message: Message) -> bool:
     if message.role == "tool":
         return message.tool_call_id in ours
-    return message.role == "assistant" and _turn_of(forest, message) is turn
+    return message.role == "assistant" and turn_of(forest, message) is turn
 
 
 def _as_sampled(turn: Turn, messages: Sequence[Message]) -> list[Message]:

@@ -15,6 +15,7 @@ import json
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from msgspec import Struct, structs
 
@@ -88,7 +89,8 @@ def _locate(
         messages, digests = recall.read(forest, root, request.messages)
     else:
         digests = chain(root, messages)
-    depth, parent = forest.find(digests, hints(forest, request, messages), missed) or (0, None)
+    named = hints(forest, request, messages)
+    depth, parent = forest.find(digests, named, missed, messages) or (0, None)
     return Spot(
         root=root,
         messages=messages,
@@ -157,9 +159,9 @@ def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest)
         return _place(spot, None, rendered.ids, rendered.ids, spot.messages, "T4", links)
     assert spot.parent is not None
     parent = spot.parent.id
-    prompt = forest.ids(parent, *rendered.ids)
+    prompt = forest.ids(parent, rendered.ids)
     made = _place(spot, parent, rendered.ids, prompt, spot.new, rendered.tier, links)
-    if any(message.images for message in spot.messages):
+    if request.images or forest.pictured:
         made = structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
     return made
 
@@ -290,7 +292,7 @@ def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]
     turns = [t for t in forest.turns if t.root == root and t.status is TurnStatus.COMMITTED]
     turns.sort(key=lambda turn: forest.length(turn.id), reverse=True)
     for turn in turns:
-        known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, turn)
+        known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, tokens, turn)
         if len(known) < len(prompt) and prompt[: len(known)] == known:
             return RawSpot(root, turn, prompt[len(known) :])
     return RawSpot(root, None, prompt)
@@ -299,12 +301,16 @@ def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]
 def render_raw(tokens: ChatTokens, spot: RawSpot) -> tuple[str, tuple[int, ...]]:
     """What is new, as text and as ids."""
     if isinstance(spot.rest, str):
-        return spot.rest, tuple(tokens.encode_raw(spot.rest))
+        ids = tuple(tokens.encode_raw(spot.rest))
+        # Clients are not shown how a turn ended; one that spells it means the end that was sampled.
+        last = spot.parent.token_ids[-1:] if spot.parent else ()
+        spelled = bool(last) and last[0] in tokens.stop_ids and ids[:1] == last
+        return spot.rest, ids[1:] if spelled else ids
     return tokens.decode(spot.rest), spot.rest
 
 
 def place_raw(forest: Forest, spot: RawSpot, text: str, delta: tuple[int, ...]) -> Place:
-    whole = forest.ids(spot.parent.id, *delta) if spot.parent else delta
+    whole = forest.ids(spot.parent.id, delta) if spot.parent else delta
     return Place(
         root=spot.root,
         parent=spot.parent.id if spot.parent else None,
@@ -317,8 +323,18 @@ def place_raw(forest: Forest, spot: RawSpot, text: str, delta: tuple[int, ...]) 
     )
 
 
-def _raw_text(forest: Forest, turn: Turn) -> str:
-    return "".join(message.content for t in forest.path(turn.id) for message in t.messages)
+def _raw_text(forest: Forest, tokens: ChatTokens, turn: Turn) -> str:
+    path = forest.path(turn.id)
+    return "".join(t.messages[0].content + _text_of(tokens, t.token_ids) for t in path)
+
+
+@lru_cache(maxsize=4096)
+def _text_of(tokens: ChatTokens, ids: tuple[int, ...]) -> str:
+    """All that a reply says, also what a stop string kept from its client."""
+    parser = tokens.plain_parser()
+    parser.feed(ids)
+    parser.finish()
+    return parser.reply.content
 
 
 def digest_of(tools: Sequence[Tool]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from afield.forest import Forest, chain
-from afield.gateway.echo import recognised
+from afield.gateway.echo import recognised, turn_of
 from afield.types import Message
 
 CONVERSATIONS = 3  # a harness and its sub-agents take turns
@@ -37,7 +37,7 @@ class Recall:
         self, forest: Forest, root: str, came: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], Sequence[str]]:
         """The messages with our own turns recognised, and their digests."""
-        shares = [(_shared(read, root, came), read) for read in self._read]
+        shares = [(_shared(forest, read, root, came), read) for read in self._read]
         shared, known = max(shares, key=lambda pair: pair[0], default=(0, None))
         if known is None or not shared:
             messages = recognised(forest, came)
@@ -51,7 +51,7 @@ class Recall:
         return read.messages, read.digests
 
 
-def _shared(read: Read, root: str, came: tuple[Message, ...]) -> int:
+def _shared(forest: Forest, read: Read, root: str, came: tuple[Message, ...]) -> int:
     """How many messages at the beginning can be taken from a conversation that was read before."""
     if read.root != root or len(read.came) != len(read.messages):
         return 0
@@ -64,9 +64,13 @@ def _shared(read: Read, root: str, came: tuple[Message, ...]) -> int:
         length -= 1
     if length == len(came):
         return length
-    return length if came[length].role != "assistant" or _begins(came, length) else 0
+    return length if came[length].role != "assistant" or _begins(forest, came, length) else 0
 
 
-def _begins(came: tuple[Message, ...], at: int) -> bool:
+def _begins(forest: Forest, came: tuple[Message, ...], at: int) -> bool:
     """Whether an assistant message is the first of its turn."""
-    return at == 0 or came[at - 1].role in ("user", "system", "developer", "tool")
+    if at == 0 or came[at - 1].role != "tool":
+        return at == 0 or came[at - 1].role != "assistant"
+    before = next((m for m in reversed(came[:at]) if m.role == "assistant"), None)
+    turn = turn_of(forest, came[at])
+    return turn is None or before is None or turn_of(forest, before) is not turn
