@@ -266,9 +266,9 @@ class Pool:
     async def resume(self) -> None:
         for worker in self._workers:
             if worker.frozen and isinstance(worker.engine, Freezing):
-                worker.frozen = False
+                worker.frozen, worker.thawing = False, True
                 try:
-                    await worker.engine.resume()
+                    await worker.thaw()
                 except Unavailable as error:
                     self._roster.set_aside(worker, f"it did not resume: {error}")
         self._open.set()

@@ -105,10 +105,14 @@ class Roster:
 
     async def _admit(self, worker: Worker) -> None:
         """Enter, check, bring to the present weights; only then is it ready."""
-        if not worker.entered:
-            await worker.engine.__aenter__()
-            worker.entered = True
-        facts = await self._check(worker.engine)
+        try:
+            if not worker.entered:
+                await worker.engine.__aenter__()
+                worker.entered = True
+            await worker.thaw()
+            facts = await self._check(worker.engine)
+        except ValueError as error:  # a server that calls our questions bad ones
+            raise Unavailable(f"it cannot be looked at: {error}") from error
         async with self._changing:
             facts = await self._with_weights(worker, facts)
             if worker.standing is not Standing.LEAVING:
@@ -161,11 +165,13 @@ class Roster:
 
         Weights that every worker refuses untouched (a path that is not there) change nothing.
         """
-        if version < self.version:
-            raise Conflict(f"version {version} is older than version {self.version}, which is being served")
-        if version == self.version:
-            return
         async with self._changing:
+            if version < self.version:
+                raise Conflict(
+                    f"version {version} is older than version {self.version}, which is being served"
+                )
+            if version == self.version:
+                return
             before = self.version, self._weights
             self.version, self._weights = version, (version, path)
             ready = [worker for worker in self.workers.values() if worker.ready]

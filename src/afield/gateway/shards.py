@@ -100,7 +100,11 @@ class Shard:
         """What is true for all is told to all; those who answer with an error fail the request."""
         path = "/engines" if scope["path"].startswith("/engines/") else scope["path"].rstrip("/")
         if _passed(scope) and (scope["method"], path) in _TO_ALL:
-            answers = await asyncio.gather(*(self._ask(i, scope, body) for i in self._peers))
+            # Weights one after the other: all share the engines, and who is first to be done sets them going.
+            if path == "/policy":
+                answers = [await self._ask(i, scope, body) for i in self._peers]
+            else:
+                answers = await asyncio.gather(*(self._ask(i, scope, body) for i in self._peers))
             for status, answer in answers:
                 if status >= 400:
                     raise Unavailable(

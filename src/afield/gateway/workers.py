@@ -7,7 +7,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from afield.gateway.flight import Flight
-from afield.seams import Engine, EngineInfo, Image
+from afield.seams import Engine, EngineInfo, Freezing, Image
 
 
 class Standing(StrEnum):
@@ -38,6 +38,7 @@ class Worker:
         self.reason = "not looked at yet"
         self.entered = False
         self.frozen = False
+        self.thawing = False  # it was told to go on, and may not have heard
         self.tended = False
         self.facts: EngineInfo | None = None
         self.flights: set[Flight] = set()
@@ -55,6 +56,11 @@ class Worker:
 
     def takes(self, images: tuple[Image, ...]) -> bool:
         return self.ready and (not images or (self.facts is not None and self.facts.images))
+
+    async def thaw(self) -> None:
+        if self.thawing and isinstance(self.engine, Freezing):
+            await self.engine.resume()
+        self.thawing = False
 
     async def leave(self) -> None:
         if self.entered:
