@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from afield import assembly
+from afield.errors import Unavailable
 from afield.gateway import side
 from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
@@ -131,7 +132,12 @@ class LocalGateway:
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(REAP_EVERY_S)
-            if ended := await self.sessions.reap():
+            try:
+                ended = await self.sessions.reap()
+            except Unavailable as error:
+                log.error("sessions that have outlived their time are not ended yet: %s", error)
+                continue
+            if ended:
                 log.info("%d sessions had outlived their time and were ended", ended)
 
     async def _watch_lag(self) -> None:

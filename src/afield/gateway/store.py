@@ -112,8 +112,7 @@ class Store:
 
     def image(self, session_id: str, digest: str) -> Image:
         sql = "SELECT body FROM images WHERE session_id=? AND digest=?"
-        row = self._reader.execute(sql, (session_id, digest)).fetchone()
-        return msgspec.msgpack.decode(row[0], type=Image)
+        return self._read(sql, (session_id, digest), Image)[0]
 
     async def delete_session(self, session_id: str) -> None:
         tables = [f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images")]
@@ -121,18 +120,24 @@ class Store:
         await self._write([(sql, (session_id,)) for sql in tables])
 
     def session(self, session_id: str) -> SessionRow | None:
-        row = self._reader.execute("SELECT body FROM sessions WHERE id=?", (session_id,)).fetchone()
-        return msgspec.msgpack.decode(row[0], type=SessionRow) if row else None
+        rows = self._read("SELECT body FROM sessions WHERE id=?", (session_id,), SessionRow)
+        return rows[0] if rows else None
 
     def turns(self, session_id: str) -> list[TurnRow]:
         """In the order they were committed; calls that never got that far come last."""
         sql = "SELECT body FROM turns WHERE session_id=? ORDER BY seq, n"
-        rows = self._reader.execute(sql, (session_id,)).fetchall()
-        return [msgspec.msgpack.decode(row[0], type=TurnRow) for row in rows]
+        return self._read(sql, (session_id,), TurnRow)
 
     def session_ids(self, phase: str | None, limit: int, after: str) -> list[str]:
         sql = "SELECT id FROM sessions WHERE id > ? AND (? IS NULL OR phase = ?) ORDER BY id LIMIT ?"
         return [row[0] for row in self._reader.execute(sql, (after, phase, phase, limit))]
+
+    def _read(self, sql: str, values: Sequence[str], into: type[T]) -> list[T]:
+        try:
+            rows = self._reader.execute(sql, values).fetchall()
+            return [msgspec.msgpack.decode(row[0], type=into) for row in rows]
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            raise Unavailable(f"cannot read {'/'.join(values)} in {self._path}: {error}") from error
 
     # --- the writing thread ----------------------------------------------------------------------
 
@@ -166,7 +171,8 @@ class Store:
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             if connection.in_transaction:
-                connection.rollback()
+                with suppress(sqlite3.Error):  # the next BEGIN says so, and this thread must live
+                    connection.rollback()
             return Unavailable(f"cannot write {self._path}: {error}")
         return None
 
