@@ -1,53 +1,46 @@
-"""The floor: a proxy that passes bytes on and appends both directions to a file, and nothing else."""
+"""The floor: a proxy that passes bytes on and appends both directions to a file, and nothing else.
+
+It is what one writes in an afternoon: aiohttp on both sides.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import aiohttp
-import uvicorn
-
-Message = MutableMapping[str, Any]
+from aiohttp import web
 
 
 class Capture:
-    def __init__(self, upstream: str, path: Path) -> None:
+    def __init__(self, upstream: str, file: BinaryIO) -> None:
         self._upstream = upstream
-        self._file = path.open("ab", buffering=0)
-        self._http: aiohttp.ClientSession | None = None
+        self._file = file
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
-        self._http = self._http or aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        parts, more = [], True
-        while more:
-            message = await receive()
-            parts.append(message.get("body", b""))
-            more = message.get("more_body", False)
-        kept = list(parts)
+    async def client(self, app: web.Application) -> AsyncIterator[None]:
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        yield
+        await self._http.close()
+
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        kept = [body]
+        headers = {"content-type": "application/json"}
         async with self._http.request(
-            scope["method"],
-            self._upstream + scope["path"],
-            data=b"".join(parts),
-            headers={"content-type": "application/json"},
-        ) as response:
-            kind = response.headers.get("content-type", "application/json").encode()
-            headers = [(b"content-type", kind)]
-            if response.content_length is not None:
-                headers.append((b"content-length", str(response.content_length).encode()))
-            await send({"type": "http.response.start", "status": response.status, "headers": headers})
-            async for part in response.content.iter_any():
+            request.method, self._upstream + request.path, data=body, headers=headers
+        ) as answer:
+            kind = answer.headers.get("content-type", "application/json")
+            response = web.StreamResponse(status=answer.status, headers={"content-type": kind})
+            response.content_length = answer.content_length
+            await response.prepare(request)
+            async for part in answer.content.iter_any():
                 kept.append(part)
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await response.write(part)
         self._file.write(b"".join(kept) + b"\n")
-        await send({"type": "http.response.body", "body": b""})
+        await response.write_eof()
+        return response
 
 
 def main() -> None:
@@ -56,8 +49,12 @@ def main() -> None:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
-    app = Capture(args.upstream, args.file)
-    uvicorn.run(app, port=args.port, log_level="warning", access_log=False, lifespan="off", backlog=2048)
+    app = web.Application(client_max_size=1 << 28)
+    with args.file.open("ab", buffering=0) as file:
+        capture = Capture(args.upstream, file)
+        app.cleanup_ctx.append(capture.client)
+        app.router.add_route("*", "/{path:.*}", capture.pass_on)
+        web.run_app(app, host="127.0.0.1", port=args.port, access_log=None, print=None, backlog=2048)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
+from afield.gateway.memo import Memo
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
 
@@ -25,13 +26,17 @@ EVENTS = b"text/event-stream"
 
 
 class Asked(Struct, frozen=True):
-    """A request as it came. `parts` are the named pieces of its path, header names are in lower case."""
+    """A request as it came. `parts` are the named pieces of its path, header names are in lower case.
+
+    `memo` is what the session's client has sent before, where the dialect cares to use it.
+    """
 
     path: str
     body: bytes
     parts: Mapping[str, str]
     query: Mapping[str, str]
     headers: Mapping[str, str]
+    memo: Memo | None = None
 
 
 class Wish(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, encode, read
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.memo import Memo
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
 from afield.gateway.wishes import Wishing, wishes
@@ -87,7 +88,7 @@ class StreamOptions(Struct):
 
 
 class Body(Wishing, kw_only=True):
-    messages: list[WireMessage]
+    messages: list[msgspec.Raw]
     model: str = ""
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | dict[str, Any] | None = None
@@ -105,6 +106,7 @@ class Body(Wishing, kw_only=True):
 
 
 DECODER = msgspec.json.Decoder(Body)
+MESSAGE = msgspec.json.Decoder(WireMessage)
 TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 
 
@@ -116,7 +118,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     request = ModelRequest(
         dialect="chat",
         model=wire.model,
-        messages=tuple([_message(message, i, gallery) for i, message in enumerate(wire.messages)]),
+        messages=_messages(wire.messages, gallery, asked.memo),
         tools=tools,
         may_call=wire.tool_choice != "none",
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
@@ -159,6 +161,19 @@ def _unenforced(wire: Body) -> tuple[str, ...]:
     if wire.tool_choice not in (None, "auto", "none"):
         tags.append("unenforced:tool_choice")
     return tuple(tags)
+
+
+def _messages(raws: Sequence[msgspec.Raw], gallery: Gallery, memo: Memo | None) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    for index, raw in enumerate(map(bytes, raws)):
+        message = memo.get(raw) if memo else None
+        if message is None:
+            what = f"a chat completion request (messages[{index}])"
+            message = _message(read(MESSAGE, raw, what), index, gallery)
+            if memo and not message.images:
+                memo.put(raw, message)
+        messages.append(message)
+    return tuple(messages)
 
 
 def _message(wire: WireMessage, index: int, gallery: Gallery) -> Message:
