@@ -215,11 +215,11 @@ async def test_stop_strings_cut_what_is_seen_and_not_what_is_recorded(tmp_path: 
         for stream in (False, True):
             seen = await complete(client, ask, stream, stop=["Observation:"])
             text = seen["content"] if stream else seen.content
-            assert text.strip() == "Thought: look."
+            assert text == "Thought: look. "
         record = await up.client.finalize("r.1")
     for turn, entry in zip(record.turns, engine.ledger, strict=True):
         assert turn.token_ids == entry.token_ids
-        assert turn.messages[-1].content == "Thought: look."
+        assert turn.messages[-1].content == "Thought: look. "
 
 
 # --- bad input -----------------------------------------------------------------------------------

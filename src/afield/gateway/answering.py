@@ -15,7 +15,7 @@ from typing import Any
 
 from afield.gateway.dialects import Dialect, View, Wish
 from afield.gateway.http import ByteStream, Receive, Send, send_json
-from afield.gateway.refusal import Refusal, conflict
+from afield.gateway.refusal import Refusal, conflict, engine_down
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
 from afield.gateway.service import LocalGateway
 from afield.gateway.sessions import Session
@@ -71,7 +71,7 @@ class Answering:
                 await asyncio.shield(self._gateway.sessions.withhold(session, started.turn_id))
             if watch.done():
                 raise
-            await _tell_the_end(conflict(f"session {session.id} was ended while this call ran"), view, out)
+            await _tell_the_end(_why_ended(session), view, out)
         finally:
             session.in_flight.discard(task)
             watch.cancel()
@@ -109,6 +109,12 @@ async def _last(items: AsyncIterator[Item]) -> Done:
         done = item
     assert isinstance(done, Done)
     return done
+
+
+def _why_ended(session: Session) -> Refusal:
+    if session.closed:
+        return conflict(f"session {session.id} was ended while this call ran")
+    return engine_down("the gateway is being stopped")
 
 
 async def _tell_the_end(ended: Refusal, view: View | None, out: ByteStream) -> None:

@@ -35,8 +35,10 @@ log = logging.getLogger("afield.gateway")
 
 # Routes of dialects that clients ask for with `/v1` missing, because their base URL lacks it.
 _BARE = re.compile(
-    r"/(chat/completions|completions|responses|messages|messages/count_tokens|models|models/[^/]+)"
+    r"/(chat/completions|completions|responses(/input_tokens)?|messages(/count_tokens)?|models|models/[^/]+)"
 )
+# Of several versions the last one counts: it is the client's own, those before it came with a base URL.
+_DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
 LARGE = 512 * 1024  # bytes of a body that are read off the event loop
 _AGENT = ("/v1/", "/v1beta/")
 
@@ -81,7 +83,7 @@ class App:
         if match is not None:
             session = self._session(session_id, scope, KeyScope.INFER)
             body = await read_body(scope, receive)
-            asked = Asked(path, body, match.parts, query(scope), headers(scope))
+            asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo)
             request, wish = await _decode(match.dialect, asked)
             if match.verb == "count":
                 tokens = await self._gateway.calls.count(session, request)
@@ -141,9 +143,11 @@ class App:
 
 
 async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
-    if len(asked.body) > LARGE:
-        return await asyncio.to_thread(dialect.decode, asked)
-    return dialect.decode(asked)
+    large = len(asked.body) > LARGE
+    request, wish = await asyncio.to_thread(dialect.decode, asked) if large else dialect.decode(asked)
+    if not request.messages and request.prompt is None and request.after is None:
+        raise bad_request("nothing in this request is a message to answer", "send at least one message")
+    return request, wish
 
 
 def as_refusal(error: Exception) -> Refusal:
@@ -160,9 +164,7 @@ def split_path(path: str) -> tuple[str | None, str]:
     if path.startswith("/s/"):
         session_id, slash, rest = path[3:].partition("/")
         path = slash + rest
-    for version in _AGENT:
-        while path.startswith(version[:-1] + version):
-            path = path[len(version) - 1 :]
+    path = _DOUBLED.sub("", path)
     if _BARE.fullmatch(path):
         path = ("/v1beta" if ":" in path else "/v1") + path
     elif path.startswith("/v1/models/") and ":" in path:

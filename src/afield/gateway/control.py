@@ -16,7 +16,7 @@ from afield.gateway.keys import Grant
 from afield.gateway.keys import Scope as KeyScope
 from afield.gateway.refusal import Refusal, bad_request, forbidden, not_found
 from afield.gateway.service import LocalGateway
-from afield.gateway.sessions import Session
+from afield.gateway.sessions import Phase, Session
 from afield.seams import SessionSpec
 from afield.types import Policy, Turn
 
@@ -120,9 +120,12 @@ async def open_session(gateway: LocalGateway, _: str, body: bytes, __: dict[str,
 
 
 async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[str, str]) -> Answer:
-    limit = _number(asked, "limit", 100)
-    limit = int(max(1, min(limit, 1000)))
-    states = gateway.sessions.list(asked.get("phase"), limit, asked.get("after", ""))
+    limit, phase = _number(asked, "limit", 100), asked.get("phase")
+    if not limit >= 1:
+        raise bad_request(f"limit={asked['limit']} must be at least 1")
+    if phase is not None and phase not in list(Phase):
+        raise bad_request(f"unknown phase {phase!r}", f"choose one of: {', '.join(Phase)}")
+    states = gateway.sessions.list(phase, int(min(limit, 1000)), asked.get("after", ""))
     return 200, {"sessions": states}
 
 
@@ -137,7 +140,10 @@ async def delete_session(gateway: LocalGateway, session_id: str, _: bytes, __: d
 
 async def reward(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
     asked = json_body(body, RewardBody)
-    await gateway.sessions.reward(gateway.sessions.get(session_id), to_builtins(asked))
+    session = gateway.sessions.get(session_id)
+    if asked.turn is not None and asked.turn not in {row.turn.id for row in session.rows.values()}:
+        raise bad_request(f"session {session_id} has no turn {asked.turn!r}", "GET turns has their ids")
+    await gateway.sessions.reward(session, to_builtins(asked))
     return 200, await gateway.state(session_id)
 
 
@@ -183,14 +189,15 @@ def _turn(session: Session, turn: Turn, with_prompt: bool) -> dict[str, Any]:
 
 async def trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
     session = gateway.sessions.get(session_id)
-    withheld = gateway.withheld(session)
+    withheld, dangling = gateway.withheld(session), gateway.dangling(session)
     form = asked.get("form", "linear")
     if form == "tree":
-        excluded = assembly.exclusions(session.forest, withheld)
+        excluded = [*assembly.exclusions(session.forest, withheld), *dangling]
         return 200, {"nodes": assembly.tree(session.forest, withheld), "excluded": excluded}
     if form not in ("linear", "turns"):
         raise bad_request(f"unknown form {form!r}", "choose one of: linear, tree, turns")
-    return 200, (assembly.linear if form == "linear" else assembly.per_turn)(session.forest, withheld)
+    made = (assembly.linear if form == "linear" else assembly.per_turn)(session.forest, withheld)
+    return 200, {"trajectories": made.trajectories, "excluded": [*made.excluded, *dangling]}
 
 
 async def engines(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:

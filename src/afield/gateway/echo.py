@@ -20,7 +20,7 @@ def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ..
     out: list[Message] = []
     at = 0
     while at < len(messages):
-        turn = turn_of(forest, messages[at])
+        turn = turn_of(forest, messages[at]) or _begun(forest, messages, at)
         if turn is None:
             out.append(messages[at])
             at += 1
@@ -37,6 +37,16 @@ def turn_of(forest: Forest, message: Message) -> Turn | None:
         return None
     turns = [forest.caller(call.id) for call in message.tool_calls]
     return turns[0] if all(turn is not None and turn is turns[0] for turn in turns) else None
+
+
+def _begun(forest: Forest, messages: Sequence[Message], at: int) -> Turn | None:
+    """The turn whose text stands in a message of its own, right before the one with its calls."""
+    text, rest = messages[at], messages[at + 1 : at + 2]
+    if text.role != "assistant" or text.tool_calls or not rest:
+        return None
+    turn = turn_of(forest, rest[0])
+    said = text.content.strip()
+    return turn if turn and said and said == turn.messages[-1].content.strip() else None
 
 
 def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: int) -> int:

@@ -71,7 +71,7 @@ def locate(
     if any(m.role == "assistant" and not _says_anything(m) for m in spot.new):
         # Some clients put an empty turn that nobody sampled before the one that was.
         said = tuple(m for m in spot.messages if m.role != "assistant" or _says_anything(m))
-        without = _locate(forest, tokens, request, said, missed, recall)
+        without = _locate(forest, tokens, request, said, missed, recall) if said else spot
         return without if len(without.new) < len(spot.new) else spot
     return spot
 

@@ -43,6 +43,7 @@ async def serve(
     """Until cancelled. With `link`, connections also come from the front, through that descriptor."""
     config = uvicorn.Config(
         App(gateway),
+        log_config=None,
         log_level="warning",
         access_log=False,
         proxy_headers=False,

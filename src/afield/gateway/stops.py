@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from afield.tokens import Event, TextDelta
+from afield.tokens import Event, TextDelta, ToolEnd
 from afield.types import Message
 
 
@@ -16,6 +16,7 @@ class StopStrings:
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1
         self._text = ""
         self._sent = 0
+        self._calls = 0
         self.found: str | None = None
 
     @property
@@ -33,11 +34,14 @@ class StopStrings:
                 kept += self._take(event.text)
             else:
                 kept += [*self._release(len(self._text)), event]
+                self._calls += isinstance(event, ToolEnd)
         return kept + (self._release(len(self._text)) if last and not self.hit else [])
 
     def cut(self, reply: Message) -> Message:
-        """The reply as the client saw it."""
-        return structs.replace(reply, content=self._text.rstrip()) if self.hit else reply
+        """The reply as the client saw it, whether or not more had been sampled in one go."""
+        if not self.hit:
+            return reply
+        return structs.replace(reply, content=self._text, tool_calls=reply.tool_calls[: self._calls])
 
     def _take(self, text: str) -> list[Event]:
         self._text += text
