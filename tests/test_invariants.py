@@ -72,13 +72,13 @@ async def test_an_honest_session_keeps_them(tmp_path: Path, dialect: str, stream
 
 def history_is_rendered_anew(patch: pytest.MonkeyPatch) -> None:
     """The prompt that is sent is a rendering of the whole, the one that is recorded is the parent's."""
-    real = Calls._place
+    real = Calls._call
 
-    async def render(self: Calls, session: Any, tokens: ChatTokens, request: Any) -> Any:
-        made = await real(self, session, tokens, request)
-        return structs.replace(made, prompt_ids=tuple(tokens.render(request.messages, request.tools)))
+    def sent(self: Any, session: Any, request: Any, *rest: Any) -> Any:
+        whole = tuple(self._tokens.render(request.messages, request.tools))
+        return structs.replace(real(self, session, request, *rest), prompt_ids=whole)
 
-    patch.setattr(Calls, "_place", render)
+    patch.setattr(Calls, "_call", sent)
 
 
 def replies_are_tokenised_anew(patch: pytest.MonkeyPatch) -> None:

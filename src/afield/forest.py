@@ -93,6 +93,10 @@ class Forest:
         ids.extend(more)
         return tuple(ids)
 
+    def kept(self, turn_id: str) -> tuple[int, ...]:
+        """The prompt of a turn, if it was kept: the same object."""
+        return self._prompts.get(turn_id, ())
+
     def keep(self, turn_id: str, prompt: tuple[int, ...]) -> None:
         """Remember the prompt of a turn whose conversation is likely to go on."""
         self._prompts[turn_id] = prompt

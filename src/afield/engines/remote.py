@@ -84,9 +84,13 @@ class RemoteEngine(ABC):
         self._entered()
         async with self._loading:
             await self._refresh()
-            if not is_newer(version, self._version):
+            if not is_newer(version, self._version) and not self._spoiled:
                 return
             self._check_manageable(f"load version {version}")
+            if not path:
+                await self._name(version)
+                self._version = version
+                return
             # A path that is wrong may end the server, so it is looked at first where that is possible.
             near = urlsplit(self.url).hostname in LOOPBACK
             if near and not (Path(path) / "config.json").is_file():
@@ -132,6 +136,10 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _swap(self, version: int, path: str) -> None: ...
+
+    @abstractmethod
+    async def _name(self, version: int) -> None:
+        """Say which version the weights are that somebody else has put there."""
 
     @abstractmethod
     def _whole(self, call: Call) -> AsyncGenerator[Chunk]: ...

@@ -18,7 +18,7 @@ from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
-from afield.errors import Unavailable
+from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import VersionSpan
 
@@ -109,6 +109,11 @@ class SglangEngine(RemoteEngine):
 
     async def _thaw(self) -> None:
         await self._order("/continue_generation", {})
+
+    async def _name(self, version: int) -> None:
+        raise UsageError(
+            f"{self.url}: give the path of version {version}; SGLang names weights as it loads them"
+        )
 
     async def _swap(self, version: int, path: str) -> None:
         order = {"model_path": path, "weight_version": str(version), "flush_cache": True}

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.engines import vllm_wire as wire
+from afield.engines.encoded import Encoded
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
@@ -57,6 +58,7 @@ class VllmEngine(RemoteEngine):
         super().__init__(url, **options)
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
+        self._encoded = Encoded()
 
     async def _learn(self) -> EngineInfo:
         served = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
@@ -105,7 +107,8 @@ class VllmEngine(RemoteEngine):
         make = wire.generate_body if self._exact else wire.completions_body
         path = wire.GENERATE if self._exact else wire.COMPLETIONS
         # Routers in front of several servers send a session where its prefix is cached.
-        return path, make(self._model or "", call, limit), {"x-session-id": call.session_id}
+        body = make(self._model or "", call, limit, self._encoded.ids(call))
+        return path, body, {"x-session-id": call.session_id}
 
     async def _whole(self, call: Call) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call)
@@ -186,8 +189,11 @@ class VllmEngine(RemoteEngine):
     async def _thaw(self) -> None:
         await self._order("/resume")
 
+    async def _name(self, version: int) -> None:
+        await self._order("/update_weight_version", {"new_version": str(version)})
+
     async def _swap(self, version: int, path: str) -> None:
         await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-        await self._order("/update_weight_version", {"new_version": str(version)})
+        await self._name(version)
         # Calls in flight compute their context anew, so that no token depends on two versions' caches.
         await self._order("/reset_prefix_cache?reset_running_requests=true")

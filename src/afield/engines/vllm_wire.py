@@ -98,10 +98,10 @@ class Sampled:
             self.spans = choice.weight_versions
 
 
-def generate_body(model: str, call: Call, limit: int) -> dict[str, Any]:
+def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
-        "token_ids": call.prompt_ids,
+        "token_ids": ids,
         "stream": call.stream,
         # Our stop ids are the only ones; whatever the model's own configuration says.
         "sampling_params": {
@@ -116,10 +116,10 @@ def generate_body(model: str, call: Call, limit: int) -> dict[str, Any]:
     return body
 
 
-def completions_body(model: str, call: Call, limit: int) -> dict[str, Any]:
+def completions_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
     return {
         "model": model,
-        "prompt": call.prompt_ids,
+        "prompt": ids,
         "stream": call.stream,
         **_sampling(call, limit),
         "logprobs": 0,

@@ -113,6 +113,8 @@ class Calls:
         try:
             if request.prompt is not None:
                 raw = lineage.locate_raw(forest, tokens, request.prompt)
+                if isinstance(raw.rest, str):
+                    self._check_size(session, tokens, len(raw.rest))
                 text, delta = await _off_loop(len(raw.rest), lineage.render_raw, tokens, raw)
                 return lineage.place_raw(forest, raw, text, delta)
             if request.after is not None:
@@ -120,6 +122,7 @@ class Calls:
             missed = frozenset(session.undelivered)
             spot = lineage.locate(forest, tokens, request, missed, session.recall)
             size = sum(map(_size, spot.new if spot.parent else spot.messages))
+            self._check_size(session, tokens, size)
             rendered = await _off_loop(size, lineage.render, tokens, spot, request.tools)
             return lineage.place(forest, spot, rendered, request)
         except (ValueError, RecursionError) as error:
@@ -128,22 +131,32 @@ class Calls:
     def _with_history(self, session: Session, request: ModelRequest) -> ModelRequest:
         """The conversation a client left to us to remember."""
         after = request.after
-        if after is None or after not in session.forest:
+        turn = session.forest[after] if after is not None and after in session.forest else None
+        if turn is None or turn.status is not TurnStatus.COMMITTED:
             name = f"previous response of turn {after!r}"
             raise Refusal(400, "previous_response_not_found", f"{name} is not of this session")
-        history = [m for turn in session.forest.path(after) for m in turn.messages]
+        history = [m for step in session.forest.path(turn.id) for m in step.messages]
         new = request.messages
         if new and new[0].role == "system":  # instructions are not inherited
             history = [m for m in history[:1] if m.role != "system"] + history[1:]
             return structs.replace(
                 request, messages=(new[0], *history, *new[1:]), hints=request.hints | {after}
             )
-        return structs.replace(request, messages=(*history, *new), hints=request.hints | {after})
+        return structs.replace(request, messages=(*history, *new), hints=request.hints | {turn.id})
+
+    def _context(self, session: Session) -> int:
+        return min(self._info.max_context, session.row.spec.budget.context or self._info.max_context)
+
+    def _check_size(self, session: Session, tokens: ChatTokens, characters: int) -> None:
+        """A text that cannot fit is not tokenised to find that out."""
+        at_least, context = characters // tokens.longest_token, self._context(session)
+        if at_least > context:
+            raise context_exceeded(at_least, context)
 
     def _limit(self, session: Session, request: ModelRequest, place: lineage.Place) -> int:
         """How many tokens the call may sample: what context, session and client allow."""
         spec = session.row.spec
-        context = min(self._info.max_context, spec.budget.context or self._info.max_context)
+        context = self._context(session)
         room = context - len(place.prompt_ids)
         if room < 1:
             raise context_exceeded(len(place.prompt_ids), context)
@@ -168,7 +181,9 @@ class Calls:
             reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
                 continue
-            if (missed := await self._sessions.redeliver(session, turn.id)) or request.retry:
+            missed = await self._sessions.redeliver(session, turn.id)
+            if missed or request.retry or turn.id in session.unsure:
+                session.unsure.discard(turn.id)
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
                 started = Started(session.id, turn.id, place.prompt_ids, turn.started, owed=missed)
@@ -304,6 +319,7 @@ class Calls:
             max_tokens=limit,
             stop_ids=self._tokens.stop_ids,
             stream=request.stream or watched,
+            base_ids=place.base_ids,
             images=self._images(session, place) if self._info.images else (),
         )
 

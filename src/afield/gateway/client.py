@@ -19,6 +19,7 @@ from afield.types import Policy
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
+LOADING_S = 1800.0  # weights may be large
 
 
 class HttpGateway:
@@ -54,14 +55,22 @@ class HttpGateway:
 
     async def publish(self, policy: Policy, path: str) -> None:
         body = {"version": policy.version, "path": path}
-        await self._ask("POST", "/policy", dict[str, int], body)
+        await self._ask("POST", "/policy", dict[str, int], body, timeout_s=LOADING_S)
 
-    async def _ask(self, method: str, path: str, into: type[T], body: object = None) -> T:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        into: type[T],
+        body: object = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> T:
         data = msgspec.json.encode(body) if body is not None else None
         end = time.monotonic() + self._patience_s
+        limit = aiohttp.ClientTimeout(total=timeout_s)
         while True:
             try:
-                async with self._http.request(method, self._url + path, data=data) as response:
+                async with self._http.request(method, self._url + path, data=data, timeout=limit) as response:
                     answer = await response.read()
                 if response.status < 400:
                     return msgspec.json.decode(answer, type=into)

@@ -21,6 +21,7 @@ log = logging.getLogger("afield.gateway")
 HEAD = 32 * 1024
 PATIENCE_S = 30.0  # for the head of a connection's first request
 START_S = 180.0
+AGAIN_S = 5.0  # before a process that did not come up is started once more
 
 
 class Process:
@@ -34,6 +35,7 @@ class Process:
     async def start(self) -> bytes:
         """Its first line of output, which says that it serves."""
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.link.setblocking(False)
         with theirs:
             self.process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -56,8 +58,21 @@ class Process:
             raise Unavailable(f"gateway process {self._index} did not start")
         return line
 
-    def hand_over(self, connection: socket.socket) -> None:
-        socket.send_fds(self.link, [b"c"], [connection.fileno()])
+    async def hand_over(self, connection: socket.socket) -> None:
+        """Waits while the process has no time for another; OSError when it is gone."""
+        loop = asyncio.get_running_loop()
+        while True:
+            link = self.link
+            try:
+                socket.send_fds(link, [b"c"], [connection.fileno()])
+                return
+            except BlockingIOError:
+                writable = asyncio.Event()
+                loop.add_writer(link, writable.set)
+                try:
+                    await writable.wait()
+                finally:
+                    loop.remove_writer(link)
 
     async def stop(self) -> None:
         with suppress(ProcessLookupError):
@@ -96,7 +111,10 @@ class Front:
             code = await process.process.wait()
             log.error("a gateway process ended with code %s; it is started again", code)
             process.link.close()
-            await process.start()
+            with suppress(Unavailable):
+                await process.start()
+                continue
+            await asyncio.sleep(AGAIN_S)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -116,8 +134,9 @@ class Front:
                 return
             if head:
                 try:
-                    self._processes[route(head, len(self._processes))].hand_over(connection)
-                except OSError as error:  # it is being started again; the client will come back
+                    async with asyncio.timeout(PATIENCE_S):
+                        await self._processes[route(head, len(self._processes))].hand_over(connection)
+                except (OSError, ValueError) as error:  # it is being started again; the client will come back
                     log.error("a connection was dropped: %s", error)
 
 

@@ -55,6 +55,7 @@ class Place(Struct, frozen=True, kw_only=True):
     parent: str | None
     delta_ids: tuple[int, ...]
     prompt_ids: tuple[int, ...]
+    base_ids: tuple[int, ...] = ()
     sent_ids: tuple[int, ...] = ()
     new: tuple[Message, ...]
     asked: str
@@ -162,8 +163,8 @@ def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest)
     prompt = forest.ids(parent, rendered.ids)
     made = _place(spot, parent, rendered.ids, prompt, spot.new, rendered.tier, links)
     if request.images or forest.pictured:
-        made = structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
-    return made
+        return structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
+    return structs.replace(made, base_ids=forest.kept(parent))
 
 
 def _place(
@@ -229,6 +230,8 @@ def _links(forest: Forest, spot: Spot, request: ModelRequest) -> tuple[Link, ...
         return (Link("fork", spot.parent.id),) if forest.has_children(spot.parent.id) else ()
     if summary := _compacted(forest, spot):
         return (Link("compaction", summary.id),)
+    if repeated := _repeated(forest, spot):
+        return (Link("fork", repeated.id),)
     caller = _waiting(forest)
     if caller is not None and (request.thread or _other_head(forest, spot)):
         return (Link("sub-agent", caller.id),)
@@ -246,14 +249,23 @@ def _edited(forest: Forest, spot: Spot) -> Turn | None:
 
 
 def _compacted(forest: Forest, spot: Spot) -> Turn | None:
-    """The turn whose reply, usually a summary, a new conversation quotes."""
-    texts = [message.content for message in spot.messages if message.role != "system"]
+    """The turn whose reply, usually a summary, somebody else's message quotes."""
+    texts = [message.content for message in spot.messages if message.role in ("user", "tool", "developer")]
+    return next((turn for turn, said in _replies(forest) if any(said in text for text in texts)), None)
+
+
+def _repeated(forest: Forest, spot: Spot) -> Turn | None:
+    """The turn whose reply stands in a conversation under another head: other tools, another beginning."""
+    texts = {message.content.strip() for message in spot.messages if message.role == "assistant"}
+    return next((turn for turn, said in _replies(forest) if said in texts), None)
+
+
+def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
     for turn in reversed(forest.turns):
-        reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
-        said = reply.content.strip() if reply else ""
-        if len(said) >= _QUOTED and any(said in text for text in texts):
-            return turn
-    return None
+        if turn.status is TurnStatus.COMMITTED and turn.messages:
+            said = turn.messages[-1].content.strip()
+            if len(said) >= _QUOTED:
+                yield turn, said
 
 
 def _waiting(forest: Forest) -> Turn | None:

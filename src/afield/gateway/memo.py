@@ -1,30 +1,37 @@
-"""Messages a session's client has sent before, by their bytes: what comes again is not decoded again.
+"""The messages a client has sent before, by their bytes: what comes again is not decoded again.
 
-Two generations, the older of which is dropped when the younger is full, so that the memory is bounded
-and what is in use stays. It is a memory only: what it does not know is decoded, with the same result.
+Clients send their whole conversation with every request, and nearly always byte for byte as the last
+time with something behind it. So only what is behind is decoded. It is a memory only: what it does not
+know is decoded from the beginning, with the same result.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 from afield.types import Message
 
-FULL = 1024 * 1024  # bytes of a generation
+CONVERSATIONS = 3  # a harness and its sub-agents take turns
+Messages = tuple[Message, ...]
 
 
 class Memo:
     def __init__(self) -> None:
-        self._young: dict[bytes, Message] = {}
-        self._old: dict[bytes, Message] = {}
-        self._held = 0
+        self._read: deque[tuple[bytes, Messages]] = deque(maxlen=CONVERSATIONS)
 
-    def get(self, raw: bytes) -> Message | None:
-        known = self._young.get(raw)
-        if known is None and (known := self._old.pop(raw, None)) is not None:
-            self.put(raw, known)
-        return known
+    def read(self, raw: bytes, decode: Callable[[bytes, int], Messages]) -> Messages:
+        """The messages of a JSON array; `decode` is told how many came before those it is given."""
+        for entry in self._read:
+            known, messages = entry
+            if len(raw) > len(known) and raw[len(known) - 1] == COMMA and raw.startswith(known[:-1]):
+                messages += decode(b"[" + raw[len(known) :], len(messages))
+                self._read.remove(entry)
+                break
+        else:
+            messages = decode(raw, 0)
+        self._read.append((raw, messages))
+        return messages
 
-    def put(self, raw: bytes, message: Message) -> None:
-        if self._held > FULL:
-            self._young, self._old, self._held = {}, self._young, 0
-        self._young[raw] = message
-        self._held += len(raw)
+
+COMMA = ord(",")

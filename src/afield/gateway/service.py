@@ -91,7 +91,7 @@ class LocalGateway:
         spec = session.row.spec
         judged = spec.reward_from == "verifier"
         scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
-        verifier = frozenset({Scope.REWARD, Scope.READ})
+        verifier = frozenset({Scope.REWARD, Scope.OUTCOME, Scope.READ})
         return SessionTicket(
             id=session.id,
             api_key=self.keys.issue(session.id, frozenset(scopes - {Scope.REWARD} if judged else scopes)),

@@ -57,6 +57,8 @@ class Session:
         self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
+        # Before a restart, nobody knows whether these reached their clients; who asks again gets them.
+        self.unsure = {turn.id for turn in self.forest.leaves if turn.status is TurnStatus.COMMITTED}
         self.recall = Recall()
         self.memo = Memo()
         self.in_flight: set[asyncio.Task[Any]] = set()

@@ -52,7 +52,8 @@ class Call(Struct, frozen=True, kw_only=True):
     """One model call. `max_tokens` is already cut to what context and budget allow.
 
     `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each; the
-    engine expands it and says so in `Chunk.prompt_ids`.
+    engine expands it and says so in `Chunk.prompt_ids`. `base_ids`, where given, is the very object that
+    an earlier call of the session had as its prompt, with which this one's begins.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Call(Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_ids: tuple[int, ...]
     stream: bool = False
+    base_ids: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
 
 

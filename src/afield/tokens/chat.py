@@ -50,6 +50,7 @@ class ChatTokens:
     ) -> None:
         self.name = name
         self.vocab_size = files.vocab_size
+        self.longest_token = files.vocab.longest
         self.certificate = certificate
         self._vocab = vocab = files.vocab
         self._template = template

@@ -34,6 +34,7 @@ class Vocabulary:
         self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {n: token.content for n, token in added.items()}
+        self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self.special_ids = frozenset(n for n, token in added.items() if token.special)
         # Runs of blanks that some tokenizers list as added tokens are text like any other.
         self.control = {text: n for n, text in self._added.items() if text.strip()}

@@ -88,7 +88,7 @@ class StreamOptions(Struct):
 
 
 class Body(Wishing, kw_only=True):
-    messages: list[msgspec.Raw]
+    messages: msgspec.Raw
     model: str = ""
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | dict[str, Any] | None = None
@@ -106,7 +106,7 @@ class Body(Wishing, kw_only=True):
 
 
 DECODER = msgspec.json.Decoder(Body)
-MESSAGE = msgspec.json.Decoder(WireMessage)
+MESSAGES = msgspec.json.Decoder(list[WireMessage])
 TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 
 
@@ -118,7 +118,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     request = ModelRequest(
         dialect="chat",
         model=wire.model,
-        messages=_messages(wire.messages, gallery, asked.memo),
+        messages=_messages(bytes(wire.messages), gallery, asked.memo),
         tools=tools,
         may_call=wire.tool_choice != "none",
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
@@ -140,7 +140,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
 
 
 def _check(wire: Body) -> None:
-    if not wire.messages:
+    if bytes(wire.messages).strip() in (b"[]", b"null"):
         raise bad_request("messages is empty", "send at least one message")
     if (wire.n or 1) != 1:
         raise bad_request(f"n={wire.n} is not served", "ask once per choice; each call is its own turn")
@@ -163,17 +163,13 @@ def _unenforced(wire: Body) -> tuple[str, ...]:
     return tuple(tags)
 
 
-def _messages(raws: Sequence[msgspec.Raw], gallery: Gallery, memo: Memo | None) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    for index, raw in enumerate(map(bytes, raws)):
-        message = memo.get(raw) if memo else None
-        if message is None:
-            what = f"a chat completion request (messages[{index}])"
-            message = _message(read(MESSAGE, raw, what), index, gallery)
-            if memo and not message.images:
-                memo.put(raw, message)
-        messages.append(message)
-    return tuple(messages)
+def _messages(raw: bytes, gallery: Gallery, memo: Memo | None) -> tuple[Message, ...]:
+    def some(raw: bytes, before: int) -> tuple[Message, ...]:
+        wires = read(MESSAGES, raw, f"a chat completion request, in messages from {before} on")
+        return tuple([_message(wire, n, gallery) for n, wire in enumerate(wires, before)])
+
+    # What an image is made of is not in its message, so conversations with images are read whole.
+    return memo.read(raw, some) if memo and b"image" not in raw else some(raw, 0)
 
 
 def _message(wire: WireMessage, index: int, gallery: Gallery) -> Message:
