@@ -14,6 +14,7 @@ import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.seams import SessionSpec
+from afield.types import Budget
 from answers import read_events
 from gateways import POLICY, Running, running, vocabulary
 from processes import afield, command
@@ -66,6 +67,21 @@ async def test_nothing_behind_a_stop_string_is_shown_however_much_came_at_once(
     assert "".join(piece["delta"].get("content") or "" for piece in pieces) == "It costs  "
     assert pieces[-1]["finish_reason"] == "stop"
     assert first.messages == second.messages
+
+
+@pytest.mark.parametrize("size", [1, 100])
+async def test_a_budget_of_tokens_is_kept_however_many_come_at_once(tmp_path: Path, size: int) -> None:
+    answer = said("One two three four five six.", chunks=(size,))
+    budget = Budget(tokens=len(answer.token_ids) + 5)
+    async with running(ScriptedEngine([answer] * 3), tmp_path) as up:
+        key = (await up.client.open(SessionSpec(id="r.1", budget=budget))).api_key
+        await chat(up, key, [HI])
+        cut = await chat(up, key, [HI])
+        status, refused = await up.ask("POST", "/v1/chat/completions", {"messages": [HI]}, key)
+        state = await up.client.state("r.1")
+    assert cut["finish_reason"] == "length"
+    assert (status, refused["error"]["code"]) == (400, "budget_exhausted")
+    assert state.tokens["sampled"] == budget.tokens
 
 
 async def test_text_and_calls_of_one_turn_may_come_back_as_two_messages(tmp_path: Path) -> None:

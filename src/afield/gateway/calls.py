@@ -311,12 +311,14 @@ class Calls:
     ) -> Call:
         spec, sampling = session.row.spec, self._sampling(session, request)
         watched = bool(request.stop) or spec.budget.tokens is not None
+        # Not in `limit`, which says what was asked for: a retry has less left and asks the same.
+        left = limit if spec.budget.tokens is None else spec.budget.tokens - session.sampled_tokens
         return Call(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
             prompt_ids=place.sent_ids or place.prompt_ids,
             sampling=sampling,
-            max_tokens=limit,
+            max_tokens=max(1, min(limit, left)),
             stop_ids=self._tokens.stop_ids,
             stream=request.stream or watched,
             base_ids=place.base_ids,
