@@ -16,8 +16,10 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.seams import SessionSpec
 from afield.types import Budget
 from answers import read_events
-from gateways import POLICY, Running, running, vocabulary
+from fake_vllm import FakeVllm, serving
+from gateways import ADMIN, POLICY, Running, running, vocabulary
 from processes import afield, command
+from test_shards import gateway, hello
 
 pytestmark = pytest.mark.anyio
 VOCAB = vocabulary()
@@ -181,6 +183,25 @@ async def test_a_gateway_that_is_stopped_says_so_and_its_log_stays_json(tmp_path
         _, log = process.communicate(timeout=30)
     assert '"code":"engine_unavailable"' in rest and "is being stopped" in rest
     assert [json.loads(line)["level"] for line in log.splitlines()]
+
+
+async def test_several_processes_refuse_as_one_does(tmp_path: Path) -> None:
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    async with (
+        serving(FakeVllm(ScriptedEngine(hello))) as engine,
+        gateway(tmp_path, engine) as (url, _),
+        aiohttp.ClientSession(headers=headers) as http,
+    ):
+
+        async def told(method: str, path: str, body: Any = None) -> tuple[int, str]:
+            async with http.request(method, url + path, json=body) as response:
+                answer = await response.json()
+                return response.status, answer.get("error", {}).get("type", "")
+
+        assert await told("POST", "/policy", {"version": 5, "path": str(POLICY)}) == (200, "")
+        assert await told("POST", "/policy", {"version": 4}) == (409, "conflict")
+        assert await told("POST", "/policy", {"version": "x"}) == (400, "invalid_request_error")
+        assert await told("DELETE", "/engines/nobody") == (404, "not_found")
 
 
 def start(cwd: Path, rows: list[dict[str, Any]]) -> tuple[subprocess.Popen[str], dict[str, Any]]:

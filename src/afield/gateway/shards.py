@@ -21,6 +21,7 @@ import msgspec
 from afield.errors import Unavailable
 from afield.gateway.http import Receive, Scope, Send, header, key_of, read_body
 from afield.gateway.keys import session_named_by
+from afield.gateway.refusal import Refusal, engine_down
 
 _SESSION = re.compile(r"/(?:s|sessions)/([^/]+)")
 _TO_ALL = {
@@ -107,9 +108,7 @@ class Shard:
                 answers = await asyncio.gather(*(self._ask(i, scope, body) for i in self._peers))
             for status, answer in answers:
                 if status >= 400:
-                    raise Unavailable(
-                        f"another gateway process refused: {answer[:300].decode(errors='replace')}"
-                    )
+                    raise _refusal(status, answer)
 
     async def gather(self, path: str, key: str) -> list[bytes]:
         """The answers of the other processes to a GET."""
@@ -149,6 +148,16 @@ class Shard:
         url = f"http://peer{scope['path']}" + (f"?{query}" if query else "")
         headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in _HOP]
         return self._peers[index].request(scope["method"], url, data=body or None, headers=headers)
+
+
+def _refusal(status: int, answer: bytes) -> Refusal:
+    """What another process says against a request, said again."""
+    try:
+        error = msgspec.json.decode(answer)["error"]
+        return Refusal(status, error["type"], error["message"], error["hint"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        text = answer[:300].decode(errors="replace")
+        return engine_down(f"another gateway process failed with {status}: {text}")
 
 
 def _passed(scope: Scope) -> bool:
