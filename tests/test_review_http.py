@@ -13,6 +13,8 @@ import aiohttp
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.gateway.answering import Answering
+from afield.gateway.dialects import Asked, Dialects
 from afield.seams import SessionSpec
 from afield.types import Budget
 from answers import read_events
@@ -183,6 +185,40 @@ async def test_a_gateway_that_is_stopped_says_so_and_its_log_stays_json(tmp_path
         _, log = process.communicate(timeout=30)
     assert '"code":"engine_unavailable"' in rest and "is being stopped" in rest
     assert [json.loads(line)["level"] for line in log.splitlines()]
+
+
+async def test_a_stream_is_never_silent_for_longer_than_it_says(tmp_path: Path) -> None:
+    engine = ScriptedEngine([Scripted(token_ids=(5, 6), delay_s=0.1, fail="hang")])
+    clock = asyncio.get_running_loop().time
+    sent: list[tuple[float, bytes]] = []
+
+    async def send(message: Any) -> None:
+        if body := message.get("body"):
+            sent.append((clock(), body))
+
+    async with running(engine, tmp_path) as up:
+        await opened(up)
+        match = Dialects(up.gateway.tokens).match("/v1/messages")
+        assert match
+        body = json.dumps({"messages": [HI], "max_tokens": 9, "stream": True}).encode()
+        request, wish = match.dialect.decode(Asked("/v1/messages", body, {}, {}, {}))
+        answering = Answering(up.gateway, keepalive_s=1.0)
+        session = up.gateway.sessions.get("r.1")
+        silent: Any = asyncio.Event().wait
+        call = asyncio.create_task(answering.answer(session, match.dialect, request, wish, silent, send))
+        while len(sent) < 2 or b"ping" not in sent[-1][1]:
+            await asyncio.sleep(0.02)
+        assert sent[-1][0] - sent[-2][0] < 1.4
+        call.cancel()
+        await asyncio.wait([call])
+
+
+async def test_a_web_socket_is_refused_like_any_path_that_is_not_served(tmp_path: Path) -> None:
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    async with running(ScriptedEngine([]), tmp_path) as up:
+        key = {"authorization": f"Bearer {await opened(up)}", "sec-websocket-key": "MDEyMzQ1Njc4OWFiY2RlZg=="}
+        status, answer = await up.ask("GET", "/v1/responses", headers=upgrade | key)
+    assert (status, answer["error"]["code"]) == (404, "not_found")
 
 
 async def test_several_processes_refuse_as_one_does(tmp_path: Path) -> None:

@@ -98,7 +98,8 @@ class Answering:
     async def _keep_alive(self, view: View, out: ByteStream) -> None:
         while True:
             seen = out.sent
-            await asyncio.sleep(self._keepalive_s)
+            # Silence may begin right after a look, and is then as long as two of them.
+            await asyncio.sleep(self._keepalive_s / 2)
             if out.sent == seen:
                 await out.emit(view.keepalive())
 

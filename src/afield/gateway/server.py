@@ -50,6 +50,7 @@ async def serve(
         server_header=False,
         date_header=False,
         lifespan="off",
+        ws="none",  # who asks for a web socket gets the answer to a GET: there is none
         timeout_graceful_shutdown=5,
         timeout_keep_alive=30,
     )
