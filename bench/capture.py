@@ -1,17 +1,21 @@
-"""The floor: a proxy that passes bytes on and appends both directions to a file, and nothing else.
+"""The floor: a proxy that passes bytes on, and keeps the ids and log-probabilities the engine told.
 
-It is what one writes in an afternoon: aiohttp on both sides.
+It is what one writes in an afternoon: aiohttp on both sides, and one line of JSON for each call. It knows
+nothing of sessions, prompts or turns, tokenises nothing, and what it keeps may be lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import aiohttp
 from aiohttp import web
+
+JSON = {"content-type": "application/json"}
 
 
 class Capture:
@@ -26,11 +30,9 @@ class Capture:
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        kept = [body]
-        headers = {"content-type": "application/json"}
-        async with self._http.request(
-            request.method, self._upstream + request.path, data=body, headers=headers
-        ) as answer:
+        kept: list[bytes] = []
+        url = self._upstream + request.path
+        async with self._http.request(request.method, url, data=body, headers=JSON) as answer:
             kind = answer.headers.get("content-type", "application/json")
             response = web.StreamResponse(status=answer.status, headers={"content-type": kind})
             response.content_length = answer.content_length
@@ -38,9 +40,21 @@ class Capture:
             async for part in answer.content.iter_any():
                 kept.append(part)
                 await response.write(part)
-        self._file.write(b"".join(kept) + b"\n")
+        if body:
+            self._keep(b"".join(kept), "stream" in kind)
         await response.write_eof()
         return response
+
+    def _keep(self, told: bytes, stream: bool) -> None:
+        lines = [line[6:] for line in told.split(b"\n") if line.startswith(b"data: {")] if stream else [told]
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for line in lines:
+            event: dict[str, Any] = json.loads(line)
+            for choice in event.get("choices", ()):
+                ids += choice.get("token_ids") or ()
+                logprobs += [e["logprob"] for e in (choice.get("logprobs") or {}).get("content") or ()]
+        self._file.write(json.dumps({"token_ids": ids, "logprobs": logprobs}).encode() + b"\n")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 
 from afield.types import Message, Turn, TurnStatus
 
@@ -26,6 +27,7 @@ class Forest:
         self._by_request: dict[str, list[str]] = {}
         self._by_call: dict[str, str] = {}
         self._parents: set[str] = set()
+        self._roots: list[Turn] = []
         self._prompts: dict[str, tuple[int, ...]] = {}  # of the latest turns; see `keep`
         self.pictured = False
         self._lengths: dict[str, int] = {}
@@ -46,6 +48,14 @@ class Forest:
         """In the order they were committed."""
         return list(self._turns.values())
 
+    def latest(self, count: int) -> Iterable[Turn]:
+        """The last ones to be committed, the very last first."""
+        return islice(reversed(self._turns.values()), count)
+
+    @property
+    def roots(self) -> Iterable[Turn]:
+        return self._roots
+
     def add(self, turn: Turn) -> None:
         """Take a turn in. Adding the same turn again is harmless; another one under its id is an error."""
         known = self._turns.get(turn.id)
@@ -54,7 +64,9 @@ class Forest:
         if known is not None:
             raise ValueError(f"turn {turn.id} is already there and differs; turns are never edited")
         length = len(turn.delta_ids) + len(turn.token_ids)
-        if turn.parent is not None:
+        if turn.parent is None:
+            self._roots.append(turn)
+        else:
             parent = self._turns.get(turn.parent)
             if parent is None:
                 raise ValueError(f"turn {turn.id} names an unknown parent {turn.parent}")

@@ -182,7 +182,7 @@ def spare_the_collector() -> None:
     """What is loaded by now stays; a gateway's data has no cycles, so they are looked for seldom."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
+    gc.set_threshold(100_000, 20, 100)
 
 
 def on_fast_loop(work: Coroutine[Any, Any, None]) -> None:

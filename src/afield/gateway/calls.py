@@ -220,7 +220,7 @@ class Calls:
         flight = session.takes_off((place.asked, limit))
         self._metrics.began(intent)
         try:
-            await to_its_end(self._note_intent(session, intent, n))
+            await self._note_intent(session, intent, n)
             yield Started(session.id, intent.id, place.prompt_ids, intent.started)
             async for chunk in chunks:
                 now = self._clock()
@@ -239,7 +239,7 @@ class Calls:
                 reply = self._with_ids(stops.cut(parser.reply), intent.id)
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
                 # From here on, whatever comes, the commit is carried through.
-                await to_its_end(self._record(session, turn, n))
+                await self._record(session, turn, n)
                 if not turn.sent_ids:
                     session.forest.keep(turn.id, place.prompt_ids)
                 await self._supersede(session, turn)
@@ -352,15 +352,20 @@ class Calls:
         )
 
     async def _note_intent(self, session: Session, intent: Turn, n: int) -> None:
-        row = TurnRow(n, LAST, intent)
-        await self._store.put_turn(session.id, row)
-        session.rows[n] = row
+        await self._write(session, TurnRow(n, LAST, intent), lambda row: session.rows.update({n: row}))
 
     async def _record(self, session: Session, turn: Turn, n: int) -> None:
         session.commits += 1
-        row = TurnRow(n, session.commits, turn)
-        await self._store.put_turn(session.id, row)
-        session.record(row)
+        await self._write(session, TurnRow(n, session.commits, turn), session.record)
+
+    async def _write(self, session: Session, row: TurnRow, then: Callable[[TurnRow], None]) -> None:
+        """Whatever comes while it is being written, what is stored and what is in memory agree."""
+        writing = asyncio.ensure_future(self._store.put_turn(session.id, row))
+        try:
+            await to_its_end(writing)
+        finally:
+            if writing.done() and not writing.cancelled() and writing.exception() is None:
+                then(row)
 
     def _ended(
         self,

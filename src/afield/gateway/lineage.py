@@ -26,6 +26,7 @@ from afield.tokens import ChatTokens, Tool
 from afield.types import Link, Message, Turn, TurnStatus
 
 RAW = "raw"
+_LATEST = 16  # turns that a new conversation may come from
 _QUOTED = 24  # characters of a reply that, found again in a new conversation, are no coincidence
 
 
@@ -261,7 +262,8 @@ def _repeated(forest: Forest, spot: Spot) -> Turn | None:
 
 
 def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
-    for turn in reversed(forest.turns):
+    """The latest ones that are long enough to be known again."""
+    for turn in forest.latest(_LATEST):
         if turn.status is TurnStatus.COMMITTED and turn.messages:
             said = turn.messages[-1].content.strip()
             if len(said) >= _QUOTED:
@@ -270,7 +272,7 @@ def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
 
 def _waiting(forest: Forest) -> Turn | None:
     """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
-    for turn in reversed(forest.turns):
+    for turn in forest.latest(_LATEST):
         committed = turn.status is TurnStatus.COMMITTED and turn.messages
         if committed and turn.messages[-1].tool_calls and not forest.has_children(turn.id):
             return turn
@@ -280,8 +282,7 @@ def _waiting(forest: Forest) -> Turn | None:
 def _other_head(forest: Forest, spot: Spot) -> bool:
     """Whether tools or system message are other than those of every conversation so far."""
     head = _system(spot.messages)
-    roots = [turn for turn in forest.turns if turn.parent is None]
-    return all(turn.root != spot.root or _system(turn.messages) != head for turn in roots)
+    return all(turn.root != spot.root or _system(turn.messages) != head for turn in forest.roots)
 
 
 def _system(messages: Sequence[Message]) -> str:

@@ -13,7 +13,7 @@ import queue
 import secrets
 import sqlite3
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -101,10 +101,10 @@ class Store:
         sql = "INSERT OR REPLACE INTO sessions VALUES (?,?,?,?)"
         await self._write([(sql, (row.id, row.phase, row.created, body))])
 
-    async def put_turn(self, session_id: str, row: TurnRow) -> None:
+    def put_turn(self, session_id: str, row: TurnRow) -> Awaitable[None]:
         body = msgspec.msgpack.encode(row)
         sql = "INSERT OR REPLACE INTO turns VALUES (?,?,?,?,?)"
-        await self._write([(sql, (session_id, row.n, str(row.turn.status), row.seq, body))])
+        return self._write([(sql, (session_id, row.n, str(row.turn.status), row.seq, body))])
 
     async def put_images(self, session_id: str, images: Iterable[Image]) -> None:
         sql = "INSERT OR IGNORE INTO images VALUES (?,?,?)"
@@ -141,12 +141,13 @@ class Store:
 
     # --- the writing thread ----------------------------------------------------------------------
 
-    async def _write(self, statements: list[Statement]) -> None:
+    def _write(self, statements: list[Statement]) -> asyncio.Future[None]:
+        """Settled when they are written; cancelling it cancels nothing but the waiting."""
         if self._closed:
             raise Unavailable(f"{self._path} is closed: the gateway is stopping")
         done = self._loop.create_future()
         self._queue.put((statements, done))
-        await done
+        return done
 
     def _write_groups(self) -> None:
         connection = self._connect()
@@ -200,7 +201,7 @@ class Store:
         return connection
 
 
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+async def to_its_end(work: Awaitable[T]) -> T:
     """Await work that, once begun, must not be left half done: a cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     try:
