@@ -371,7 +371,7 @@ def _responses_heard(answer: Row) -> Heard:
             text += "".join(part["text"] for part in item["content"])
         elif item["type"] == "function_call":
             calls.append((item["call_id"], item["name"], item["arguments"]))
-    return _heard(answer["id"].removeprefix("resp_"), text, calls)
+    return _heard(answer["id"].rpartition("_")[2], text, calls)
 
 
 def _gemini_answers(events: list[Row]) -> Heard:

@@ -62,7 +62,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         (["show"], "there is no run"),
         (["gateway", "--model", "nowhere", "--port", "0"], "nowhere"),
         (["gateway", "--model", POLICY, "--host", "0.0.0.0", "--port", "0"], "--admin-key"),
-        (["gateway", "--model", POLICY, "--engine", "vlm", "--port", "0"], "scripted, torch"),
+        (["gateway", "--model", POLICY, "--engine", "vlm", "--port", "0"], "scripted, sglang, torch, vllm"),
     ],
 )
 def test_bad_input_is_named_with_its_remedy(

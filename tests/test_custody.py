@@ -15,8 +15,8 @@ from afield.engines.scripted import Script, Scripted, ScriptedEngine
 from afield.errors import Unavailable
 from afield.gateway.calls import Calls
 from afield.gateway.metrics import Metrics
-from afield.gateway.request import Done, Item, ModelRequest, Piece
 from afield.gateway.refusal import Refusal
+from afield.gateway.request import Done, Item, ModelRequest, Piece
 from afield.gateway.sessions import Session, Sessions
 from afield.gateway.store import Store, TurnRow
 from afield.seams import SessionSpec

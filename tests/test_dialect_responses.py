@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from afield.forest import canonical
 from afield.gateway.dialects.responses import Responses
+from afield.gateway.marks import response_id
 from afield.gateway.refusal import Refusal, context_exceeded
 from afield.types import FinishReason, Message, ToolCall
 from answers import STARTED, asked, done, pieces, read_events
@@ -141,7 +142,7 @@ def test_what_is_not_enforced_shows_in_the_tags() -> None:
 
 
 def test_history_left_to_us_is_named_by_a_response_or_an_item() -> None:
-    assert decode(previous_response_id="resp_t4").after == "t4"
+    assert decode(previous_response_id=response_id("", "t4")).after == "t4"
     items = [{"role": "user", "content": "Go"}, {"type": "item_reference", "id": "msg_t2_0"}]
     request = decode(input=[*items, call("look", id="fc_t2_0"), {"role": "user", "content": "On"}])
     assert (request.after, [m.content for m in request.messages]) == ("t2", ["On"])

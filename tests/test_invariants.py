@@ -347,8 +347,8 @@ def signatures_are_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def grant(key: str) -> keys.Grant | None:
-    session_id, _, scopes = key.removeprefix(keys.PREFIX).rpartition("~")[0].partition("~")
-    return keys.Grant(session_id, frozenset(map(keys.Scope, scopes.split(".")))) if scopes else None
+    session_id, scopes, nonce, *_ = [*key.removeprefix(keys.PREFIX).split("~"), "", "", ""]
+    return keys.Grant(session_id, frozenset(map(keys.Scope, scopes.split("."))), nonce) if scopes else None
 
 
 def the_path_alone_names_the_session(patch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.gateway.marks import response_id
 from afield.seams import SessionSpec
 from afield.types import Message
 from gateways import running
@@ -365,13 +366,15 @@ async def test_a_previous_response_is_history_enough(tmp_path: Path) -> None:
         first = await client.say(user("Hi"))
         result = Message(role="tool", content="4", tool_call_id=first.reply.tool_calls[0].id)
         for n, message in ((1, result), (2, user("Thanks."))):
-            ask = Ask(messages=(message,), tools=TOOLSETS[1], after=f"resp_t{n}")
+            ask = Ask(messages=(message,), tools=TOOLSETS[1], after=response_id("r.1", f"t{n}"))
             path, body = write("responses", ask)
             answer = await client.door("POST", path, body)
             assert answer.status == 200, answer
             client.tools[f"t{n + 1}"] = list(TOOLSETS[1])
         assert parents(await good(there, client)) == [None, "t1", "t2"]
-        path, body = write("responses", Ask(messages=(user("Hi"),), after="resp_t99"))
+        path, body = write("responses", Ask(messages=(user("Hi"),), after=response_id("r.1", "t99")))
+        assert (await client.door("POST", path, body)).status == 400
+        path, body = write("responses", Ask(messages=(user("Hi"),), after=response_id("another.1", "t1")))
         assert (await client.door("POST", path, body)).status == 400
 
 

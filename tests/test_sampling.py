@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateways import running, vocabulary
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.seams.engine import Call
 from afield.types import Sampling
+from gateways import running, vocabulary
 
 pytestmark = pytest.mark.anyio
 SAID: Any = [{"role": "user", "content": "Hi"}]

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from afield.cli.logs import FORMATS, start_logging
 from afield.config import Environment, agent_environment
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     listener = listen(args.host, args.port)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    args.public_url = args.public_url or f"http://{host}:{listener.getsockname()[1]}"
+    args.public_url = with_port(args.public_url or f"http://{host}:{listener.getsockname()[1]}")
     with listener:
         if args.processes > 1:
             serve_front(args, listener, not given)
@@ -176,6 +177,14 @@ def serve_shard(args: argparse.Namespace) -> None:
         private.listen(1024)
         private.setblocking(False)
         on_fast_loop(serve(args, private, lambda model: announce(args, model, False), shard))
+
+
+def with_port(url: str) -> str:
+    """Some clients lose a default port that is not named, so it is named."""
+    parts = urlsplit(url)
+    if parts.port is not None:
+        return url
+    return urlunsplit(parts._replace(netloc=f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"))
 
 
 def spare_the_collector() -> None:

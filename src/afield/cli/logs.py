@@ -10,7 +10,7 @@ import logging
 import re
 
 FORMATS = ("text", "json")
-_KEY = re.compile(r"afk-([A-Za-z0-9._-]+)~[a-z.]*~[0-9a-f]+|(?i:bearer)\s+\S+")
+_KEY = re.compile(r"afk-([A-Za-z0-9._-]+)~[a-z.]*~[0-9a-f]*~[0-9a-f]+|(?i:bearer)\s+\S+")
 _SESSION = re.compile(r"\bsession ([A-Za-z0-9._-]+)|/s/([A-Za-z0-9._-]+)")
 
 

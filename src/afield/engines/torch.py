@@ -184,6 +184,10 @@ class TorchEngine:
             decoder = self._running()
             if not is_newer(version, decoder.version):
                 return
+            if not path:
+                raise UsageError(
+                    f"version {version}: give the path of its weights; this engine loads them itself"
+                )
             tensors = await asyncio.to_thread(read_weights, Path(path), decoder.parameters)
             done: Future[None] = Future()
             self._send(_Swap(version, tensors, done))

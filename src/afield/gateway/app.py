@@ -83,7 +83,7 @@ class App:
         if match is not None:
             session = self._session(session_id, scope, KeyScope.INFER)
             body = await read_body(scope, receive)
-            asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo)
+            asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo, session.id)
             request, wish = await _decode(match.dialect, asked)
             if match.verb == "count":
                 tokens = await self._gateway.calls.count(session, request)
@@ -118,9 +118,12 @@ class App:
             log.warning("session %s: a key without the scope %s was used for it", grant.session_id, needs)
             raise forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
         try:
-            return self._gateway.sessions.get(grant.session_id)
+            session = self._gateway.sessions.get(grant.session_id)
         except Missing as gone:
             raise unauthorized("the session of this key no longer exists") from gone
+        if session.row.nonce != grant.nonce:
+            raise unauthorized("the session of this key was deleted; another has its id now")
+        return session
 
     # --- trainers and collectors -----------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from afield.tokens import ChatTokens, Event, Parser, ToolStart
 from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
+MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read and stayed text
 LAST = 1 << 62  # calls that never ended sort behind those that did
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -237,7 +238,8 @@ class Calls:
                     raise Unavailable("the engine gave the call up")
                 events += [] if stops.hit else stops.filter(parser.finish(), last=True)
                 reply = self._with_ids(stops.cut(parser.reply), intent.id)
-                turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply)
+                spoilt = (MALFORMED,) if parser.malformed else ()
+                turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, spoilt)
                 # From here on, whatever comes, the commit is carried through.
                 await self._record(session, turn, n)
                 if not turn.sent_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -38,7 +39,23 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         if size > MAX_BODY:
             raise Refusal(413, "request_too_large", f"the body has more than {MAX_BODY} bytes")
         if not message.get("more_body"):
-            return b"".join(parts)
+            return _plain(b"".join(parts), header(scope, b"content-encoding"))
+
+
+def _plain(body: bytes, encoding: str) -> bytes:
+    """A body that the client packed, unpacked."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise Refusal(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
+    unpacking = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        plain = unpacking.decompress(body, MAX_BODY)
+    except zlib.error as error:
+        raise bad_request(f"the body is not {encoding}: {error}") from error
+    if unpacking.unconsumed_tail:
+        raise Refusal(413, "request_too_large", f"the body unpacks to more than {MAX_BODY} bytes")
+    return plain
 
 
 def header(scope: Scope, name: bytes) -> str:

@@ -1,7 +1,7 @@
 """Session keys: capabilities that name their session and what they may do, signed by the gateway.
 
-A key is `afk-SESSION~SCOPES~MAC`. It needs no table, survives a restart (the secret lives in the
-store), and opens nothing but its own session.
+A key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart (the secret lives in the
+store), opens nothing but its own session, and ends with it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ class Scope(StrEnum):
 
 
 class Grant(Struct, frozen=True):
+    """`nonce` is the session's own: another session of the same id has another one."""
+
     session_id: str
     scopes: frozenset[Scope]
+    nonce: str
 
 
 def session_named_by(key: str) -> str | None:
@@ -41,8 +44,8 @@ class Keys:
         self._admin_key = admin_key
         self._known: dict[str, Grant] = {}  # keys that were good once are good for ever
 
-    def issue(self, session_id: str, scopes: frozenset[Scope]) -> str:
-        body = f"{session_id}~{'.'.join(sorted(scopes))}"
+    def issue(self, session_id: str, scopes: frozenset[Scope], nonce: str) -> str:
+        body = f"{session_id}~{'.'.join(sorted(scopes))}~{nonce}"
         return f"{PREFIX}{body}~{self._mac(body)}"
 
     def check(self, key: str) -> Grant | None:
@@ -52,8 +55,8 @@ class Keys:
         body, _, mac = key.removeprefix(PREFIX).rpartition("~")
         if not key.startswith(PREFIX) or not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             return None
-        session_id, _, scopes = body.partition("~")
-        grant = Grant(session_id, frozenset(Scope(s) for s in scopes.split(".") if s))
+        session_id, scopes, nonce = body.split("~")
+        grant = Grant(session_id, frozenset(Scope(s) for s in scopes.split(".") if s), nonce)
         if len(self._known) >= REMEMBERED:
             self._known.clear()
         self._known[key] = grant

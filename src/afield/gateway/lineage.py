@@ -233,7 +233,7 @@ def _links(forest: Forest, spot: Spot, request: ModelRequest) -> tuple[Link, ...
         return (Link("compaction", summary.id),)
     if repeated := _repeated(forest, spot):
         return (Link("fork", repeated.id),)
-    caller = _waiting(forest)
+    caller = _waiting(forest, spot)
     if caller is not None and (request.thread or _other_head(forest, spot)):
         return (Link("sub-agent", caller.id),)
     return ()
@@ -270,9 +270,12 @@ def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
                 yield turn, said
 
 
-def _waiting(forest: Forest) -> Turn | None:
+def _waiting(forest: Forest, spot: Spot) -> Turn | None:
     """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
+    answered = {message.tool_call_id for message in spot.messages}
     for turn in forest.latest(_LATEST):
+        if turn.messages and answered & {call.id for call in turn.messages[-1].tool_calls}:
+            continue
         committed = turn.status is TurnStatus.COMMITTED and turn.messages
         if committed and turn.messages[-1].tool_calls and not forest.has_children(turn.id):
             return turn

@@ -29,6 +29,20 @@ def item_id(kind: str, turn_id: str, index: int | None = None) -> str:
     return f"{kind}_{turn_id}" if index is None else f"{kind}_{turn_id}_{index}"
 
 
+def response_id(session_id: str, turn_id: str) -> str:
+    """The id of a response, by which a client may leave the history to us: it names its session too."""
+    return f"resp_{_tag(session_id)}_{turn_id}"
+
+
+def turn_of_response(id: str, session_id: str) -> str | None:
+    head, _, turn_id = id.rpartition("_")
+    return turn_id if head == f"resp_{_tag(session_id)}" and TURN.fullmatch(turn_id) else None
+
+
+def _tag(session_id: str) -> str:
+    return hashlib.blake2b(session_id.encode(), digest_size=6).hexdigest()
+
+
 def turn_of_id(id: str) -> str | None:
     found = _ID.fullmatch(id)
     return found[1] if found else None

@@ -8,6 +8,8 @@ from afield.errors import Unavailable
 from afield.seams import Chunk
 from afield.types import FinishReason, VersionSpan, check_cover
 
+CERTAIN = -5e-324
+
 
 class Partial:
     def __init__(self) -> None:
@@ -34,7 +36,9 @@ class Partial:
                 self.first_token = now
             start = len(self.ids)
             self.ids.extend(chunk.token_ids)
-            self.logprobs.extend(chunk.logprobs)
+            self.logprobs.extend(
+                chunk.logprobs if 0.0 not in chunk.logprobs else map(_marked, chunk.logprobs)
+            )
             self._span(start, len(self.ids), chunk.low, chunk.high)
         self.finish = chunk.finish
         if chunk.versions is not None:
@@ -48,3 +52,8 @@ class Partial:
     @property
     def spans(self) -> tuple[VersionSpan, ...]:
         return tuple(VersionSpan(*span) for span in self._spans)
+
+
+def _marked(logprob: float) -> float:
+    """Nought means "not sampled" to whoever trains, so a token that was certain is a hair less so."""
+    return logprob or CERTAIN

@@ -91,13 +91,17 @@ class LocalGateway:
         spec = session.row.spec
         judged = spec.reward_from == "verifier"
         scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
+
+        def issue(scopes: frozenset[Scope]) -> str:
+            return self.keys.issue(session.id, scopes, session.row.nonce)
+
         verifier = frozenset({Scope.REWARD, Scope.OUTCOME, Scope.READ})
         return SessionTicket(
             id=session.id,
-            api_key=self.keys.issue(session.id, frozenset(scopes - {Scope.REWARD} if judged else scopes)),
+            api_key=issue(frozenset(scopes - {Scope.REWARD} if judged else scopes)),
             base_url=base,
             openai_base_url=f"{base}/v1",
-            verifier_key=self.keys.issue(session.id, verifier) if judged else None,
+            verifier_key=issue(verifier) if judged else None,
         )
 
     async def health(self) -> tuple[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import uuid
 import weakref
 from collections.abc import Callable
@@ -196,6 +197,7 @@ class Sessions:
                 spec=structs.replace(spec, id=session_id),
                 phase=Phase.OPEN,
                 created=self._clock(),
+                nonce=secrets.token_hex(4),
             )
             await self._store.put_session(row)
             session = self._live[session_id] = self._known[session_id] = Session(row, [])

@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, 
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
 """
-FORMAT = "2"
+FORMAT = "3"
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
@@ -46,6 +46,7 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     spec: SessionSpec
     phase: str
     created: float
+    nonce: str
     rewards: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = {}
     reason: str = ""

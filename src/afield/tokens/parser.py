@@ -45,6 +45,11 @@ class Parser:
         return self._reader.feed(self._utf8.decode(b"", final=True)) + self._reader.finish()
 
     @property
+    def malformed(self) -> bool:
+        """Whether something that began as a call stayed text."""
+        return getattr(self._reader, "malformed", False)
+
+    @property
     def reply(self) -> Message:
         """What is known so far; calls appear when they are closed, with the ids their format spells."""
         return self._reader.reply

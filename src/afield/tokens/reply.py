@@ -137,6 +137,7 @@ class ReplyReader:
         hold_calls: bool,
         tools: Sequence[Tool] = (),
     ) -> None:
+        self.malformed = False
         self._tags = reasoning or ReasoningFormat("", "", "")
         self._format = tool_format
         self._tools = tools
@@ -310,6 +311,7 @@ class ReplyReader:
         return True
 
     def _withdraw(self, call: OpenCall, rest: str) -> None:
+        self.malformed = True
         self._out.report(call)
         self._call = None
         self._leave()

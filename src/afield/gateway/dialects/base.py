@@ -37,6 +37,7 @@ class Asked(Struct, frozen=True):
     query: Mapping[str, str]
     headers: Mapping[str, str]
     memo: Memo | None = None
+    session_id: str = ""
 
 
 class Wish(Struct, frozen=True, kw_only=True):

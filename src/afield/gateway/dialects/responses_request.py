@@ -18,7 +18,7 @@ from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
 from afield.gateway.dialects.chat import ROLES
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
-from afield.gateway.marks import turn_of_id, unseal
+from afield.gateway.marks import turn_of_id, turn_of_response, unseal
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import ModelRequest
 from afield.gateway.wishes import Wishing, wishes
@@ -99,7 +99,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire = read(DECODER, asked.body, "a Responses request")
     _check(wire)
     toolbox = read_tools(wire.tools)
-    after, items = _history(wire)
+    after, items = _history(wire, asked.session_id)
     talk = Conversation(toolbox)
     if wire.instructions:
         talk.messages.append(Message(role="system", content=wire.instructions))
@@ -162,13 +162,13 @@ def _unenforced(wire: Body) -> list[str]:
     return tags
 
 
-def _history(wire: Body) -> tuple[str | None, list[tuple[int, Item]]]:
+def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, Item]]]:
     """The turn that the client leaves the history to, and the items that follow it."""
     given = [Item(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input or []
     items = list(enumerate(given))
     after = None
     if wire.previous_response_id is not None:
-        after = turn_of_id(wire.previous_response_id)
+        after = turn_of_response(wire.previous_response_id, session_id)
         if after is None:
             missing = (
                 f"previous_response_id {wire.previous_response_id[:80]!r} is not a response of this session"

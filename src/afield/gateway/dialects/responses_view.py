@@ -12,7 +12,7 @@ from typing import Any
 from afield.gateway.dialects.base import EVENTS, Wish, event
 from afield.gateway.dialects.responses_request import Shown
 from afield.gateway.dialects.responses_tools import free_text
-from afield.gateway.marks import item_id, seal
+from afield.gateway.marks import item_id, response_id, seal
 from afield.gateway.refusal import Refusal
 from afield.gateway.request import Done, Piece, Started
 from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
@@ -64,7 +64,7 @@ class Items:
 
     def response(self, status: str, output: list[Json], **rest: Any) -> Json:
         made: Json = {
-            "id": self._id("resp"),
+            "id": response_id(self._started.session_id, self._started.turn_id),
             "object": "response",
             "created_at": int(self._started.created),
             "status": status,
