@@ -11,7 +11,8 @@ from servers import Server
 from turns import Conversations, turn_costs
 from workload import TURNS, Workload
 
-CONNECTIONS = 16  # for CPU per call
+TALKS = 16  # long conversations at once
+CONNECTIONS = 64  # for CPU per call
 POOL = 512  # sessions that calls are spread over
 PACE_MS = 5
 WHOLE, STREAMED = b"format_help", b"data: [DONE]"  # in every good answer
@@ -41,7 +42,7 @@ class Bench:
 
     async def _talk(self) -> Conversations:
         """New conversations, at their first turn."""
-        sessions = CONNECTIONS if self.server.name in ("afield", "capture") else 4
+        sessions = TALKS if self.server.name in ("afield", "capture") else 4
         return Conversations(self.server, self.work, await self.server.fresh(sessions))
 
     async def further(self) -> dict[str, Any]:
@@ -77,13 +78,13 @@ class Bench:
 
     async def _unknown(self) -> dict[str, Any]:
         """Long histories that the server never saw."""
-        targets = await self.server.fresh(CONNECTIONS)
+        targets = await self.server.fresh(TALKS)
 
         def job(index: int, n: int) -> bytes:
             path, key = targets[index]
             return post(path, self.work.body(self.work.stranger(self._next())), key)
 
-        return await self._measure(CONNECTIONS, job)
+        return await self._measure(TALKS, job)
 
     def _next(self) -> int:
         self._number += 1
