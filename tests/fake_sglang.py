@@ -1,8 +1,8 @@
 """A small server that speaks SGLang's wire format in front of any engine.
 
-The format was read from the source of SGLang 0.5.23 (tokenizer_manager, http_server); no reply here was
-recorded from a running server. `scripts/record_sglang.py` records such replies into tests/fixtures/sglang,
-and `test_engine_sglang.py` reads them when they are there.
+It does as SGLang 0.5.23 was seen to do: `ignore_eos` switches stop ids off too, the context advertised is
+longer than the prompts taken, and a stop id is part of the answer. What a real one answered, byte for byte,
+is replayed by `replay_sglang.py`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class FakeSglang:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
-        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/model_info", self.model_info)
         app.router.add_post("/generate", self.generate)
         for path in ("pause_generation", "continue_generation", "update_weights_from_disk"):
             app.router.add_post(f"/{path}", self.manage)
         return app
 
-    async def models(self, request: web.Request) -> web.Response:
-        info = await self.engine.info()
-        return web.json_response({"data": [{"id": "tiny", "max_model_len": info.max_context}]})
+    async def server_info(self, request: web.Request) -> web.Response:
+        longest = (await self.engine.info()).max_context
+        return web.json_response({"context_length": longest + 6, "max_req_input_len": longest})
 
     async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label, "has_image_understanding": self.images})
@@ -84,7 +84,7 @@ class FakeSglang:
             prompt_ids=tuple(body["input_ids"]),
             sampling=Sampling(temperature=given["temperature"], top_k=max(given["top_k"], 0)),
             max_tokens=given["max_new_tokens"],
-            stop_ids=tuple(given["stop_token_ids"]),
+            stop_ids=() if given["ignore_eos"] else tuple(given["stop_token_ids"]),
             stream=body["stream"],
             images=tuple(Image(digest=d, media_type="?", url=d) for d in body.get("image_data", ())),
         )

@@ -1,32 +1,30 @@
-"""The SGLang client, against a server that speaks the format of SGLang 0.5.23 as its source has it.
+"""The SGLang client, against a small server that speaks its format, and against what a real one answered.
 
-No reply was recorded from a running SGLang: it has no package for CPUs. Replies recorded elsewhere with
-`scripts/record_sglang.py` are read from tests/fixtures/sglang when they are there.
+The real one was SGLang 0.5.23 on a CPU, in float32, with the demo policy; see `scripts/record_sglang.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from msgspec import structs
 
+from afield.engines.probe import probe
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sglang import SglangEngine
 from afield.errors import Conflict, Unavailable
 from afield.seams.engine import Call, Chunk, Engine, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 from fake_sglang import FakeSglang, serving_sglang
+from replay_sglang import replaying
 
 pytestmark = pytest.mark.anyio
 BOUND_S = 20
-RECORDED = Path(__file__).parent / "fixtures" / "sglang"
 
 
 def a_call(**changes: Any) -> Call:
@@ -53,6 +51,10 @@ async def answer(engine: Engine, call: Call) -> list[Chunk]:
 
 def ids(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def logprobs(chunks: list[Chunk]) -> list[float]:
+    return [p for chunk in chunks for p in chunk.logprobs]
 
 
 @asynccontextmanager
@@ -84,7 +86,7 @@ async def test_the_body_says_what_the_call_says() -> None:
             "top_p": 1.0,
             "top_k": -1,
             "stop_token_ids": [0],
-            "ignore_eos": True,
+            "ignore_eos": False,
             "no_stop_trim": True,
             "sampling_seed": 3,
         },
@@ -177,32 +179,77 @@ async def test_images_go_beside_the_ids() -> None:
     assert fake.bodies[-1]["image_data"] == ["https://example.org/a.png"]
 
 
-@pytest.mark.parametrize("name", ["whole", "stream"])
-async def test_replies_of_a_real_server_are_read(name: str) -> None:
-    path = RECORDED / f"{name}.json"
-    if not path.exists():
-        pytest.skip("no reply of a real SGLang was recorded; see scripts/record_sglang.py")
-    recorded = json.loads(path.read_text())
+async def test_ids_that_would_end_the_server_never_reach_it() -> None:
+    fake = FakeSglang(ScriptedEngine(counting))
+    async with connected(fake, vocab_size=100) as engine:
+        asked = len(fake.bodies)
+        for stray in (100, -1):
+            with pytest.raises(ValueError, match=f"has the id {stray}; the vocabulary has 100"):
+                await answer(engine, a_call(prompt_ids=(5, stray, 7)))
+        assert len(fake.bodies) == asked
 
-    async def replay(request: web.Request) -> web.Response:
-        body = await request.json()
-        if body["input_ids"] != recorded["body"]["input_ids"]:
-            return web.json_response(recorded["probe"])
-        return web.Response(text=recorded["reply"], content_type=recorded["content_type"])
 
-    app = web.Application()
-    app.router.add_post("/generate", replay)
-    for route in ("/v1/models", "/model_info"):
-        app.router.add_get(route, lambda request: web.json_response(recorded[request.path]))
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    host, port = runner.addresses[0][:2]
-    try:
-        async with SglangEngine(f"http://{host}:{port}") as engine:
-            prompt = tuple(recorded["body"]["input_ids"])
-            chunks = await answer(engine, a_call(prompt_ids=prompt, stream=name == "stream"))
-            assert ids(chunks) == recorded["output_ids"]
-            assert chunks[-1].finish is not None
-    finally:
-        await runner.cleanup()
+# --- what a real server answered -----------------------------------------------------------------
+
+FREE = [402, 402, 402, 597, 426, 402, 4, 2, 4, 2, 4, 2]
+OWN_END = 2  # the end id of the model that was served
+
+
+@pytest.fixture(params=["cumulative", "incremental"])
+async def recorded(request: pytest.FixtureRequest) -> AsyncIterator[SglangEngine]:
+    async with (
+        asyncio.timeout(BOUND_S),
+        replaying(request.param) as url,
+        SglangEngine(url, vocab_size=656) as engine,
+    ):
+        yield engine
+
+
+def greedy(**changes: Any) -> Call:
+    return a_call(prompt_ids=(1,), sampling=Sampling(temperature=0.0), **changes)
+
+
+async def test_a_real_server_is_found_fit_and_known_for_what_it_is(recorded: SglangEngine) -> None:
+    report = await probe(recorded)
+    assert (report.info.max_context, report.info.logprobs, report.info.version) == (250, "tempered", 0)
+    assert not report.seeded
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_real_servers_answer_ends_where_it_should(recorded: SglangEngine, stream: bool) -> None:
+    for stops, length, finish in [
+        ((), 12, FinishReason.LENGTH),
+        ((4,), 7, FinishReason.STOP),
+        ((650,), FREE.index(OWN_END) + 1, FinishReason.STOP),
+    ]:
+        chunks = await answer(recorded, greedy(stop_ids=stops, stream=stream))
+        assert ids(chunks) == FREE[:length]
+        assert chunks[-1].finish is finish
+
+
+async def test_a_real_servers_stream_is_its_whole_answer(recorded: SglangEngine) -> None:
+    streamed = await answer(recorded, greedy(stop_ids=()))
+    whole = await answer(recorded, greedy(stop_ids=(), stream=False))
+    pairs = zip(logprobs(streamed), logprobs(whole), strict=True)
+    assert max(abs(p - q) for p, q in pairs) < 1e-5
+    assert all(p < 0 for p in logprobs(whole))
+
+
+async def test_a_real_server_tells_which_weights_sampled_what(
+    recorded: SglangEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other-weights").mkdir()
+    (tmp_path / "other-weights" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    before = await answer(recorded, greedy(stop_ids=(), stream=False))
+    await recorded.pause()
+    await recorded.resume()
+    await recorded.load(1, "other-weights")
+    crossing = structs.replace(greedy(stop_ids=(), max_tokens=30), prompt_ids=(3, 3))
+    assert (await answer(recorded, crossing))[-1].versions == (
+        VersionSpan(0, 3, 0, 0),
+        VersionSpan(3, 30, 1, 1),
+    )
+    after = await answer(recorded, greedy(stop_ids=(), stream=False))
+    assert [(c.low, c.high) for c in (*before, *after)] == [(0, 0), (1, 1)]
+    assert logprobs(before) != logprobs(after)

@@ -4,6 +4,8 @@ Its stream repeats everything with every event unless the server was started to 
 read, and what one network read brings is one chunk. Versions are exact where `meta_info.weight_versions`
 is there, otherwise the interval from the version at the start to the one now. SGLang applies temperature to
 log-probabilities but not truncation: calls with top_p or top_k are refused unless measured otherwise.
+The model's own end ids end a call that has stop ids. Ids outside the vocabulary, where that is known, are
+refused here: a real server dies of them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from contextlib import aclosing
 from msgspec import structs
 
 from afield.engines import sglang_wire as wire
+from afield.engines.checks import check_call
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
@@ -27,14 +30,14 @@ class SglangEngine(RemoteEngine):
     remedy = "ask for top_p 1 and top_k off, and do not set SGLANG_RETURN_ORIGINAL_LOGPROB on the server"
 
     async def _learn(self) -> EngineInfo:
-        served = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
+        served = self._http.decode(await self._http.ask("GET", "/server_info"), wire.SERVER_INFO)
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
         self._version = as_version(told.weight_version, self._initial)
         # Taken at its word until it is measured, so that the measuring calls are let through.
         self._known = info = EngineInfo(
             kind="sglang",
             version=self._version,
-            max_context=served[0].max_model_len,
+            max_context=served.max_req_input_len,
             vocab_size=self._vocab_size,
             images=told.has_image_understanding,
         )
@@ -47,6 +50,10 @@ class SglangEngine(RemoteEngine):
         self._version = as_version(told.weight_version, self._initial)
 
     # --- calls ------------------------------------------------------------------------------------
+
+    def _limit(self, call: Call) -> int:
+        check_call(call, self._entered())
+        return super()._limit(call)
 
     async def _whole(self, call: Call) -> AsyncGenerator[Chunk]:
         body, low = wire.body(call, self._limit(call)), self._version

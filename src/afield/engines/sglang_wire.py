@@ -24,12 +24,9 @@ OFF = -1  # SGLang's word for no top_k
 LOWEST = -1e30  # it writes the lowest float where a probability is 0
 
 
-class Model(Struct):
-    max_model_len: int
-
-
-class Models(Struct):
-    data: list[Model]
+class ServerInfo(Struct):
+    # Prompts shorter than this are taken; the context it advertises is a few tokens too long.
+    max_req_input_len: int
 
 
 class ModelInfo(Struct):
@@ -63,7 +60,7 @@ class Reply(Struct):
     error: Problem | None = None
 
 
-MODELS = msgspec.json.Decoder(Models)
+SERVER_INFO = msgspec.json.Decoder(ServerInfo)
 MODEL_INFO = msgspec.json.Decoder(ModelInfo)
 UPDATED = msgspec.json.Decoder(Updated)
 REPLY = msgspec.json.Decoder(Reply)
@@ -124,8 +121,8 @@ def body(call: Call, limit: int) -> dict[str, Any]:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or OFF,
             "stop_token_ids": call.stop_ids,
-            # Our stop ids are the only ones, and they are part of the answer.
-            "ignore_eos": True,
+            # SGLang takes this for stop ids too, so its own end ids count wherever ours do.
+            "ignore_eos": not call.stop_ids,
             "no_stop_trim": True,
         },
         "return_logprob": True,
