@@ -21,7 +21,7 @@ demo: .venv/.ready
 	@$(BIN)/afield demo
 
 test: .venv/.ready
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

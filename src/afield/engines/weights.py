@@ -65,7 +65,9 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         raise UsageError(
             f"model path {str(path)!r} has {unfit}, which the embedded engine cannot serve exactly"
         )
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    model.tie_weights()  # once more: what the configuration calls tied must be one tensor
+    return model
 
 
 def _unfit(config: PreTrainedConfig) -> str | None:
