@@ -142,6 +142,14 @@ class FakeSglang:
             "completion_tokens": sum(len(chunk.token_ids) for chunk in seen),
             "output_token_logprobs": entries,
         }
+        if fault == "refused":
+            # As a real one does: the refusal has an id, and no log-probability.
+            meta["finish_reason"] = {
+                "type": "abort",
+                "message": "Input length (9 tokens)",
+                "status_code": 400,
+            }
+            meta["output_token_logprobs"] = []
         if self.spans:
             meta["weight_versions"] = _spans(seen)
         reply = {"text": "é" * len(tokens), "output_ids": tokens, "meta_info": meta}

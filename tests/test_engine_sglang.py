@@ -145,6 +145,12 @@ async def test_a_server_that_misbehaves_is_unavailable_and_named(
         assert len(ids(await answer(engine, a_call()))) == 12
 
 
+async def test_a_refusal_in_a_stream_is_the_callers_fault() -> None:
+    async with connected(FakeSglang(ScriptedEngine(counting), faults=["refused"])) as engine:
+        with pytest.raises(ValueError, match=f"{engine.url} refuses the call: Input length"):
+            await answer(engine, a_call())
+
+
 async def test_weights_are_swapped_while_calls_are_retracted(tmp_path: Path) -> None:
     for name in ("broken", "good"):
         (tmp_path / name).mkdir()

@@ -76,12 +76,13 @@ class Sampled:
         for reply in replies:
             if reply.error is not None:
                 raise reply.error.as_error(where)
+            if reply.meta_info.finish_reason is not None:
+                # First, because a refused call comes with an id that nobody sampled.
+                self.finish = _finish(reply.meta_info.finish_reason, where)
             self._add(reply, reply.meta_info.completion_tokens - seen - len(self.token_ids), where)
         last = replies[-1].meta_info
         self.version, self.spans = last.weight_version, last.weight_versions
         self.prompt_ids = replies[0].prompt_token_ids
-        if last.finish_reason is not None:
-            self.finish = _finish(last.finish_reason, where)
 
     def _add(self, reply: Reply, new: int, where: str) -> None:
         given = reply.meta_info.output_token_logprobs
