@@ -72,7 +72,7 @@ def engine(
     name, _, argument = spec.partition("=")
     made = choose("engine", name, ENGINES)
     if name in SERVERS:
-        built: Engine = connect(name, argument, images=images)
+        built: Engine = connect(name, argument, images=images, vocabulary=vocabulary(model))
     elif name == "scripted":
         if not argument:
             raise UsageError("--engine scripted needs a file: scripted=FILE")
@@ -84,14 +84,16 @@ def engine(
     return load("engines.ledger:Ledger")(built, ledger) if ledger else built
 
 
-def connect(kind: str, url: str, *, images: bool = False) -> Engine:
-    """An inference server that is running somewhere."""
+def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None = None) -> Engine:
+    """An inference server that is running somewhere. SGLang dies of ids that are not in its vocabulary."""
     if kind not in SERVERS:
         raise UsageError(f"unknown kind of worker {kind!r}; choose one of: {', '.join(SERVERS)}")
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--engine {kind} needs the server's address, not {url!r}: {kind}=http://HOST:PORT")
     made = choose("engine", kind, ENGINES)
-    return made(url.rstrip("/"), images=True) if images and kind == "vllm" else made(url.rstrip("/"))
+    if kind == "sglang":
+        return made(url.rstrip("/"), vocab_size=vocabulary)
+    return made(url.rstrip("/"), images=True) if images else made(url.rstrip("/"))
 
 
 def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Path | None) -> Any:
@@ -103,7 +105,12 @@ def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Pa
         for name, spec in zip(named, specs, strict=True)
     }
     made = load("gateway.pool:Pool")
-    return made(workers, connect=lambda kind, url: connect(kind, url, images=images), check=check)
+    size = vocabulary(model)
+    return made(
+        workers,
+        connect=lambda kind, url: connect(kind, url, images=images, vocabulary=size),
+        check=check,
+    )
 
 
 async def check(made: Engine) -> EngineInfo:
@@ -113,10 +120,21 @@ async def check(made: Engine) -> EngineInfo:
 
 def sees(model: Path) -> bool:
     """Whether a model was made for images."""
+    return "vision_config" in _config(model)
+
+
+def vocabulary(model: Path) -> int | None:
+    """How many ids a model has, where its files say so."""
+    config = _config(model)
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _config(model: Path) -> dict[str, Any]:
     try:
-        return "vision_config" in json.loads((model / "config.json").read_bytes())
+        return json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False
+        return {}
 
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
