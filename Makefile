@@ -21,7 +21,7 @@ demo: .venv/.ready
 	@$(BIN)/afield demo
 
 test: .venv/.ready
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
