@@ -66,8 +66,16 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             f"model path {str(path)!r} has {unfit}, which the embedded engine cannot serve exactly"
         )
     model = model.to(device).eval().requires_grad_(False)
-    model.tie_weights()  # once more: what the configuration calls tied must be one tensor
+    if config.get_text_config().tie_word_embeddings:
+        _tie(model)
     return model
+
+
+def _tie(model: PreTrainedModel) -> None:
+    """What the configuration calls tied is one tensor; the library sometimes leaves it at two."""
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and words is not None:
+        head.weight = words.weight
 
 
 def _unfit(config: PreTrainedConfig) -> str | None:
