@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -39,6 +40,10 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+# The library patches itself while it loads a model: two at a time would leave weights untied for good.
+_ALONE = Lock()
+
+
 def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     for name in ("config.json", ONE_FILE):
         if not (path / name).is_file() and not (name == ONE_FILE and (path / INDEX).is_file()):
@@ -47,10 +52,11 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     transformers.utils.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        # The stubs do not know that loading information comes as a second value.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        with _ALONE:
+            # The stubs do not know that loading information comes as a second value.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model path {str(path)!r} cannot be read: {error}; {EXPECTED}") from error
     finally:
@@ -65,17 +71,7 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         raise UsageError(
             f"model path {str(path)!r} has {unfit}, which the embedded engine cannot serve exactly"
         )
-    model = model.to(device).eval().requires_grad_(False)
-    if config.get_text_config().tie_word_embeddings:
-        _tie(model)
-    return model
-
-
-def _tie(model: PreTrainedModel) -> None:
-    """What the configuration calls tied is one tensor; the library sometimes leaves it at two."""
-    head, words = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and words is not None:
-        head.weight = words.weight
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _unfit(config: PreTrainedConfig) -> str | None:
