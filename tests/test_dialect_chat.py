@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,19 @@ async def test_a_refused_request_is_the_error_of_the_sdk(tmp_path: Path) -> None
         client = await up.agent()
         with pytest.raises(openai.BadRequestError, match="input_audio"):
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": [AUDIO]}])
+
+
+async def test_large_bodies_are_read_side_by_side_with_others(tmp_path: Path) -> None:
+    """They are read in threads, which must not touch what their session remembers."""
+    async with running(ScriptedEngine([]), tmp_path) as up:
+        await up.agent()
+        path = "/s/r.1/v1/chat/completions"
+        bodies = [
+            {"messages": [{"role": "user", "content": "word " * size}]}
+            for size in (200_000, 50_000)
+            for _ in range(4)
+        ]
+        answers = await asyncio.gather(*(up.ask("POST", path, body) for body in bodies))
+        assert {(status, told["error"]["code"]) for status, told in answers} == {
+            (400, "context_length_exceeded")
+        }

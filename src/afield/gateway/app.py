@@ -11,6 +11,8 @@ import asyncio
 import logging
 import re
 
+from msgspec import structs
+
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.gateway import control
 from afield.gateway.answering import Answering
@@ -146,8 +148,11 @@ class App:
 
 
 async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
-    large = len(asked.body) > LARGE
-    request, wish = await asyncio.to_thread(dialect.decode, asked) if large else dialect.decode(asked)
+    if len(asked.body) > LARGE:
+        # What a session remembers belongs to the event loop.
+        request, wish = await asyncio.to_thread(dialect.decode, structs.replace(asked, memo=None))
+    else:
+        request, wish = dialect.decode(asked)
     if not request.messages and request.prompt is None and request.after is None:
         raise bad_request("nothing in this request is a message to answer", "send at least one message")
     return request, wish

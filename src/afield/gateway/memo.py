@@ -13,6 +13,7 @@ from collections.abc import Callable
 from afield.types import Message
 
 CONVERSATIONS = 3  # a harness and its sub-agents take turns
+COMMA = ord(",")
 Messages = tuple[Message, ...]
 
 
@@ -32,6 +33,3 @@ class Memo:
             messages = decode(raw, 0)
         self._read.append((raw, messages))
         return messages
-
-
-COMMA = ord(",")
