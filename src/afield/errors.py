@@ -6,6 +6,7 @@
     |-- Conflict            a second, different answer where the first one stands
     |-- Missing             nothing is known under this id
     |-- Unavailable         a part that should be there does not answer
+    |-- Throttled           a part asks for fewer calls; the limiter slows down, no rollout pays for it
     |-- Fruitless           rollout after rollout without a reward: going on would only burn time
     `-- RolloutFailure      a failed rollout, which is data: `.failure` says whose fault it is
         |-- PolicyFailure           the model's own doing: trained, never retried
@@ -48,6 +49,14 @@ class Missing(AfieldError):
 
 class Unavailable(AfieldError):
     """A part that should be there does not answer."""
+
+
+class Throttled(AfieldError):
+    """Too many calls for the other side. `retry_after_s` is what it asked for, if it did."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Fruitless(AfieldError):

@@ -101,13 +101,17 @@ class Task(Struct, frozen=True):
 
 
 class Rollout(Struct, frozen=True, kw_only=True):
-    """The wish for one attempt at one task: the unit of work, retry and bookkeeping."""
+    """The wish for one attempt at one task: the unit of work, retry and bookkeeping.
+
+    `sampling` is set where it is not that of all others: greedy for validation and for a group's baseline.
+    """
 
     id: str
     exp_id: str
     group_id: str
     task: Task
     split: Split = Split.TRAIN
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         check_id(self.id, "rollout id")
@@ -401,19 +405,25 @@ class Finished(Struct, frozen=True, kw_only=True):
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """The finished rollouts of one task that are compared with each other."""
+    """The finished rollouts of one task that are compared with each other.
+
+    `baseline` is the greedy rollout they are measured against where the algorithm wants one (ReMax); it is
+    never trained.
+    """
 
     id: str
     task_id: str
     epoch: int
     split: Split
     finished: tuple[Finished, ...]
+    baseline: Finished | None = None
 
     def __post_init__(self) -> None:
         ids = [f.rollout.id for f in self.finished]
         if len(set(ids)) != len(ids):
             raise ValueError(f"group {self.id} holds a rollout twice: {sorted(ids)}")
-        if stray := [f.rollout.id for f in self.finished if f.rollout.group_id != self.id]:
+        everyone = (*self.finished, *([self.baseline] if self.baseline else []))
+        if stray := [f.rollout.id for f in everyone if f.rollout.group_id != self.id]:
             raise ValueError(f"group {self.id} holds rollouts of other groups: {stray}")
 
     def unusable_because(self, quorum: int) -> str | None:

@@ -8,7 +8,7 @@ from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image
 from afield.seams.gateway import Gateway, Record, SessionSpec, SessionState, SessionTicket
 from afield.seams.runtime import Exit, Runtime
 from afield.seams.trainer import StepReport, Trainer
-from afield.seams.transport import Fence, Transport
+from afield.seams.transport import Fence, Transport, Waiting
 
 __all__ = [
     "Call",
@@ -28,4 +28,5 @@ __all__ = [
     "StepReport",
     "Trainer",
     "Transport",
+    "Waiting",
 ]

@@ -5,6 +5,7 @@ How agents see it (OpenAI, Anthropic and so on) is the gateway's own affair.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
@@ -25,6 +26,8 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     rollout_id: str | None = None
     attempt: int | None = None
     group_id: str | None = None
+    exp_id: str | None = None
+    input_id: str | None = None
     split: Split = Split.TRAIN
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
     reward_from: Literal["agent", "verifier"] = "agent"
@@ -53,6 +56,11 @@ class SessionTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SessionState(Struct, frozen=True, kw_only=True):
+    """`idle_s` is how long no model call has run (0 while one does), `unseen_s` how long its agent's SDK has
+    sent no sign of life (None if it never did), both by the gateway's clock. `dangling` calls are those
+    a gateway before this one died under.
+    """
+
     id: str
     phase: str
     rollout_id: str | None
@@ -67,6 +75,9 @@ class SessionState(Struct, frozen=True, kw_only=True):
     rewards: list[dict[str, Any]]
     created: float
     last_activity: float
+    in_flight: int = 0
+    idle_s: float = 0.0
+    unseen_s: float | None = None
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -83,6 +94,14 @@ class Gateway(Protocol):
         ...
 
     async def state(self, session_id: str) -> SessionState: ...
+
+    async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
+        """Many at once; a session that is not known is left out."""
+        ...
+
+    async def version(self) -> int:
+        """The policy version that samples now."""
+        ...
 
     async def abort(self, session_id: str, reason: str) -> None:
         """Take no more calls and end those in flight; their partials are kept. Repeating is harmless."""

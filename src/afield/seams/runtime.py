@@ -17,7 +17,10 @@ class Exit(Struct, frozen=True):
 
 
 class Runtime(Protocol):
-    """`async with runtime:` owns everything it starts; nothing outlives it, not even after SIGKILL."""
+    """`async with runtime:` owns everything it starts; nothing outlives it, not even after SIGKILL.
+
+    What it did not start (agents that others serve) it leaves running.
+    """
 
     async def __aenter__(self) -> Self: ...
 
@@ -31,7 +34,15 @@ class Runtime(Protocol):
         """Start an attempt; returns once the agent has taken the payload.
 
         Launching an attempt twice is one launch. A payload the agent refuses, or a place that cannot
-        be started, raises the fitting RolloutFailure at once.
+        be started, raises the fitting RolloutFailure at once; a place that takes no more for now raises
+        Throttled.
+        """
+        ...
+
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        """Whether an attempt that an earlier process launched runs here; if so, `wait` tells its end.
+
+        None where the runtime cannot know.
         """
         ...
 

@@ -1,16 +1,18 @@
 """Transport: how outcomes come back. A store that is the truth, and a queue that only hints.
 
 An attempt is decided once, by whoever first writes its commit: the agent with an outcome, or the
-collector with a fence.
+collector with a fence. A hint is leased, not taken: whoever acts on it acknowledges it afterwards, and one
+that nobody acknowledges comes again. With every hint lost, sweeps find all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 from msgspec import Struct
 
-from afield.types import Attempt
+from afield.types import Attempt, Rollout
 from afield.wire import Invocation, OutcomeRecord
 
 
@@ -20,27 +22,39 @@ class Fence(Struct, frozen=True):
     reason: str
 
 
+class Waiting(Struct, frozen=True):
+    """An attempt whose decision somebody waits for."""
+
+    rollout: Rollout
+    attempt: Attempt
+
+
 class Transport(Protocol):
+    """When the store cannot be reached, every verb raises Unavailable, with what to do; nothing is lost."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
 
-    def address(self) -> dict[str, Any]:
-        """The fields of `_rollout` that tell an agent where to deliver."""
+    def address(self, exp_id: str) -> dict[str, Any]:
+        """The fields of `_rollout` that tell an agent of this experiment where to deliver."""
         ...
 
     async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
         """Write data, commit and hint, in this order. False when the attempt was decided before.
 
-        Delivering the same attempt again changes nothing.
+        Delivering the same attempt again changes nothing. A refused outcome is kept apart; see `late`.
         """
         ...
 
-    async def decision(self, exp_id: str, attempt: Attempt) -> OutcomeRecord | Fence | None:
-        """What the store says of an attempt; None while it is open."""
+    async def decision(self, waiting: Waiting) -> OutcomeRecord | Fence | None:
+        """What the store says of an attempt; None while it is open.
+
+        A result that an agent left without a commit (it knows only how to put one object) is committed here.
+        """
         ...
 
-    async def fence(self, exp_id: str, attempt: Attempt, reason: str) -> OutcomeRecord | Fence:
+    async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
         """Give an attempt up, unless it is decided already; answers with what stands."""
         ...
 
@@ -48,6 +62,14 @@ class Transport(Protocol):
         """Attempts that may have been decided; waits at most `wait_s`. May repeat, may miss some."""
         ...
 
-    async def sweep(self, exp_id: str) -> list[Attempt]:
-        """Every attempt the store holds a decision for, hints or not."""
+    async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
+        """These hints were acted on and need not come again. One that was not hinted is ignored."""
+        ...
+
+    async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
+        """Which of these the store holds a decision for, or a result to decide on, hints or not."""
+        ...
+
+    async def late(self, exp_id: str) -> list[Attempt]:
+        """Attempts whose outcome came after they had been decided otherwise, and was refused."""
         ...
