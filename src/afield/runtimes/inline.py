@@ -75,6 +75,10 @@ class InlineRuntime:
             self._attempts.settle(attempt.session_id, Exit(failure.failure))
             raise failure from error
 
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        """Agents end with their process: only this one's own run here."""
+        return self._attempts.running(attempt.session_id)
+
     async def wait(self, attempt: Attempt) -> Exit:
         return await self._attempts.exit(attempt.session_id)
 

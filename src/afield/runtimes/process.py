@@ -133,6 +133,10 @@ class ProcessRuntime:
             if failure is not None:
                 raise failure
 
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        """Workers end with the process that started them: only this one's own run here."""
+        return self._attempts.running(attempt.session_id)
+
     async def wait(self, attempt: Attempt) -> Exit:
         return await self._attempts.exit(attempt.session_id)
 
