@@ -271,7 +271,7 @@ async def test_an_engine_that_hangs_is_ended_with_its_session(tmp_path: Path) ->
         session = there.gateway.sessions.get("r.1")
         while session.sampled_tokens < 2:
             await asyncio.sleep(0.01)
-        assert (await there.get("/sessions/r.1"))["dangling"] == 1
+        assert (await there.get("/sessions/r.1"))["in_flight"] == 1
         await asyncio.wait_for(there.gateway.abort("r.1", "enough"), 10)
         answer = await asyncio.wait_for(calling, 10)
         assert b"error" in answer.body
@@ -326,7 +326,7 @@ async def test_a_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> No
         assert status == 200
         writer.transport.abort()
         async with asyncio.timeout(20):
-            while (await up.client.state("r.1")).dangling:
+            while (await up.client.state("r.1")).in_flight:
                 await asyncio.sleep(0.05)
         record = await up.client.finalize("r.1")
     assert len(record.turns) == 2

@@ -181,7 +181,7 @@ class Forest:
 
     @property
     def branches(self) -> int:
-        return len(self.leaves)
+        return len(self._turns) - len(self._parents)
 
 
 def chain(root: str, messages: Sequence[Message]) -> list[str]:

@@ -18,7 +18,7 @@ from afield.gateway.http import ByteStream, Receive, Send, send_json
 from afield.gateway.refusal import Refusal, conflict, engine_down
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
 from afield.gateway.service import LocalGateway
-from afield.gateway.sessions import Session
+from afield.gateway.session import Session
 
 KEEPALIVE_S = 10.0
 # Codex compacts when a stream fails for this reason; the same as an HTTP error ends its run.
@@ -41,7 +41,7 @@ class Answering:
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
-        session.in_flight.add(task)
+        session.enters(task)
         out = ByteStream(send)
         watch = asyncio.create_task(_cancel_when_gone(receive, task, out))
         view: View | None = None
@@ -73,7 +73,7 @@ class Answering:
                 raise
             await _tell_the_end(_why_ended(session), view, out)
         finally:
-            session.in_flight.discard(task)
+            session.leaves(task)
             watch.cancel()
 
     async def _stream(self, items: AsyncIterator[Item], view: View, out: ByteStream) -> None:

@@ -24,7 +24,8 @@ from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
 from afield.gateway.refusal import Refusal, bad_request, context_exceeded, engine_down
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
-from afield.gateway.sessions import ENGINE_FAILED, SUPERSEDED, Session, Sessions
+from afield.gateway.session import ENGINE_FAILED, Session
+from afield.gateway.sessions import SUPERSEDED, Sessions
 from afield.gateway.stops import StopStrings
 from afield.gateway.store import Store, TurnRow, to_its_end
 from afield.seams import Call, Chunk, Engine, EngineInfo, Image
@@ -219,6 +220,7 @@ class Calls:
         broke: tuple[str, ...] = ()
         turn: Turn | None = None
         flight = session.takes_off((place.asked, limit))
+        session.running.add(n)
         self._metrics.began(intent)
         try:
             await self._note_intent(session, intent, n)
@@ -264,6 +266,7 @@ class Calls:
             try:
                 await (chunks.aclose() if turn else to_its_end(self._abandon(session, ended, chunks, n)))
             finally:
+                session.running.discard(n)
                 session.lands((place.asked, limit), flight)
                 self._metrics.ended(ended, len(place.prompt_ids))
 
@@ -354,7 +357,7 @@ class Calls:
         )
 
     async def _note_intent(self, session: Session, intent: Turn, n: int) -> None:
-        await self._write(session, TurnRow(n, LAST, intent), lambda row: session.rows.update({n: row}))
+        await self._write(session, TurnRow(n, LAST, intent), session.intend)
 
     async def _record(self, session: Session, turn: Turn, n: int) -> None:
         session.commits += 1

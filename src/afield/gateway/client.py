@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
+from msgspec import Struct
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket
@@ -19,7 +21,12 @@ from afield.types import Policy
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
+MANY = 5_000  # states that one request may ask for
 LOADING_S = 1800.0  # weights may be large
+
+
+class _States(Struct):
+    sessions: dict[str, SessionState]
 
 
 class HttpGateway:
@@ -46,6 +53,16 @@ class HttpGateway:
 
     async def state(self, session_id: str) -> SessionState:
         return await self._ask("GET", f"/sessions/{session_id}", SessionState)
+
+    async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
+        found: dict[str, SessionState] = {}
+        for start in range(0, len(session_ids), MANY):
+            body = {"ids": session_ids[start : start + MANY]}
+            found |= (await self._ask("POST", "/sessions/states", _States, body)).sessions
+        return found
+
+    async def version(self) -> int:
+        return (await self._ask("GET", "/policy", dict[str, int]))["version"]
 
     async def abort(self, session_id: str, reason: str) -> None:
         await self._ask("POST", f"/sessions/{session_id}/abort", SessionState, {"reason": reason})

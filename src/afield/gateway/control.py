@@ -16,7 +16,7 @@ from afield.gateway.keys import Grant
 from afield.gateway.keys import Scope as KeyScope
 from afield.gateway.refusal import Refusal, bad_request, forbidden, not_found
 from afield.gateway.service import LocalGateway
-from afield.gateway.sessions import Phase, Session
+from afield.gateway.session import Phase, Session
 from afield.seams import SessionSpec
 from afield.types import Policy, Turn
 
@@ -24,6 +24,7 @@ Answer = tuple[int, Any]
 Handler = Callable[[LocalGateway, str, bytes, dict[str, str]], Awaitable[Answer]]
 log = logging.getLogger("afield.gateway")
 MAX_WAIT_S = 300.0
+MAX_STATES = 5_000
 
 
 class RewardBody(Struct):
@@ -50,6 +51,10 @@ class OutcomeBody(Struct):
     status: str = ""
     stop_reason: str = ""
     artifacts: dict[str, Any] = {}
+
+
+class StatesBody(Struct):
+    ids: list[str]
 
 
 class PolicyBody(Struct):
@@ -131,6 +136,13 @@ async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[st
 
 async def get_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
     return 200, await gateway.state(session_id)
+
+
+async def session_states(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, StatesBody)
+    if len(asked.ids) > MAX_STATES:
+        raise bad_request(f"{len(asked.ids)} ids; at most {MAX_STATES} at once", "ask in several requests")
+    return 200, {"sessions": await gateway.states(asked.ids)}
 
 
 async def delete_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
@@ -239,6 +251,10 @@ async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str])
     return 200, {"version": asked.version}
 
 
+async def served_policy(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, {"version": await gateway.version()}
+
+
 def _number(asked: dict[str, str], name: str, default: float) -> float:
     try:
         return float(asked.get(name, default))
@@ -252,6 +268,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
     for method, pattern, handler in (
         ("POST", "/sessions", open_session),
         ("GET", "/sessions", list_sessions),
+        ("POST", "/sessions/states", session_states),
         ("GET", SESSION, get_session),
         ("DELETE", SESSION, delete_session),
         ("POST", f"{SESSION}/reward", reward),
@@ -261,6 +278,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("GET", f"{SESSION}/wait", wait),
         ("GET", f"{SESSION}/turns", turns),
         ("GET", f"{SESSION}/trajectories", trajectories),
+        ("GET", "/policy", served_policy),
         ("POST", "/policy", policy),
         ("POST", "/policy/pause", pause),
         ("POST", "/policy/resume", resume),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,8 @@ from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
 from afield.gateway.metrics import Metrics, Snapshot, exposition
 from afield.gateway.pool import Pool
-from afield.gateway.sessions import Phase, Session, Sessions
+from afield.gateway.session import Phase, Session
+from afield.gateway.sessions import Sessions
 from afield.gateway.shards import Shard
 from afield.gateway.store import Store
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket
@@ -152,6 +153,19 @@ class LocalGateway:
 
     async def state(self, session_id: str) -> SessionState:
         return self.sessions.get(session_id).state()
+
+    async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
+        if self.shard is None:
+            return self.sessions.states(session_ids)
+        homes = self.shard.homes(session_ids)
+        states = self.sessions.states(homes.pop(self.shard.index, []))
+        bodies = {home: msgspec.json.encode({"ids": ids}) for home, ids in homes.items()}
+        for answer in await self.shard.ask("/sessions/states", bodies, self._admin_key):
+            states |= msgspec.json.decode(answer, type=dict[str, dict[str, SessionState]])["sessions"]
+        return states
+
+    async def version(self) -> int:
+        return self.engine.stats()["version"]
 
     async def abort(self, session_id: str, reason: str) -> None:
         await self.sessions.abort(self.sessions.get(session_id), reason)

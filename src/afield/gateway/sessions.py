@@ -12,159 +12,25 @@ import math
 import secrets
 import uuid
 import weakref
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import structs
 
 from afield.errors import Conflict, Missing
-from afield.forest import Forest
-from afield.gateway.memo import Memo
-from afield.gateway.recall import Recall
-from afield.gateway.refusal import Refusal, budget_exhausted, conflict
+from afield.gateway.refusal import Refusal, conflict
+from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
-from afield.gateway.store import SessionRow, Store, TurnRow, to_its_end
+from afield.gateway.store import SessionRow, Store, to_its_end
 from afield.seams import SessionSpec, SessionState
-from afield.types import Turn, TurnStatus, check_id
+from afield.types import TurnStatus, check_id
 
-UNDELIVERED = "undelivered"
 SUPERSEDED = "superseded"
-ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
-
-
-class Phase(StrEnum):
-    OPEN = "open"
-    COMPLETED = "completed"
-    ABORTED = "aborted"
-    FINALIZED = "finalized"
-
-
-class Session:
-    """One session in memory, the same object for everyone who asks.
-
-    What is stored changes under `lock` (see `Sessions`); the rest only on the event loop, in one go.
-    `closed` comes before the phase that is stored: from then on no call is taken.
-    """
-
-    def __init__(self, row: SessionRow, rows: list[TurnRow]) -> None:
-        self.row = row
-        self.lock = asyncio.Lock()
-        self.closed = row.phase != Phase.OPEN
-        self.deleted = False
-        self.rows = {r.n: r for r in rows}
-        self.forest = Forest(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
-        self.calls = max(self.rows, default=0)
-        self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
-        self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
-        self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
-        # Before a restart, nobody knows whether these reached their clients; who asks again gets them.
-        self.unsure = {turn.id for turn in self.forest.leaves if turn.status is TurnStatus.COMMITTED}
-        self.recall = Recall()
-        self.memo = Memo()
-        self.in_flight: set[asyncio.Task[Any]] = set()
-        self.flights: dict[tuple[str, int], asyncio.Future[None]] = {}
-        self.changed = asyncio.Event()
-        self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
-        self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
-
-    @property
-    def id(self) -> str:
-        return self.row.id
-
-    @property
-    def phase(self) -> Phase:
-        return Phase(self.row.phase)
-
-    @property
-    def dangling(self) -> int:
-        return sum(r.turn.status is TurnStatus.DANGLING for r in self.rows.values())
-
-    @property
-    def undelivered(self) -> list[str]:
-        return [turn for turn, reason in self.row.withheld.items() if reason == UNDELIVERED]
-
-    def takes_off(self, key: tuple[str, int]) -> asyncio.Future[None]:
-        """A call begins. Who asks the same again may wait for it to land."""
-        flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        return self.flights.setdefault(key, flight)
-
-    def lands(self, key: tuple[str, int], flight: asyncio.Future[None]) -> None:
-        if not flight.done():
-            flight.set_result(None)
-        if self.flights.get(key) is flight:
-            del self.flights[key]
-
-    def expired(self, now: float) -> bool:
-        ttl = self.row.spec.ttl_s
-        return ttl is not None and now > self.row.created + ttl
-
-    def check_open(self, now: float) -> None:
-        if self.closed:
-            phase = self.phase if self.phase is not Phase.OPEN else "being closed"
-            raise conflict(f"session {self.id} is {phase}", "open a new session for another attempt")
-        if self.expired(now):
-            raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
-
-    def charge(self, now: float) -> int:
-        """Take a call from the budget; gives its number. Checked and taken in one go."""
-        self.check_open(now)
-        budget = self.row.spec.budget
-        if budget.calls is not None and self.charged >= budget.calls:
-            raise budget_exhausted(f"session {self.id} has used its budget of {budget.calls} calls")
-        if self.out_of_tokens:
-            raise budget_exhausted(f"session {self.id} has used its budget of {budget.tokens} tokens")
-        if budget.wall_s is not None and now > self.row.created + budget.wall_s:
-            raise budget_exhausted(f"session {self.id} has used its {budget.wall_s} s of wall time")
-        self.calls += 1
-        self.charged += 1
-        self.last_activity = now
-        return self.calls
-
-    def spend(self, tokens: int, now: float) -> None:
-        """Tokens count when they are sampled, so that calls side by side share what is left."""
-        self.sampled_tokens += tokens
-        self.last_activity = now
-
-    @property
-    def out_of_tokens(self) -> bool:
-        limit = self.row.spec.budget.tokens
-        return limit is not None and self.sampled_tokens >= limit
-
-    def record(self, row: TurnRow) -> None:
-        """A call has ended and is durable."""
-        self.forest.add(row.turn)
-        self.rows[row.n] = row
-        self.prompt_tokens += _prompt_length(self.forest, row.turn)
-        self.last_activity = row.turn.ended or self.last_activity
-
-    def state(self) -> SessionState:
-        spans = [span for turn in self.forest.turns for span in turn.versions]
-        spec = self.row.spec
-        return SessionState(
-            id=self.id,
-            phase=self.row.phase,
-            rollout_id=spec.rollout_id,
-            attempt=spec.attempt,
-            group_id=spec.group_id,
-            calls=self.calls,
-            turns=len(self.forest),
-            branches=self.forest.branches,
-            tokens={"prompt": self.prompt_tokens, "sampled": self.sampled_tokens},
-            dangling=self.dangling,
-            versions=(min(s.low for s in spans), max(s.high for s in spans)) if spans else None,
-            rewards=list(self.row.rewards),
-            created=self.row.created,
-            last_activity=self.last_activity,
-        )
+RESERVED = "states"
 
 
 def _new_id() -> str:
     return f"s-{uuid.uuid4().hex}"
-
-
-def _prompt_length(forest: Forest, turn: Turn) -> int:
-    return forest.length(turn.id) - len(turn.token_ids)
 
 
 class Sessions:
@@ -186,6 +52,8 @@ class Sessions:
         """The session, and whether it is new."""
         session_id = spec.id or (self._shard.own_id(_new_id) if self._shard else _new_id())
         check_id(session_id, "session id")
+        if session_id == RESERVED:
+            raise ValueError(f"session id {session_id!r} is the name of a route; choose another")
         async with self._opening:
             known = self._find(session_id)
             if known is not None:
@@ -200,7 +68,7 @@ class Sessions:
                 nonce=secrets.token_hex(4),
             )
             await self._store.put_session(row)
-            session = self._live[session_id] = self._known[session_id] = Session(row, [])
+            session = self._live[session_id] = self._known[session_id] = Session(row, [], self._clock)
             return session, True
 
     def get(self, session_id: str) -> Session:
@@ -208,6 +76,20 @@ class Sessions:
         if session is None:
             raise Missing(f"there is no session {session_id!r}; POST /sessions makes one")
         return session
+
+    def states(self, session_ids: Iterable[str]) -> dict[str, SessionState]:
+        """Of those that are known. One that is over is told from its row, wherever that says enough."""
+        now = self._clock()
+        states: dict[str, SessionState] = {}
+        for session_id in session_ids:
+            session = self._known.get(session_id)
+            row = None if session else self._store.session(session_id)
+            if row and row.tally:
+                idle_s = max(0.0, now - row.tally.last_activity)
+                states[session_id] = state_of(row, row.tally, idle_s=idle_s)
+            elif session or row:
+                states[session_id] = self.get(session_id).state()
+        return states
 
     def list(self, phase: str | None, limit: int, after: str) -> list[SessionState]:
         return [self._look(i).state() for i in self._store.session_ids(phase, limit, after)]
@@ -219,7 +101,7 @@ class Sessions:
         row = self._store.session(session_id)
         if row is None:
             raise Missing(f"there is no session {session_id!r}")
-        return Session(row, self._store.turns(session_id))
+        return Session(row, self._store.turns(session_id), self._clock)
 
     def _find(self, session_id: str) -> Session | None:
         if session := self._known.get(session_id):
@@ -227,7 +109,7 @@ class Sessions:
         row = self._store.session(session_id)
         if row is None:
             return None
-        session = self._known[session_id] = Session(row, self._store.turns(session_id))
+        session = self._known[session_id] = Session(row, self._store.turns(session_id), self._clock)
         if not session.closed:
             self._live[session_id] = session
         return session
@@ -256,7 +138,7 @@ class Sessions:
         session.closed = True
         async with session.lock:
             if session.phase is Phase.OPEN:
-                await self._save(session, phase=Phase.COMPLETED, metrics=metrics)
+                await self._save(session, phase=Phase.COMPLETED, metrics=metrics, tally=session.tally())
         self._live.pop(session.id, None)
 
     async def abort(self, session: Session, reason: str) -> None:
@@ -264,8 +146,12 @@ class Sessions:
         session.closed = True
         async with session.lock:
             if session.phase is Phase.OPEN:
-                await self._save(session, phase=Phase.ABORTED, reason=reason)
+                changes = {"reason": reason, "tally": session.tally()}
+                await self._save(session, phase=Phase.ABORTED, **changes)
         await self._end_calls(session)
+        if session.phase is Phase.ABORTED and session.row.tally is None and (tally := session.tally()):
+            async with session.lock:
+                await self._save(session, tally=tally)
         self._live.pop(session.id, None)
 
     async def finalize(self, session: Session) -> None:
@@ -273,7 +159,7 @@ class Sessions:
         await self._end_calls(session)
         async with session.lock:
             if session.phase is not Phase.FINALIZED:
-                await self._save(session, phase=Phase.FINALIZED)
+                await self._save(session, phase=Phase.FINALIZED, tally=session.tally())
         self._live.pop(session.id, None)
 
     async def delete(self, session: Session) -> None:

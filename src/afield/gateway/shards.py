@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from afield.gateway.http import Receive, Scope, Send, header, key_of, read_body
 from afield.gateway.keys import session_named_by
 from afield.gateway.refusal import Refusal, engine_down
 
-_SESSION = re.compile(r"/(?:s|sessions)/([^/]+)")
+_SESSION = re.compile(r"/(?:s|sessions)/(?!states$)([^/]+)")
 _TO_ALL = {
     ("POST", "/policy"),
     ("POST", "/policy/pause"),
@@ -111,15 +111,25 @@ class Shard:
                     raise _refusal(status, answer)
 
     async def gather(self, path: str, key: str) -> list[bytes]:
-        """The answers of the other processes to a GET."""
-        scope: Scope = {
-            "method": "GET",
-            "path": path,
-            "query_string": b"",
-            "headers": [(b"authorization", f"Bearer {key}".encode())],
-        }
-        answers = await asyncio.gather(*(self._ask(i, scope, b"") for i in self._peers))
+        """The answers of the other processes to a GET; those that fail are left out."""
+        answers = await asyncio.gather(*(self._ask(i, _asking("GET", path, key), b"") for i in self._peers))
         return [answer for status, answer in answers if status == 200]
+
+    def homes(self, session_ids: Iterable[str]) -> dict[int, list[str]]:
+        """Which process has which of these sessions."""
+        homes: dict[int, list[str]] = {}
+        for session_id in session_ids:
+            homes.setdefault(owner(session_id, self.count), []).append(session_id)
+        return homes
+
+    async def ask(self, path: str, bodies: Mapping[int, bytes], key: str) -> list[bytes]:
+        """The answers of some processes, each to its own POST; one that fails fails all."""
+        scope = _asking("POST", path, key)
+        answers = await asyncio.gather(*(self._ask(index, scope, body) for index, body in bodies.items()))
+        for status, answer in answers:
+            if status >= 400:
+                raise _refusal(status, answer)
+        return [answer for _, answer in answers]
 
     async def _ask(self, index: int, scope: Scope, body: bytes) -> tuple[int, bytes]:
         try:
@@ -148,6 +158,11 @@ class Shard:
         url = f"http://peer{scope['path']}" + (f"?{query}" if query else "")
         headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"] if k not in _HOP]
         return self._peers[index].request(scope["method"], url, data=body or None, headers=headers)
+
+
+def _asking(method: str, path: str, key: str) -> Scope:
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    return {"method": method, "path": path, "query_string": b"", "headers": headers}
 
 
 def _refusal(status: int, answer: bytes) -> Refusal:

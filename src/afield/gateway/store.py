@@ -36,7 +36,20 @@ CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, 
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
 """
-FORMAT = "3"
+FORMAT = "4"
+
+
+class Tally(Struct, frozen=True, kw_only=True):
+    """What was done in a session, added up when nothing more could be."""
+
+    calls: int
+    turns: int
+    branches: int
+    prompt: int
+    sampled: int
+    dangling: int
+    versions: tuple[int, int] | None
+    last_activity: float
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
@@ -52,6 +65,7 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     reason: str = ""
     outcome: dict[str, Any] | None = None
     withheld: dict[str, str] = {}
+    tally: Tally | None = None
 
 
 class TurnRow(Struct, frozen=True):

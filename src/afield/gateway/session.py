@@ -1,0 +1,223 @@
+"""One session in memory: its phase, budget, forest, and what is told of it.
+
+Counts and sums are kept up as calls end, so that telling a state walks over nothing. A session that is
+over leaves its tally in its row, and is then told of without reading its turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from afield.forest import Forest
+from afield.gateway.memo import Memo
+from afield.gateway.recall import Recall
+from afield.gateway.refusal import budget_exhausted, conflict
+from afield.gateway.store import SessionRow, Tally, TurnRow
+from afield.seams import SessionState
+from afield.types import Turn, TurnStatus
+
+UNDELIVERED = "undelivered"
+ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
+
+
+class Phase(StrEnum):
+    OPEN = "open"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    FINALIZED = "finalized"
+
+
+class Session:
+    """One session in memory, the same object for everyone who asks.
+
+    What is stored changes under `lock` (see `Sessions`); the rest only on the event loop, in one go.
+    `closed` comes before the phase that is stored: from then on no call is taken.
+    """
+
+    def __init__(self, row: SessionRow, rows: list[TurnRow], clock: Callable[[], float] = time.time) -> None:
+        self.row = row
+        self._clock = clock
+        self.lock = asyncio.Lock()
+        self.closed = row.phase != Phase.OPEN
+        self.deleted = False
+        self.rows = {r.n: r for r in rows}
+        self.forest = Forest(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
+        self.calls = max(self.rows, default=0)
+        self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
+        self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
+        self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
+        # Before a restart, nobody knows whether these reached their clients; who asks again gets them.
+        self.unsure = {turn.id for turn in self.forest.leaves if turn.status is TurnStatus.COMMITTED}
+        self.recall = Recall()
+        self.memo = Memo()
+        self.in_flight: set[asyncio.Task[Any]] = set()
+        self.running: set[int] = set()
+        self._begun = {r.n for r in rows if r.turn.status is TurnStatus.DANGLING}
+        # Not before we looked: while no gateway ran, nobody could call.
+        self._quiet_since = clock()
+        self._seen: float | None = None
+        self.flights: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self.changed = asyncio.Event()
+        self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
+        self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
+        self._versions: tuple[int, int] | None = None
+        for turn in self.forest.turns:
+            self._widen(turn)
+
+    @property
+    def id(self) -> str:
+        return self.row.id
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.row.phase)
+
+    @property
+    def dangling(self) -> int:
+        """Calls that have no end and do not run."""
+        return len(self._begun - self.running)
+
+    @property
+    def undelivered(self) -> list[str]:
+        return [turn for turn, reason in self.row.withheld.items() if reason == UNDELIVERED]
+
+    def alive(self) -> None:
+        """The agent's SDK gave a sign of life."""
+        self._seen = self._clock()
+
+    def enters(self, task: asyncio.Task[Any]) -> None:
+        """A request for a model call is being answered from now on, by this task."""
+        self.in_flight.add(task)
+        self._stirs()
+
+    def leaves(self, task: asyncio.Task[Any]) -> None:
+        self.in_flight.discard(task)
+        self._stirs()
+
+    def _stirs(self) -> None:
+        self._quiet_since = now = self._clock()
+        if self._seen is not None:
+            self._seen = now
+
+    def takes_off(self, key: tuple[str, int]) -> asyncio.Future[None]:
+        """A call begins. Who asks the same again may wait for it to land."""
+        flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        return self.flights.setdefault(key, flight)
+
+    def lands(self, key: tuple[str, int], flight: asyncio.Future[None]) -> None:
+        if not flight.done():
+            flight.set_result(None)
+        if self.flights.get(key) is flight:
+            del self.flights[key]
+
+    def expired(self, now: float) -> bool:
+        ttl = self.row.spec.ttl_s
+        return ttl is not None and now > self.row.created + ttl
+
+    def check_open(self, now: float) -> None:
+        if self.closed:
+            phase = self.phase if self.phase is not Phase.OPEN else "being closed"
+            raise conflict(f"session {self.id} is {phase}", "open a new session for another attempt")
+        if self.expired(now):
+            raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
+
+    def charge(self, now: float) -> int:
+        """Take a call from the budget; gives its number. Checked and taken in one go."""
+        self.check_open(now)
+        budget = self.row.spec.budget
+        if budget.calls is not None and self.charged >= budget.calls:
+            raise budget_exhausted(f"session {self.id} has used its budget of {budget.calls} calls")
+        if self.out_of_tokens:
+            raise budget_exhausted(f"session {self.id} has used its budget of {budget.tokens} tokens")
+        if budget.wall_s is not None and now > self.row.created + budget.wall_s:
+            raise budget_exhausted(f"session {self.id} has used its {budget.wall_s} s of wall time")
+        self.calls += 1
+        self.charged += 1
+        self.last_activity = now
+        return self.calls
+
+    def spend(self, tokens: int, now: float) -> None:
+        """Tokens count when they are sampled, so that calls side by side share what is left."""
+        self.sampled_tokens += tokens
+        self.last_activity = now
+
+    @property
+    def out_of_tokens(self) -> bool:
+        limit = self.row.spec.budget.tokens
+        return limit is not None and self.sampled_tokens >= limit
+
+    def intend(self, row: TurnRow) -> None:
+        """A call is about to be made, and that is durable."""
+        self.rows[row.n] = row
+        self._begun.add(row.n)
+
+    def record(self, row: TurnRow) -> None:
+        """A call has ended and is durable."""
+        self.forest.add(row.turn)
+        self.rows[row.n] = row
+        self._begun.discard(row.n)
+        self._widen(row.turn)
+        self.prompt_tokens += _prompt_length(self.forest, row.turn)
+        self.last_activity = row.turn.ended or self.last_activity
+
+    def _widen(self, turn: Turn) -> None:
+        for span in turn.versions:
+            low, high = self._versions or (span.low, span.high)
+            self._versions = min(low, span.low), max(high, span.high)
+
+    def tally(self) -> Tally | None:
+        """What was done in it, once nothing more can be; None while a call may still end."""
+        if not self.closed or self.in_flight or self.running:
+            return None
+        return self._tally()
+
+    def _tally(self) -> Tally:
+        return Tally(
+            calls=self.calls,
+            turns=len(self.forest),
+            branches=self.forest.branches,
+            prompt=self.prompt_tokens,
+            sampled=self.sampled_tokens,
+            dangling=self.dangling,
+            versions=self._versions,
+            last_activity=self.last_activity,
+        )
+
+    def state(self) -> SessionState:
+        now = self._clock()
+        return state_of(
+            self.row,
+            self._tally(),
+            in_flight=len(self.in_flight),
+            idle_s=0.0 if self.in_flight else max(0.0, now - self._quiet_since),
+            unseen_s=None if self._seen is None else max(0.0, now - self._seen),
+        )
+
+
+def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
+    spec = row.spec
+    return SessionState(
+        id=row.id,
+        phase=row.phase,
+        rollout_id=spec.rollout_id,
+        attempt=spec.attempt,
+        group_id=spec.group_id,
+        calls=tally.calls,
+        turns=tally.turns,
+        branches=tally.branches,
+        tokens={"prompt": tally.prompt, "sampled": tally.sampled},
+        dangling=tally.dangling,
+        versions=tally.versions,
+        rewards=list(row.rewards),
+        created=row.created,
+        last_activity=tally.last_activity,
+        **now,
+    )
+
+
+def _prompt_length(forest: Forest, turn: Turn) -> int:
+    return forest.length(turn.id) - len(turn.token_ids)
