@@ -86,6 +86,31 @@ def test_a_thread_that_asks_the_loop_gets_its_answer_after_simulated_time() -> N
     assert run(main()) == (5, 5)
 
 
+def test_work_in_a_thread_can_take_simulated_time() -> None:
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        seen: list[float] = []
+
+        async def ticking() -> None:
+            while True:
+                await asyncio.sleep(4)
+                seen.append(loop.time())
+
+        def work() -> None:
+            loop.spend(10)
+            time.sleep(0.02)
+            seen.append(loop.time())
+
+        ticker = asyncio.create_task(ticking())
+        await asyncio.to_thread(work)
+        await asyncio.sleep(3)
+        ticker.cancel()
+        return seen
+
+    assert run(main()) == [4, 8, 10, 12]
+
+
 def test_what_a_thread_raises_reaches_whoever_waits_for_it() -> None:
     def work() -> None:
         raise ValueError("not today")

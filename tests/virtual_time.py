@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import Context
 from itertools import count
 from queue import Empty, SimpleQueue
-from threading import local
+from threading import Event, local
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -36,6 +36,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._queued: deque[Callable[[], bool]] = deque()
         self._working: set[int] = set()  # pieces of work that hold the clock
         self._asking: set[int] = set()  # ... and those that may be waiting for the loop
+        self._woken = False  # one was, and goes on now
+        self._spending: set[Event] = set()
         self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._piece = local()
         self._pieces = count(1)
@@ -46,6 +48,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def close(self) -> None:
         super().close()
+        for over in list(self._spending):  # nobody will wake them any more
+            over.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def run_in_executor(
@@ -92,11 +96,34 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._news.put(lambda: self._asks(piece))
         return handle
 
+    def spend(self, seconds: float) -> None:
+        """For work in a thread of this loop: so much simulated time passes before it goes on."""
+        piece: int | None = getattr(self._piece, "number", None)
+        if piece is None:
+            raise RuntimeError("spend is for work in a thread of this loop; elsewhere use asyncio.sleep")
+        over = Event()
+        self._spending.add(over)
+
+        def wake() -> None:
+            self._asking.discard(piece)
+            self._working.add(piece)
+            self._woken = True
+            over.set()
+
+        def sleep() -> None:
+            self._asks(piece)
+            self.call_later(seconds, wake)
+
+        self._news.put(sleep)
+        over.wait()
+        self._spending.discard(over)
+
     def settle(self, ready: bool, timer: bool) -> bool:
         """Let threads work; whether that gave the loop something to do. Waits for them if it must."""
         begun = False
         while self._queued and not begun:
             begun = self._queued.popleft()()
+        begun, self._woken = begun or self._woken, False
         wait = begun or (not ready and bool(self._working or (self._asking and not timer)))
         try:
             self._news.get(block=wait)()
