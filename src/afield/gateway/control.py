@@ -159,6 +159,12 @@ async def reward(gateway: LocalGateway, session_id: str, body: bytes, _: dict[st
     return 200, await gateway.state(session_id)
 
 
+async def alive(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    session = gateway.sessions.get(session_id)
+    session.alive()
+    return 200, {"phase": session.phase}
+
+
 async def complete(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
     asked = json_body(body, CompleteBody)
     session = gateway.sessions.get(session_id)
@@ -291,6 +297,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
 ]
 # What agents and verifiers reach under their session's base, and the scope it takes.
 REPORTS: dict[tuple[str, str], Report] = {
+    ("POST", "/alive"): Report(KeyScope.INFER, alive),
     ("POST", "/reward"): Report(KeyScope.REWARD, reward),
     ("POST", "/complete"): Report(KeyScope.OUTCOME, complete),
     ("POST", "/outcome"): Report(KeyScope.OUTCOME, complete),

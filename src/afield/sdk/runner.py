@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from afield import wire
 from afield.errors import TaskFailure, Unavailable, WireError, boundary
+from afield.sdk.alive import PROCESS, Alive
 from afield.sdk.blame import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import Entry
@@ -58,11 +59,13 @@ class Runner:
         deliver: Deliver = deliver_to_address,
         began: Callable[[str], None] = _nothing,
         ended: Callable[[str], None] = _nothing,
+        alive: Alive = PROCESS,
     ) -> None:
         self._entry = entry
         self._deliver = deliver
         self._began = began
         self._ended = ended
+        self._alive = alive
         self._lock = threading.Lock()
         self._active: dict[str, Accepted] = {}
         self._done: OrderedDict[str, Accepted] = OrderedDict()
@@ -105,10 +108,12 @@ class Runner:
 
     def _work(self, invocation: Invocation, payload: dict[str, Any]) -> None:
         session_id = invocation.session_id
+        self._alive.keep(invocation)
         try:
             record = self._perform(invocation, payload)
             self._bring(invocation, record)
         finally:
+            self._alive.drop(session_id)
             self._end(session_id)
 
     def _end(self, session_id: str) -> None:

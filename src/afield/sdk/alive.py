@@ -1,0 +1,136 @@
+"""Signs of life: while an agent runs, its session is told so every few seconds.
+
+One daemon thread does it for all sessions of the process, over one connection per gateway. Nothing here
+ever disturbs an agent: a gateway that does not answer is asked again later, and whoever does not know the
+route (a server that is no afield gateway) is left alone after its first answer. A session that the
+gateway gave up is logged once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from msgspec import DecodeError, json
+
+from afield.wire import Invocation
+
+log = logging.getLogger("afield.sdk")
+FIRST_S = 1.0  # sessions that are over sooner cost nothing
+EVERY_S = 3.0
+TIMEOUT_S = 2.0
+
+
+class _Watched:
+    def __init__(self, invocation: Invocation, due: float) -> None:
+        parts = urlsplit(invocation.base_url)
+        self.session_id = invocation.session_id
+        self.gateway = (parts.scheme, parts.netloc)
+        self.path = f"{parts.path.rstrip('/')}/alive"
+        self.key = invocation.api_key
+        self.due = due
+
+
+class Alive:
+    """`keep` and `drop` may be called from any thread; dropping what is not kept is harmless."""
+
+    def __init__(self, *, first_s: float = FIRST_S, every_s: float = EVERY_S) -> None:
+        self._first_s = first_s
+        self._every_s = every_s
+        self._changed = threading.Condition()
+        self._kept: dict[str, _Watched] = {}
+        self._thread: threading.Thread | None = None
+        self._links: dict[tuple[str, str], http.client.HTTPConnection] = {}
+
+    def keep(self, invocation: Invocation) -> None:
+        with self._changed:
+            watched = _Watched(invocation, time.monotonic() + self._first_s)
+            self._kept[watched.session_id] = watched
+            self._changed.notify()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._post_all, name="alive", daemon=True)
+                self._thread.start()
+
+    def drop(self, session_id: str) -> None:
+        """No sign of life is sent for it from now on."""
+        with self._changed:
+            self._kept.pop(session_id, None)
+
+    def _post_all(self) -> None:
+        while True:
+            silent: set[tuple[str, str]] = set()
+            for watched in self._take_due():
+                if watched.gateway in silent or self._kept.get(watched.session_id) is not watched:
+                    continue
+                try:
+                    self._heard(watched, *self._post(watched))
+                except (OSError, http.client.HTTPException):
+                    self._hang_up(watched.gateway)
+                    silent.add(watched.gateway)
+
+    def _take_due(self) -> list[_Watched]:
+        """Waits until some are due."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                if due := [watched for watched in self._kept.values() if watched.due <= now]:
+                    for watched in due:
+                        watched.due = now + self._every_s
+                    return due
+                dues = [watched.due for watched in self._kept.values()]
+                self._changed.wait(min(dues) - now if dues else None)
+
+    def _post(self, watched: _Watched) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {watched.key}", "Content-Type": "application/json"}
+        fresh = watched.gateway not in self._links
+        link = self._links[watched.gateway] = self._links.get(watched.gateway) or _link(watched.gateway)
+        try:
+            link.request("POST", watched.path, b"{}", headers)
+            response = link.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            if fresh:
+                raise
+        self._hang_up(watched.gateway)  # it was closed while nobody used it
+        return self._post(watched)
+
+    def _hang_up(self, gateway: tuple[str, str]) -> None:
+        if link := self._links.pop(gateway, None):
+            link.close()
+
+    def _heard(self, watched: _Watched, status: int, body: bytes) -> None:
+        if status == 200:
+            phase = _phase(body)
+            if phase == "aborted":
+                log.warning(
+                    "%s was given up by its collector; its outcome comes too late", watched.session_id
+                )
+            if phase in ("open", "completed"):
+                return
+        elif status >= 500 or status in (408, 429):
+            return
+        with self._changed:
+            if self._kept.get(watched.session_id) is watched:
+                del self._kept[watched.session_id]
+
+
+PROCESS = Alive()
+
+
+def _link(gateway: tuple[str, str]) -> http.client.HTTPConnection:
+    scheme, place = gateway
+    made = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    return made(place, timeout=TIMEOUT_S)
+
+
+def _phase(body: bytes) -> str:
+    """Empty where the answer is not a gateway's."""
+    try:
+        told: Any = json.decode(body)
+    except DecodeError:
+        return ""
+    return str(told.get("phase", "")) if isinstance(told, dict) else ""
