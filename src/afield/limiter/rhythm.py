@@ -1,26 +1,22 @@
-"""Limiter: how fast launches and stops may be called, and how many launches may be under way.
+"""Pace and Rhythm: what is allowed, and when the next call may be made. Pure: time comes in as a number.
 
-Calls are spaced evenly, with a burst of 5 % of a second's worth (at least one call). Launches and stops
-share the rate; each kind waits in its own line, first come first served, and the heads of the two lines take
-turns: a stop ends what costs money and must not wait behind a thousand launches, nor hold them up. A refusal
-halves the rate, at most once a second, and pauses if the other side asked for it; the rate is back after
-about 30 s. Without a given rate the first refusal teaches one. `LocalLimiter` takes its time from the running
-event loop; `SharedLimiter` is one budget for all processes of a machine that share a SQLite file.
+Turns follow the generic cell rate algorithm: no window of t seconds has more than rate * t calls and a burst.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
 
 from msgspec import Struct
 
 BURST_S = 0.05
 CUT_EVERY_S = 1.0
 RECOVER_S = 30.0
+# A cut rate is soon back at this part of where it was refused ...
+SOON_S = 2.0
+KNEE = 0.9
+# ... and, where no rate is given, grows past it by this factor.
+PROBE = 1.5
 LONGEST_PAUSE_S = 60.0
 # Below what a timer can tell apart: such a rest is not slept.
 TICK_S = 1e-6
@@ -53,29 +49,17 @@ class Pace(Struct, frozen=True, kw_only=True):
         return max(1, math.ceil(self.rate_per_s * self.start_s - 1e-9))
 
 
-class Limiter(Protocol):
-    def launching(self) -> AbstractAsyncContextManager[None]:
-        """Waits for a turn and for a place; the place is held until the block ends."""
-        ...
-
-    def calling(self) -> AbstractAsyncContextManager[None]:
-        """Waits for a turn: a call that takes no place, such as a stop."""
-        ...
-
-    def throttled(self, retry_after_s: float | None) -> None:
-        """The other side refused a call: slow down, and pause for as long as it asked."""
-        ...
-
-
 class Rhythm(Struct):
     """When the next call may be made: all of a limiter's state but the places, and free of I/O.
 
-    The rate is `low + slope * (now - since)`, at most the given one; `low` None is no rate yet. `free` is
+    A cut rate grows in two straight lines: soon from `low` to `knee`, a little below where it was refused,
+    then slowly to `aim`, and beyond where none is given. `low` None is a rate that was never cut. `free` is
     when calls that were spaced without a burst would be made next.
     """
 
     low: float | None = None
-    slope: float = 0.0
+    knee: float = 0.0
+    aim: float = 0.0
     since: float = -math.inf
     free: float = -math.inf
     paused_until: float = -math.inf
@@ -89,7 +73,12 @@ class Rhythm(Struct):
     def rate(self, now: float, given: float | None) -> float | None:
         if self.low is None:
             return given
-        return min(given or math.inf, self.low + self.slope * max(0.0, now - self.since))
+        past = max(0.0, now - self.since)
+        if past < SOON_S:
+            grown = self.low + (self.knee - self.low) * past / SOON_S
+        else:
+            grown = self.knee + (self.aim - self.knee) * (past - SOON_S) / (RECOVER_S - SOON_S)
+        return min(given or math.inf, grown)
 
     def reserve(self, now: float, given: float | None) -> float:
         """Take the next turn; answers when it is."""
@@ -108,6 +97,7 @@ class Rhythm(Struct):
 
     def late(self, now: float, given: float | None) -> None:
         """A turn was taken later than it was due: the next one keeps its distance."""
+        self._learn(now)
         if rate := self.rate(now, given):
             self.free = max(self.free, now + 1 / rate)
 
@@ -118,10 +108,7 @@ class Rhythm(Struct):
         if rate is None:
             self._refuse(now)
         elif self.low is None or now - self.since >= CUT_EVERY_S or now < self.since:
-            aim = given or rate
-            self.low = max(rate / 2, aim / 64)
-            self.slope = (aim - self.low) / RECOVER_S
-            self.since = now
+            self._grow(now, max(rate / 2, (given or 1.0) / 64), KNEE * rate, given or PROBE * rate)
 
     def _refuse(self, now: float) -> None:
         """Nothing is sent for a second: by then it is known how much of what was sent was refused."""
@@ -135,9 +122,12 @@ class Rhythm(Struct):
         if self.taught_at is None or now < self.taught_at + CUT_EVERY_S:
             return
         sent = self.made + self.before * max(0.0, 1 - (self.taught_at - self.second))
-        self.low = max(1.0, sent - self.refused)
-        self.slope, self.since = self.low / 2 / RECOVER_S, now
+        learned = max(1.0, sent - self.refused)
+        self._grow(now, learned, learned, PROBE * learned)
         self.taught_at = None
+
+    def _grow(self, now: float, low: float, knee: float, aim: float) -> None:
+        self.low, self.knee, self.aim, self.since = low, max(low, knee), aim, now
 
     def _count(self, now: float, calls: int = 1) -> None:
         if self.taught_at is not None and calls:
@@ -146,78 +136,3 @@ class Rhythm(Struct):
             self.before = self.made if now - self.second < 2 else 0
             self.second, self.made = math.floor(now), 0
         self.made += calls
-
-
-class Unlimited:
-    """For places that take whatever comes."""
-
-    @asynccontextmanager
-    async def launching(self) -> AsyncIterator[None]:
-        yield
-
-    @asynccontextmanager
-    async def calling(self) -> AsyncIterator[None]:
-        yield
-
-    def throttled(self, retry_after_s: float | None) -> None:
-        pass
-
-
-class LocalLimiter:
-    """One budget for one event loop. A cancelled wait costs nothing, or at worst its own turn."""
-
-    def __init__(self, pace: Pace) -> None:
-        self._given = pace.rate_per_s
-        self._places = pace.places
-        self._rhythm = Rhythm()
-        self._under_way = 0
-        self._room = asyncio.Event()
-        # Held by the head of a line while it waits; asyncio's locks are first come first served.
-        self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
-
-    @property
-    def rate_per_s(self) -> float | None:
-        """What is allowed at this moment; None before one is given or learned."""
-        return self._rhythm.rate(_now(), self._given)
-
-    @asynccontextmanager
-    async def launching(self) -> AsyncIterator[None]:
-        async with self._launches:
-            while self._places is not None and self._under_way >= self._places:
-                self._room.clear()
-                await self._room.wait()
-            self._under_way += 1
-            try:
-                await self._turn()
-            except asyncio.CancelledError:
-                self._leave()
-                raise
-        try:
-            yield
-        finally:
-            self._leave()
-
-    @asynccontextmanager
-    async def calling(self) -> AsyncIterator[None]:
-        async with self._calls:
-            await self._turn()
-        yield
-
-    def throttled(self, retry_after_s: float | None) -> None:
-        self._rhythm.cut(_now(), self._given, retry_after_s)
-
-    def _leave(self) -> None:
-        self._under_way -= 1
-        self._room.set()
-
-    async def _turn(self) -> None:
-        due = self._rhythm.reserve(_now(), self._given)
-        while (rest := due - _now()) > TICK_S:
-            await asyncio.sleep(rest)
-            if self._rhythm.paused_until > due:
-                due = self._rhythm.reserve(_now(), self._given)
-        self._rhythm.late(_now(), self._given)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
