@@ -1,0 +1,164 @@
+"""Processes that are kept running, and killed: what bench/chaos.py is made of.
+
+A part that is killed is started again after a moment; one that ends by itself is done if it may be, and
+has crashed otherwise. Whatever happens to the bench, its parts end with it. Every process has a mark in
+its environment that its children inherit, so that those left behind are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+MARK = "CHAOS_MARK"
+NOTES = "CHAOS_NOTES"
+RESTART_S = 2.0
+PR_SET_PDEATHSIG = 1
+TAIL = 1500
+
+
+class Kill(Struct, frozen=True, kw_only=True):
+    """`sampled` is how long the engine's ledger was then; `notes` what the process wrote about its work."""
+
+    kind: str
+    part: str
+    at: float
+    age_s: float
+    sampled: int
+    notes: Path
+
+
+class Part:
+    """One process at a time under one name. `ends`: it is done when it ends well."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        command: Sequence[object],
+        *,
+        place: Path,
+        environment: dict[str, str],
+        rng: random.Random,
+        ends: bool = False,
+    ) -> None:
+        self.kind, self.name = kind, name
+        self.crashes: list[dict[str, Any]] = []
+        self.starts = 0
+        self.done = asyncio.Event()
+        self._command = [str(word) for word in command]
+        self._place, self._environment, self._rng, self._ends = place, environment, rng, ends
+        self._log = place / "logs" / f"{name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+        self._began = 0.0
+        self._shot = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def notes(self) -> Path:
+        """Another file for every process."""
+        return self._place / "notes" / f"{self.name}-{self.starts}.jsonl"
+
+    async def keep(self) -> None:
+        """Until it is done, or this is cancelled; nothing of it runs afterwards."""
+        try:
+            while not self.done.is_set():
+                await self._live()
+                await asyncio.sleep(self._rng.uniform(0.0, RESTART_S))
+        finally:
+            await self._end()
+
+    def kill(self, sampled: int) -> Kill | None:
+        """None where nothing runs."""
+        if self._process is None or self._process.returncode is not None or self._shot:
+            return None
+        self._shot = True
+        self._process.send_signal(signal.SIGKILL)
+        return Kill(
+            kind=self.kind,
+            part=self.name,
+            at=time.time(),
+            age_s=round(time.monotonic() - self._began, 2),
+            sampled=sampled,
+            notes=self.notes,
+        )
+
+    async def _live(self) -> None:
+        self.starts += 1
+        self._shot = False
+        self._began = time.monotonic()
+        environment = os.environ | self._environment | {NOTES: str(self.notes)}
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=self._place,
+                preexec_fn=_die_with_parent,
+            )
+        code = await self._process.wait()
+        if self._shot:
+            return
+        if code == 0 and self._ends:
+            self.done.set()
+            return
+        text = self._log.read_text(errors="replace")[-TAIL:]
+        self.crashes.append({"part": self.name, "code": code, "said": text})
+
+    async def _end(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 10)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Processes that have this mark in their environment, with their command lines."""
+    found: dict[int, str] = {}
+    word = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if word in (entry / "environ").read_bytes().split(b"\0"):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(entry.name)] = line.strip()
+        except OSError:
+            continue
+    return found
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that nobody listens at now."""
+    sockets = [socket.socket() for _ in range(n)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
