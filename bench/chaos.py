@@ -34,9 +34,9 @@ from chaos_audit import (
 from chaos_world import KINDS, Left, Size, World
 from msgspec import structs
 
-KILLS = 12  # of each kind
-SMALL = Size(tasks=24, batch=4, concurrency=16, step_s=0.4, limit_s=60.0)
-SMALL_KILLS = 2
+KILLS = {"collector": 12, "gateway": 10, "trainer": 12, "agents": 10}
+SMALL = Size(tasks=24, batch=4, concurrency=16, step_s=0.4, work_s=0.3, limit_s=60.0)
+SMALL_KILLS = 2  # of each kind
 
 
 def audit(world: World, whole: bool, left: Left) -> dict[str, Any]:
@@ -129,15 +129,15 @@ def show(told: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, help=f"of each kind (default: {KILLS}, or {SMALL_KILLS})")
+    parser.add_argument("--kills", type=int, help=f"of each kind (default: {KILLS})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="a few tasks and kills, for tests")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave all files there")
     parser.add_argument("--json", action="store_true", help="nothing but one line of JSON on stdout")
     args = parser.parse_args()
     size = SMALL if args.small else Size()
-    n = args.kills if args.kills is not None else SMALL_KILLS if args.small else KILLS
-    kills = dict.fromkeys(KINDS, n)
+    kills = dict.fromkeys(KINDS, SMALL_KILLS) if args.small else KILLS
+    kills = kills if args.kills is None else dict.fromkeys(KINDS, args.kills)
     place = args.keep or Path(tempfile.mkdtemp(prefix="afield-chaos-"))
     try:
         told = asyncio.run(run(place.resolve(), size, args.seed, kills))

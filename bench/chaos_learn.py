@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chaos_audit import LEARNT
+from chaos_parts import STEP_S
 
 from afield import wiring
 from afield.cli.main import main
 from afield.seams import StepReport, Trainer
 from afield.types import Group
-
-STEP_S = "CHAOS_STEP_S"
 
 
 class Remembering:

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 MARK = "CHAOS_MARK"
 NOTES = "CHAOS_NOTES"
+STEP_S = "CHAOS_STEP_S"
 RESTART_S = 2.0
 PR_SET_PDEATHSIG = 1
 TAIL = 1500

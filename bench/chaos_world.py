@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from chaos_learn import STEP_S
-from chaos_parts import MARK, Kill, Part, free_ports, marked
+from chaos_parts import MARK, STEP_S, Kill, Part, free_ports, marked
 from chaos_script import write_script
 from msgspec import Struct
 
@@ -31,7 +30,7 @@ POLICY = BENCH.parent / "src" / "afield" / "demo" / "policy"
 ADMIN = "chaos-admin-key"
 EXP = "chaos"
 KINDS: tuple[str, ...] = ("collector", "gateway", "trainer", "agents")
-HOSTS = 3
+HOSTS = 4
 SETTLES_S = 30.0  # how long what winds up may take; leases of hints run out within it
 FIRST, LAST = 0.03, 0.90  # of the work: when the first and the last kill may come
 WAITS_S = 1.2  # a kill comes up to this much after its point
@@ -44,9 +43,9 @@ class Size(Struct, frozen=True, kw_only=True):
     staleness: int = 2
     concurrency: int = 32
     step_s: float = 0.8
-    work_s: float = 0.1  # of an agent between two calls, on average
+    work_s: float = 0.8  # of an agent between two calls, on average
     delay_s: float = 0.02  # of the engine before each chunk
-    limit_s: float = 200.0
+    limit_s: float = 240.0
 
     @property
     def steps(self) -> int:
