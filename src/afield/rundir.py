@@ -7,7 +7,9 @@
       rollouts/         step-0001.jsonl: one line per rollout, with outcome, turns and trajectories
       checkpoints/      step-0001/: all the trainer needs to go on; the newest few are kept
       weights/          v1/: what the engine loads
-      journal.sqlite    attempts, finished rollouts, what was trained
+      validation/       step-0010.jsonl: the rollouts of a validation; validation.jsonl has a line for each
+      ledger.sqlite     attempts, finished rollouts, groups, what was trained at which step
+      spool/            finished rollouts until a step has taken them
       gateway/ outcomes/ logs/
       summary.json rewards.png
 
@@ -21,7 +23,7 @@ import json
 import re
 import shutil
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,13 @@ STATE = "state.json"
 
 
 class StepState(Struct, frozen=True):
-    """Beside a checkpoint: which step it ends, which policy it is, what it learnt from, its metrics."""
+    """Beside a checkpoint: which step it ends, which policy it is, what it learnt from."""
 
     step: int
     version: int
     trained: tuple[str, ...]
     metrics: dict[str, Any]
+    groups: tuple[str, ...] = ()
 
 
 class RunDir:
@@ -60,8 +63,16 @@ class RunDir:
         return self.path / "tasks.jsonl"
 
     @property
-    def journal(self) -> Path:
-        return self.path / "journal.sqlite"
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def spool(self) -> Path:
+        return self.path / "spool"
+
+    @property
+    def limiter(self) -> Path:
+        return self.path / "limiter.sqlite"
 
     @property
     def gateway(self) -> Path:
@@ -93,16 +104,18 @@ class RunDir:
         return self.path / "rewards.png"
 
     @contextmanager
-    def locked(self) -> Generator[None]:
-        """One process at a time works on a run."""
+    def locked(self, *parts: str) -> Generator[None]:
+        """One process at a time works on each part of a run."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UsageError(
-                    f"another process is working on run {self.id}: wait for it or stop it"
-                ) from error
+        with ExitStack() as locks:
+            for part in parts:
+                lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise UsageError(
+                        f"another process is working on run {self.id}: wait for it or stop it"
+                    ) from error
             yield
 
     def checkpoint(self, step: int) -> Path:
@@ -145,11 +158,7 @@ class RunDir:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """A line that a crash cut short is left out; its step is in its checkpoint."""
-        lines: list[dict[str, Any]] = []
-        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else []:
-            with suppress(ValueError):
-                lines.append(json.loads(line))
-        return lines
+        return _whole_lines(self.metrics)
 
     def rewind(self, state: StepState | None) -> None:
         """Drop what was written about steps that are not done, and add what is missing of the last one."""
@@ -173,6 +182,20 @@ class RunDir:
         self.rollouts(step).parent.mkdir(exist_ok=True)
         write_whole(self.rollouts(step), b"".join(line + b"\n" for line in lines))
 
+    def write_validation(self, line: dict[str, Any], finished: Iterable[Finished]) -> None:
+        """Once for a step; a validation that was written already is left as it is."""
+        if line["step"] in {known["step"] for known in self.read_validation()}:
+            return
+        folder = self.path / "validation"
+        folder.mkdir(exist_ok=True)
+        data = b"".join(msgspec.json.encode(f) + b"\n" for f in finished)
+        write_whole(folder / f"step-{line['step']:04d}.jsonl", data)
+        with (self.path / "validation.jsonl").open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def read_validation(self) -> list[dict[str, Any]]:
+        return _whole_lines(self.path / "validation.jsonl")
+
     def read_rollouts(self, step: int) -> list[Finished]:
         lines = self.rollouts(step).read_bytes().splitlines()
         return [msgspec.json.decode(line, type=Finished) for line in lines]
@@ -181,6 +204,14 @@ class RunDir:
         """Steps with rollouts on disk."""
         found = (self.path / "rollouts").glob("step-*.jsonl")
         return sorted(int(path.stem.removeprefix("step-")) for path in found)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def _remove(directory: Path) -> None:

@@ -1,0 +1,449 @@
+"""One rollout, from its first attempt to the outcome that stands.
+
+Open a session, launch an attempt, wait for its outcome, decide. Whatever happens to an attempt, it is
+decided exactly once: by its commit, or by our fence. A failure of a task, a verifier or the
+infrastructure is tried again within its budget, in a fresh session; a policy failure is an outcome like
+any other. What is finished goes to the spool and leaves memory. After a crash the same call goes on:
+finished rollouts are not run again, committed ones are adopted, and agents that still run are waited
+for. A store or a gateway that does not answer is waited for, and nothing is held against a rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
+
+from afield import wire
+from afield.errors import (
+    RETRIED,
+    AfieldError,
+    Missing,
+    RolloutFailure,
+    Throttled,
+    Unavailable,
+    WireError,
+    first_cause,
+)
+from afield.ledger import Ledger, Note
+from afield.limiter import Limiter, Unlimited
+from afield.notice import Noticer, Running
+from afield.plan import Plan, Watcher
+from afield.seams import Fence, Gateway, Record, Runtime, SessionSpec, Transport, Waiting
+from afield.spool import Spool
+from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout
+from afield.wire import OutcomeRecord
+
+log = logging.getLogger("afield.collect")
+
+LINGER_S = 5.0  # an agent that has delivered is given this long to end by itself
+RECALL_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
+GATEWAY_SLACK_S = 3_600.0
+T = TypeVar("T")
+
+
+class Conductor:
+    """`async with` listens to hints, sweeps the store and watches the sessions; used from one event loop."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gateway: Gateway,
+        runtime: Runtime,
+        transport: Transport,
+        ledger: Ledger,
+        spool: Spool,
+        watcher: Watcher,
+        limiter: Limiter | None = None,
+    ) -> None:
+        self._plan = plan
+        self._gateway = gateway
+        self._runtime = runtime
+        self._transport = transport
+        self._ledger = ledger
+        self._spool = spool
+        self._watcher = watcher
+        self._limiter = limiter or Unlimited()
+        self._slots = asyncio.Semaphore(plan.concurrency)
+        self._notice = Noticer(plan, gateway, transport, ledger)
+        self._runs: dict[str, asyncio.Task[Note]] = {}
+        self._cancelled: dict[str, Failure] = {}
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._chores = [self._tasks.create_task(chore) for chore in self._notice.chores()]
+        self._endings: set[asyncio.Task[None]] = set()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        """What still runs is left undecided: another conductor of the same ledger goes on with it."""
+        if exc[0] is None:
+            if self._endings:
+                await asyncio.wait(self._endings, timeout=self._plan.deadlines.teardown_s)
+            await self._notice.flush()
+        for task in (*self._chores, *self._runs.values(), *self._endings):
+            task.cancel()
+        try:
+            await self._tasks.__aexit__(*exc)
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another rollout would begin at once."""
+        return len(self._runs) < self._plan.concurrency
+
+    async def run(self, rollout: Rollout) -> Note:
+        """How the rollout ended; it lies in the spool then. Running one again, or twice, gives the same."""
+        return await asyncio.shield(self.start(rollout))
+
+    def start(self, rollout: Rollout) -> asyncio.Task[Note]:
+        """The same, under way. The task is the conductor's: `cancel` ends the rollout, not `Task.cancel`."""
+        task = self._runs.get(rollout.id)
+        if task is None:
+            task = self._runs[rollout.id] = self._tasks.create_task(self._run(rollout))
+            task.add_done_callback(lambda _: self._runs.pop(rollout.id, None))
+        return task
+
+    def cancel(self, rollout_id: str, why: str, reason: Reason = Reason.CANCELLED) -> None:
+        """End a rollout that runs or waits; `run` ends with this failure, and nothing is tried again.
+
+        One that has ended, or whose outcome is in the store already, keeps its outcome.
+        """
+        if rollout_id not in self._runs:
+            return
+        failure = self._cancelled[rollout_id] = Failure(FailureKind.INFRASTRUCTURE, reason, why)
+        for running in self._notice.running.values():
+            if running.waiting.rollout.id == rollout_id:
+                running.give_up(failure)
+
+    # --- rollouts --------------------------------------------------------------------------------
+
+    async def _run(self, rollout: Rollout) -> Note:
+        if note := self._ledger.finished(rollout.id):
+            if not self._spool.holds(rollout.id):
+                await self._patiently(lambda: self._keep(rollout, note.outcome, note.attempts))
+            return note
+        born = _now()
+        try:
+            if not await self._enters():
+                waited_s, others = self._plan.deadlines.queue_s, self._plan.concurrency
+                told = f"no place in {waited_s:g} s beside {others} others; raise concurrency or queue_s"
+                self._cancelled[rollout.id] = _broken(told, Reason.LAUNCH)
+                return await self._until_it_counts(rollout, born)
+            try:
+                return await self._until_it_counts(rollout, born)
+            finally:
+                self._slots.release()
+        finally:
+            self._cancelled.pop(rollout.id, None)
+
+    async def _enters(self) -> bool:
+        try:
+            async with asyncio.timeout(self._plan.deadlines.queue_s):
+                return await self._slots.acquire()
+        except TimeoutError:
+            return False
+
+    async def _until_it_counts(self, rollout: Rollout, born: float) -> Note:
+        """Attempts until one has an outcome that stands, or a budget of retries is used up."""
+        tried = self._ledger.attempts(rollout.id)
+        spent = Counter(t.failure.kind for t in tried if t.failure)
+        n = len(tried)
+        undecided = tried[-1].attempt if tried and tried[-1].failure is None else None
+        outcome = await self._resume(rollout, undecided, born) if undecided else None
+        while True:
+            if outcome is None:
+                n += 1
+                outcome = await self._attempt(rollout, Attempt(rollout.id, n), born)
+            note = None if self._will_retry(rollout, outcome, spent) else await self._end(rollout, outcome, n)
+            if note is not None:
+                return note
+            assert outcome.failure is not None
+            self._watcher.attempt_ended(rollout, outcome, True)
+            attempt = Attempt(rollout.id, outcome.attempt)
+            self._ledger.fail(attempt, outcome.failure, await self._sampled(attempt))
+            outcome = None
+
+    def _will_retry(self, rollout: Rollout, outcome: Outcome, spent: Counter[FailureKind]) -> bool:
+        if outcome.failure is None or outcome.failure.kind not in RETRIED or rollout.id in self._cancelled:
+            return False
+        kind = outcome.failure.kind
+        spent[kind] += 1
+        return spent[kind] <= self._plan.retries.get(kind, 0)
+
+    async def _end(self, rollout: Rollout, outcome: Outcome, n: int) -> Note:
+        note = await self._patiently(lambda: self._keep(rollout, outcome, n))
+        self._ledger.finish(rollout.id, note)
+        self._watcher.attempt_ended(rollout, note.outcome, False)
+        return note
+
+    async def _keep(self, rollout: Rollout, outcome: Outcome, n: int) -> Note:
+        """Everything there is of a rollout, to the spool."""
+        try:
+            record = await self._gateway.finalize(outcome.session_id)
+        except Missing as error:
+            record = Record(trajectories=(), excluded=())
+            if outcome.failure is None:
+                outcome = wire.failed(rollout.id, outcome.attempt, _broken(str(error), Reason.ENGINE))
+        finished = Finished(
+            rollout=rollout,
+            outcome=outcome,
+            trajectories=record.trajectories,
+            excluded=record.excluded,
+            turns=record.turns,
+            attempts=n,
+        )
+        self._spool.put(finished)
+        self._watcher.rollout_finished(finished)
+        spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
+        return Note(
+            outcome,
+            n,
+            sum(t.owned for t in finished.trajectories),
+            min((s.low for s in spans), default=None),
+            max((s.high for s in spans), default=None),
+        )
+
+    # --- attempts --------------------------------------------------------------------------------
+
+    async def _resume(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome | None:
+        """An attempt somebody before us began: its outcome if it has one or gets one, else it is given up."""
+        running = Running(rollout, attempt, born)
+        if await self._decision(running.waiting) is None and await self._lives(attempt):
+            log.info("%s still runs and is waited for", attempt.session_id)
+            running.progress.launched = _now()
+            return await self._decide(running, await self._await_outcome(running))
+        given_up = _broken("the collector was restarted", Reason.DIED)
+        try:
+            stands = await self._fence(running.waiting, given_up.message)
+        except WireError:  # what it left behind cannot be read; the next attempt takes its place
+            stands = None
+        if isinstance(stands, OutcomeRecord):
+            return await self._decide(running, None)
+        await self._conclude(running, given_up, delivered=False)
+        return None
+
+    async def _lives(self, attempt: Attempt) -> bool:
+        """Whether an agent that an earlier process launched still works on it."""
+        found = await self._runtime.adopt(attempt)
+        if found is not None:
+            return found
+        state = (await self._patiently(lambda: self._gateway.states([attempt.session_id]))).get(
+            attempt.session_id
+        )
+        if state is None or state.phase != "open":
+            return False
+        seen = state.unseen_s if state.unseen_s is not None else state.idle_s
+        return bool(state.in_flight) or seen <= self._plan.deadlines.dead_s
+
+    async def _attempt(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome:
+        self._ledger.begin(attempt)
+        running = Running(rollout, attempt, born)
+        failure = self._cancelled.get(rollout.id)
+        if failure is None:
+            self._notice.running[attempt.session_id] = running  # a cancel reaches it from here on
+            failure = await self._launch(running)
+        if failure is None:
+            failure = await self._await_outcome(running)
+        self._notice.running.pop(attempt.session_id, None)
+        return await self._decide(running, failure)
+
+    async def _launch(self, running: Running) -> Failure | None:
+        """None once the agent has its payload; a launch that failed is known at once."""
+        deadlines = self._plan.deadlines
+        try:
+            while True:
+                async with asyncio.timeout(deadlines.queue_s) as queueing, self._limiter.launching():
+                    queueing.reschedule(None)
+                    try:
+                        return await self._start(running)
+                    except Throttled as error:
+                        self._limiter.throttled(error.retry_after_s)
+        except TimeoutError:
+            return _broken(f"it was not launched within {deadlines.queue_s:g} s", Reason.LAUNCH)
+        except RolloutFailure as error:
+            return error.failure
+        except Unavailable:
+            raise
+        except AfieldError as error:
+            return _broken(f"{type(error).__name__}: {error}", Reason.LAUNCH)
+
+    async def _start(self, running: Running) -> Failure | None:
+        rollout, attempt = running.waiting.rollout, running.waiting.attempt
+        payload = await self._payload(rollout, attempt)
+        if running.verdict:
+            return running.verdict
+        start_s = self._plan.deadlines.start_s
+        try:
+            async with asyncio.timeout(start_s):
+                await self._runtime.launch(attempt, payload)
+        except TimeoutError:
+            return _broken(f"the agent had not taken its payload after {start_s:g} s", Reason.TIMEOUT)
+        except Unavailable as error:
+            return _broken(str(error), Reason.LAUNCH)
+        running.progress.launched = _now()
+        return None
+
+    async def _payload(self, rollout: Rollout, attempt: Attempt) -> dict[str, Any]:
+        sampling = rollout.sampling or self._plan.sampling
+        spec = SessionSpec(
+            id=attempt.session_id,
+            rollout_id=rollout.id,
+            attempt=attempt.n,
+            group_id=rollout.group_id,
+            exp_id=rollout.exp_id,
+            input_id=rollout.task.id,
+            split=rollout.split,
+            sampling=sampling,
+            budget=self._plan.budget,
+            ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
+        )
+        ticket = await self._patiently(lambda: self._gateway.open(spec))
+        where = self._transport.address(rollout.exp_id)
+        if self._plan.deliver == "gateway":
+            where = {"outcome_url": f"{ticket.base_url}/outcome"}
+        invocation = wire.invocation_for(
+            rollout,
+            attempt,
+            base_url=ticket.base_url,
+            api_key=ticket.api_key,
+            model_id=self._plan.model_id,
+            sampling=sampling,
+            **where,
+        )
+        return wire.build_payload(rollout.task, invocation)
+
+    async def _await_outcome(self, running: Running) -> Failure | None:
+        """None once the attempt is decided; else why it is given up."""
+        self._notice.running[running.session_id] = running
+        exiting = asyncio.create_task(self._runtime.wait(running.waiting.attempt))
+        exiting.add_done_callback(lambda _: running.news.set())
+        try:
+            while True:
+                await running.news.wait()
+                running.news.clear()
+                if running.exit is None and exiting.done():
+                    running.exit = exiting.result()
+                    running.progress.ended = None if running.exit.failure else _now()
+                if await self._decision(running.waiting) is not None:
+                    return None
+                if running.exit and running.exit.failure:
+                    return running.exit.failure
+                if running.verdict:
+                    return running.verdict
+        finally:
+            del self._notice.running[running.session_id]
+            if exiting.done():
+                running.exit = running.exit or exiting.result()
+            else:
+                exiting.cancel()
+                await asyncio.gather(exiting, return_exceptions=True)
+
+    async def _decision(self, waiting: Waiting) -> object | None:
+        try:
+            return await self._patiently(lambda: self._transport.decision(waiting))
+        except WireError as error:
+            return error
+
+    async def _decide(self, running: Running, failure: Failure | None) -> Outcome:
+        """What stands in the store, or our fence with the failure we saw. Ends what is left of it."""
+        reason = failure.message if failure else "the agent ended without an outcome"
+        try:
+            stands = await self._fence(running.waiting, reason)
+        except WireError as error:
+            stands, failure = None, _broken(f"its outcome cannot be read: {error}", Reason.UPLOAD)
+        if isinstance(stands, OutcomeRecord):
+            outcome = _checked(stands.outcome, running.waiting.attempt)
+        else:
+            attempt = running.waiting.attempt
+            outcome = wire.failed(attempt.rollout_id, attempt.n, failure or _broken(reason, Reason.DIED))
+        await self._conclude(running, outcome.failure, isinstance(stands, OutcomeRecord))
+        return outcome
+
+    async def _fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+        stands = await self._patiently(lambda: self._transport.fence(waiting, reason))
+        self._notice.used.append(waiting.attempt)
+        return stands
+
+    async def _conclude(self, running: Running, failure: Failure | None, delivered: bool) -> None:
+        """End what is left of an attempt that is decided; its agent in the background."""
+        attempt = running.waiting.attempt
+        if failure:
+            await self._abort(attempt, failure.message)
+        linger_s = LINGER_S if delivered and running.exit is None else 0.0
+        ending = self._tasks.create_task(self._tear_down(attempt, linger_s))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _tear_down(self, attempt: Attempt, linger_s: float) -> None:
+        """End the agent's session wherever it runs; one that has just delivered may end by itself first."""
+        if linger_s:
+            await asyncio.wait(
+                [waiting := asyncio.create_task(self._runtime.wait(attempt))], timeout=linger_s
+            )
+            waiting.cancel()
+        teardown_s = self._plan.deadlines.teardown_s
+        try:
+            async with asyncio.timeout(teardown_s):
+                await self._stop(attempt)
+        except TimeoutError:
+            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
+        except AfieldError as error:
+            log.warning("%s could not be stopped: %s", attempt.session_id, error)
+
+    async def _stop(self, attempt: Attempt) -> None:
+        while True:
+            async with self._limiter.calling():
+                try:
+                    return await self._runtime.stop(attempt)
+                except Throttled as error:
+                    self._limiter.throttled(error.retry_after_s)
+
+    async def _abort(self, attempt: Attempt, reason: str) -> None:
+        """A session that was never opened has nothing to abort."""
+        try:
+            await self._patiently(lambda: self._gateway.abort(attempt.session_id, reason))
+        except AfieldError as error:
+            log.info("%s was not aborted: %s", attempt.session_id, error)
+
+    async def _sampled(self, attempt: Attempt) -> int:
+        """What an attempt that came to nothing has cost."""
+        found = await self._patiently(lambda: self._gateway.states([attempt.session_id]))
+        state = found.get(attempt.session_id)
+        return state.tokens.get("sampled", 0) if state else 0
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask a store or a gateway until it answers, or until patience ends."""
+        end = _now() + self._plan.patience_s
+        pause_s, longest_s = RECALL_S
+        told = False
+        while True:
+            try:
+                return await ask()
+            except Unavailable as error:
+                if _now() > end:
+                    raise
+                if not told:
+                    log.warning("%s; tried again for up to %g s", error, self._plan.patience_s)
+                    told = True
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _broken(message: str, reason: Reason) -> Failure:
+    return Failure(FailureKind.INFRASTRUCTURE, reason, message)
+
+
+def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:
+    if (outcome.rollout_id, outcome.attempt) == (attempt.rollout_id, attempt.n):
+        return outcome
+    told = f"the outcome stored for {attempt.session_id} says it is of {outcome.session_id}"
+    return wire.failed(attempt.rollout_id, attempt.n, Failure(FailureKind.VERIFIER, Reason.REWARD, told))

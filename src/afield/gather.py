@@ -1,0 +1,140 @@
+"""The collecting half of a training run: which group begins when, and validation in between.
+
+Groups are begun in the order of the data set, as the window allows and as soon as there is room for
+another rollout: no step is waited for. What was begun before a crash comes first. Everything it finds
+out is in the ledger and the spool; the learning half may live in another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
+
+from afield.collect import Collector, GroupWish
+from afield.errors import first_cause
+from afield.ledger import Ledger
+from afield.spool import Spool
+from afield.types import ID_PATTERN, Finished, Sampling, Split, Task
+from afield.window import Window
+
+log = logging.getLogger("afield.loop")
+POLL_S = 0.05
+
+
+class Schedule(Struct, frozen=True):
+    """All tasks, epoch after epoch, each in an order of its own: a function of seed and position alone."""
+
+    tasks: Sequence[Task]
+    exp_id: str
+    seed: int = 0
+    shuffle: bool = True
+
+    def epoch(self, position: int) -> int:
+        return position // len(self.tasks)
+
+    def wish(self, position: int) -> GroupWish:
+        epoch, index = divmod(position, len(self.tasks))
+        task = self.tasks[self._order(epoch)[index]]
+        return GroupWish(f"{self.exp_id}-e{epoch}-{slug(task.id)}", task, epoch)
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.tasks)))
+        if self.shuffle:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+
+class Validation(Struct, frozen=True, kw_only=True):
+    """Tasks that are tried, greedily unless told otherwise, and never trained; every so many steps."""
+
+    tasks: Sequence[Task]
+    every: int
+    sampling: Sampling
+    report: Callable[[int, list[Finished]], None]
+
+
+class Gatherer:
+    def __init__(
+        self,
+        window: Window,
+        schedule: Schedule,
+        *,
+        collector: Collector,
+        ledger: Ledger,
+        spool: Spool,
+        validation: Validation | None = None,
+    ) -> None:
+        self._window = window
+        self._schedule = schedule
+        self._collector = collector
+        self._ledger = ledger
+        self._spool = spool
+        self._validation = validation
+
+    async def run(self) -> None:
+        """Until every group has ended, and the validation after the last step if there is one."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._validation:
+                    tasks.create_task(self._validate(self._validation))
+                for position in self._positions():
+                    if position >= self._ledger.admitted():
+                        await self._its_turn(position)
+                    tasks.create_task(self._group(position))
+                    await asyncio.sleep(0)  # it has begun, and there may be no room for another
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    def _positions(self) -> Iterable[int]:
+        for entry in self._ledger.untaken():
+            if not (entry.ready and self._kept(entry.id)):
+                yield entry.position
+        yield from range(self._ledger.admitted(), self._window.groups)
+
+    def _kept(self, group_id: str) -> bool:
+        members, baseline = self._ledger.members(group_id)
+        return all(map(self._spool.holds, (*members, *([baseline] if baseline else []))))
+
+    async def _its_turn(self, position: int) -> None:
+        while not (self._collector.has_room and self._window.admits(position, self._ledger.done)):
+            await asyncio.sleep(POLL_S)
+
+    async def _group(self, position: int) -> None:
+        wish = self._schedule.wish(position)
+        self._ledger.admit(wish.id, position, self._ledger.done)
+        ended = await self._collector.group(wish)
+        self._ledger.ready(wish.id, ended.members, ended.baseline, ended.dropped)
+
+    async def _validate(self, validation: Validation) -> None:
+        steps = self._window.steps
+        due = sorted({*range(0, steps, validation.every), steps})
+        for step in due:
+            while self._ledger.done < step:
+                await asyncio.sleep(POLL_S)
+            # A step that was passed while an earlier validation ran is left out: its weights are gone.
+            if step == due[-1] or self._ledger.done < step + validation.every:
+                await self._validation_at(step, validation)
+
+    async def _validation_at(self, step: int, validation: Validation) -> None:
+        exp_id = self._schedule.exp_id
+        wishes = [
+            GroupWish(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
+            for task in validation.tasks
+        ]
+        groups = await self._collector.collect(wishes)
+        finished = [f for group in groups for f in group.finished]
+        await asyncio.to_thread(validation.report, step, finished)
+        for one in finished:
+            self._spool.drop(one.rollout.id)
+
+
+def slug(task_id: str) -> str:
+    """A task id as part of an id: itself where that is allowed, else a digest."""
+    if ID_PATTERN.fullmatch(task_id) and len(task_id) <= 40:
+        return task_id
+    return "x" + hashlib.sha256(task_id.encode()).hexdigest()[:16]

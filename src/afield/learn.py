@@ -1,0 +1,296 @@
+"""The learning half of a training run: take groups, learn, publish; step by step, on again after a crash.
+
+A step is done when its checkpoint has its name on disk. Groups come from the ledger and the spool, as the
+window says; what is staler than the bound is dropped with a reason, or kept to be corrected. So no
+rollout is trained twice and none is lost, whoever is killed when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from afield.errors import Fruitless
+from afield.ledger import Entry, Ledger
+from afield.rundir import STATE, RunDir, StepState
+from afield.seams import Gateway, StepReport, Trainer
+from afield.spool import Spool
+from afield.types import Finished, Group, Policy
+from afield.window import Window
+
+log = logging.getLogger("afield.loop")
+PATIENCE = 3  # steps without a single reward before a run is given up
+POLL_S = 0.05
+T = TypeVar("T")
+Working = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Recipe(Struct, frozen=True, kw_only=True):
+    """`stale` says what happens to a group whose tokens are staler than the window's bound."""
+
+    policy: str
+    stale: Literal["drop", "correct"] = "drop"
+    keep_checkpoints: int = 2
+    keep_weights: int | None = 2
+    frozen: bool = False
+
+
+class StepLine(Struct, frozen=True, kw_only=True):
+    """One line of metrics.jsonl. `staleness` is how many versions ago the oldest trained token was sampled;
+    `wasted_tokens` were sampled by attempts that came to nothing, or by rollouts that carry no reward.
+    """
+
+    step: int
+    version: int
+    reward: float | None
+    rollouts: int
+    trained: int
+    failed: int
+    failures: dict[str, int]
+    retried: int
+    dropped_groups: dict[str, str]
+    turns_per_rollout: float
+    tool_calls_per_rollout: float
+    sampled_tokens: int
+    wasted_tokens: int
+    staleness: int
+    collect_s: float
+    train_s: float
+    agent: dict[str, float]
+    trainer: dict[str, float]
+
+
+class Batch(Struct, frozen=True):
+    """What a step has taken: all its groups, those that cannot train and why, and the rest."""
+
+    groups: list[Group]
+    dropped: dict[str, str]
+    staleness: int
+    wasted: int
+
+    @property
+    def usable(self) -> list[Group]:
+        return [group for group in self.groups if group.id not in self.dropped]
+
+    @property
+    def finished(self) -> list[Finished]:
+        return [f for group in self.groups for f in group.finished]
+
+
+class Learner:
+    """`working` runs blocking work off the event loop."""
+
+    def __init__(
+        self,
+        window: Window,
+        recipe: Recipe,
+        *,
+        epoch_of: Callable[[int], int],
+        trainer: Trainer,
+        gateway: Gateway,
+        ledger: Ledger,
+        spool: Spool,
+        run: RunDir,
+        on_step: Callable[[StepLine], None],
+        working: Working = asyncio.to_thread,
+    ) -> None:
+        self._window = window
+        self._recipe = recipe
+        self._epoch_of = epoch_of
+        self._trainer = trainer
+        self._gateway = gateway
+        self._ledger = ledger
+        self._spool = spool
+        self._run = run
+        self._on_step = on_step
+        self._working = working
+        self._version = 0
+
+    async def run(self) -> None:
+        """From wherever the run directory says we are, to the last step."""
+        state = await asyncio.to_thread(self._restore)
+        await self._publish(state.step, state.version)
+        barren = 0
+        for step in range(state.step + 1, self._window.steps + 1):
+            batch = await self._step(step)
+            rewarded = any(f.outcome.reward_or_floor(0.0) is not None for f in batch.finished)
+            barren = 0 if rewarded else barren + 1
+            if barren == PATIENCE:
+                often = usual_failure(batch.finished)
+                raise Fruitless(f"{PATIENCE} steps without a single reward; most often: {often}")
+
+    def _restore(self) -> StepState:
+        state = self._run.last_state()
+        self._run.rewind(state)
+        self._ledger.rewind(state.step if state else 0)
+        if state is None:
+            return StepState(0, 0, (), {})
+        self._trainer.restore(self._run.checkpoint(state.step))
+        self._ledger.take(state.step, state.groups, state.trained)
+        return state
+
+    async def _step(self, step: int) -> Batch:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        batch = await asyncio.to_thread(self._read, await self._chosen(step))
+        collected = clock()
+        report = StepReport(rollouts=0, tokens=0)
+        if batch.usable:
+            report = await self._working(lambda: self._trainer.step(batch.usable))
+        line = describe(
+            step=step,
+            version=0 if self._recipe.frozen else step,
+            batch=batch,
+            report=report,
+            seconds=(collected - began, clock() - collected),
+        )
+        await asyncio.to_thread(self._checkpoint, line, batch)
+        await self._publish(step, line.version)
+        self._on_step(line)
+        return batch
+
+    async def _chosen(self, step: int) -> list[Entry]:
+        while (chosen := self._window.choose(step, self._ledger.untaken())) is None:
+            await asyncio.sleep(POLL_S)
+        return chosen
+
+    def _read(self, entries: Sequence[Entry]) -> Batch:
+        groups: list[Group] = []
+        dropped: dict[str, str] = {}
+        oldest = 0
+        for entry in entries:
+            group = self._group(entry)
+            groups.append(group)
+            stale = staleness(group, self._version)
+            if entry.dropped:
+                dropped[group.id] = entry.dropped
+            elif stale > self._window.staleness and self._recipe.stale == "drop":
+                dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
+            else:
+                oldest = max(oldest, stale)
+        ids = [f.rollout.id for group in groups for f in everyone(group)]
+        return Batch(groups, dropped, oldest, self._ledger.wasted(ids) + wasted(groups, dropped))
+
+    def _group(self, entry: Entry) -> Group:
+        members, baseline = self._ledger.members(entry.id)
+        finished = tuple(map(self._spool.get, members))
+        rollout = finished[0].rollout
+        return Group(
+            id=entry.id,
+            task_id=rollout.task.id,
+            epoch=self._epoch_of(entry.position),
+            split=rollout.split,
+            finished=finished,
+            baseline=self._spool.get(baseline) if baseline else None,
+        )
+
+    def _checkpoint(self, line: StepLine, batch: Batch) -> None:
+        """Write everything under another name first; the rename is what makes the step done."""
+        step, version = line.step, line.version
+        self._run.write_rollouts(step, [f for group in batch.groups for f in everyone(group)])
+        carrying = [f for group in batch.usable for f in group.finished]
+        trained = tuple(f.rollout.id for f in carrying if f.outcome.reward_or_floor(0.0) is not None)
+        final = self._run.checkpoint(step)
+        partial = final.with_name(final.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        self._trainer.save(partial)
+        if version == step:
+            shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
+            self._trainer.export(self._run.weights(version))
+        groups = tuple(group.id for group in batch.groups)
+        state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
+        (partial / STATE).write_bytes(msgspec.json.encode(state))
+        partial.rename(final)
+        self._ledger.take(step, groups, trained)
+        self._run.append_metrics(state.metrics)
+        for group in batch.groups:
+            for finished in everyone(group):
+                self._spool.drop(finished.rollout.id)
+        recipe = self._recipe
+        self._run.prune(keep_checkpoints=recipe.keep_checkpoints, keep_weights=recipe.keep_weights)
+
+    async def _publish(self, step: int, version: int) -> None:
+        path = self._run.weights(version)
+        if not path.exists():
+            await asyncio.to_thread(self._trainer.export, path)
+        await self._gateway.publish(Policy(self._recipe.policy, version), str(path))
+        self._version = version
+        self._ledger.done = step
+
+
+def everyone(group: Group) -> tuple[Finished, ...]:
+    return (*group.finished, *([group.baseline] if group.baseline else []))
+
+
+def staleness(group: Group, version: int) -> int:
+    """How many versions ago the oldest token that would be trained was sampled."""
+    carrying = [f for f in group.finished if f.outcome.reward_or_floor(0.0) is not None]
+    spans = [span for f in carrying for t in f.trajectories for span in t.versions]
+    return max((version - span.low for span in spans), default=0)
+
+
+def wasted(groups: Sequence[Group], dropped: dict[str, str]) -> int:
+    """Tokens of finished rollouts that train nothing."""
+    idle = [
+        f
+        for group in groups
+        for f in group.finished
+        if group.id in dropped or f.outcome.reward_or_floor(0.0) is None
+    ]
+    return sum(t.owned for f in idle for t in f.trajectories)
+
+
+def describe(
+    *, step: int, version: int, batch: Batch, report: StepReport, seconds: tuple[float, float]
+) -> StepLine:
+    finished = batch.finished
+    rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
+    kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
+    turns = sum(len(f.turns) for f in finished)
+    return StepLine(
+        step=step,
+        version=version,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        rollouts=len(finished),
+        trained=report.rollouts,
+        failed=len(finished) - len(rewards),
+        failures=dict(kinds),
+        retried=sum(f.attempts - 1 for f in finished),
+        dropped_groups=batch.dropped,
+        turns_per_rollout=turns / max(len(finished), 1),
+        tool_calls_per_rollout=sum(map(_tool_calls, finished)) / max(len(finished), 1),
+        sampled_tokens=sum(t.owned for f in finished for t in f.trajectories),
+        wasted_tokens=batch.wasted,
+        staleness=batch.staleness,
+        collect_s=round(seconds[0], 3),
+        train_s=round(seconds[1], 3),
+        agent=mean_metrics(finished),
+        trainer=dict(report.metrics),
+    )
+
+
+def mean_metrics(finished: Sequence[Finished]) -> dict[str, float]:
+    """What agents reported beside their rewards, each averaged over those that did."""
+    told: dict[str, list[float]] = {}
+    for one in finished:
+        for name, value in one.outcome.metrics.items():
+            told.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in told.items()}
+
+
+def usual_failure(finished: Sequence[Finished]) -> str:
+    failures = [f.outcome.failure for f in finished if f.outcome.failure]
+    told = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
+    return told.most_common(1)[0][0] if told else "no failure at all"
+
+
+def _tool_calls(finished: Finished) -> int:
+    return sum(len(turn.messages[-1].tool_calls) for turn in finished.turns if turn.messages)

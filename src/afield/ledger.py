@@ -1,0 +1,219 @@
+"""What must be remembered to go on after a crash, in one SQLite file.
+
+Attempts and how they failed, how every rollout ended, which groups were begun in which order, and what
+was trained at which step. Collector and trainer meet here, in one process or in two: a group is noted
+as ready only when its rollouts lie in the spool, and as taken only when the checkpoint that contains it
+has its name. Noting the same thing again changes nothing; `rewind` goes back to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.types import Attempt, Failure, FailureKind, Outcome, Reason
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS attempts (rollout_id TEXT, n INTEGER, began REAL, kind TEXT, reason TEXT,
+  message TEXT, tokens INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (rollout_id, n));
+CREATE TABLE IF NOT EXISTS finished (rollout_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, position INTEGER NOT NULL UNIQUE,
+  born INTEGER NOT NULL, ready INTEGER NOT NULL DEFAULT 0, dropped TEXT, step INTEGER);
+CREATE INDEX IF NOT EXISTS untaken ON groups (position) WHERE step IS NULL;
+CREATE TABLE IF NOT EXISTS members (group_id TEXT, n INTEGER, rollout_id TEXT, PRIMARY KEY (group_id, n));
+CREATE TABLE IF NOT EXISTS trained (rollout_id TEXT PRIMARY KEY, step INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
+"""
+BASELINE = -1  # the place in its group of the rollout that is only compared with
+
+
+class Note(Struct, frozen=True):
+    """How a rollout ended, after how many attempts, and the tokens of the attempt that counts."""
+
+    outcome: Outcome
+    attempts: int
+    tokens: int = 0
+    low: int | None = None
+    high: int | None = None
+
+
+class Entry(Struct, frozen=True):
+    """A group that was begun and that no step has taken yet. `born` counts steps that were done then."""
+
+    id: str
+    position: int
+    born: int
+    ready: bool
+    dropped: str | None
+
+
+class Tried(Struct, frozen=True):
+    """An attempt as it was noted; `failure` is None while nothing is known, and if it counted."""
+
+    attempt: Attempt
+    began: float
+    failure: Failure | None
+    tokens: int
+
+
+class Ledger:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise UsageError(f"cannot write the run's ledger {self._path}: {error}") from error
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._db.close()
+
+    # --- attempts and rollouts -------------------------------------------------------------------
+
+    def begin(self, attempt: Attempt) -> None:
+        """Before it is launched."""
+        sql = "INSERT OR IGNORE INTO attempts (rollout_id, n, began) VALUES (?,?,?)"
+        self._db.execute(sql, (attempt.rollout_id, attempt.n, time.time()))
+
+    def begun(self, attempt: Attempt) -> bool:
+        sql = "SELECT 1 FROM attempts WHERE rollout_id=? AND n=?"
+        return self._one(sql, attempt.rollout_id, attempt.n) is not None
+
+    def fail(self, attempt: Attempt, failure: Failure, tokens: int = 0) -> None:
+        """An attempt failed and another one may follow: what it spent, of retries and tokens, is kept."""
+        sql = "UPDATE attempts SET kind=?, reason=?, message=?, tokens=? WHERE rollout_id=? AND n=?"
+        told = (str(failure.kind), str(failure.reason), failure.message[:2000], tokens)
+        self._db.execute(sql, (*told, attempt.rollout_id, attempt.n))
+
+    def attempts(self, rollout_id: str) -> list[Tried]:
+        """In their order."""
+        sql = "SELECT n, began, kind, reason, message, tokens FROM attempts WHERE rollout_id=? ORDER BY n"
+        return [
+            Tried(
+                Attempt(rollout_id, n),
+                began,
+                Failure(FailureKind(kind), Reason(reason), message) if kind else None,
+                tokens,
+            )
+            for n, began, kind, reason, message, tokens in self._db.execute(sql, (rollout_id,))
+        ]
+
+    def finish(self, rollout_id: str, note: Note) -> None:
+        body = msgspec.msgpack.encode(note)
+        self._db.execute("INSERT OR IGNORE INTO finished VALUES (?,?)", (rollout_id, body))
+
+    def finished(self, rollout_id: str) -> Note | None:
+        row = self._one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
+        return msgspec.msgpack.decode(row[0], type=Note) if row else None
+
+    def wasted(self, rollout_ids: Sequence[str]) -> int:
+        """Tokens of attempts that came to nothing."""
+        sql = f"SELECT coalesce(sum(tokens), 0) FROM attempts WHERE rollout_id IN ({_marks(rollout_ids)})"
+        return self._db.execute(sql, tuple(rollout_ids)).fetchone()[0]
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def admit(self, group_id: str, position: int, born: int) -> None:
+        sql = "INSERT OR IGNORE INTO groups (id, position, born) VALUES (?,?,?)"
+        self._db.execute(sql, (group_id, position, born))
+
+    def admitted(self) -> int:
+        """How many groups were begun; the next one has this position."""
+        return self._db.execute("SELECT coalesce(max(position), -1) + 1 FROM groups").fetchone()[0]
+
+    def ready(self, group_id: str, members: Sequence[str], baseline: str | None, dropped: str | None) -> None:
+        """All rollouts of a group have ended and lie in the spool; `dropped` says why it cannot train."""
+        rows = [(group_id, n, rollout_id) for n, rollout_id in enumerate(members)]
+        rows += [(group_id, BASELINE, baseline)] if baseline else []
+        with self._transaction():
+            self._db.executemany("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
+            self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", (dropped, group_id))
+
+    def untaken(self) -> list[Entry]:
+        """Groups that were begun and that no step has taken, in the order they were begun."""
+        sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
+        return [Entry(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._db.execute(sql)]
+
+    def members(self, group_id: str) -> tuple[list[str], str | None]:
+        """The rollouts of a group that is ready, and its baseline."""
+        rows = self._db.execute("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", (group_id,))
+        found = dict(rows.fetchall())
+        baseline = found.pop(BASELINE, None)
+        return list(found.values()), baseline
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def take(self, step: int, group_ids: Iterable[str], rollout_ids: Iterable[str]) -> None:
+        """A step is done: these groups were its own, these rollouts it trained.
+
+        One that another step took before is an error.
+        """
+        with self._transaction():
+            for table, key, ids in (("groups", "id", group_ids), ("trained", "rollout_id", rollout_ids)):
+                for one in ids:
+                    known = self._one(f"SELECT step FROM {table} WHERE {key}=?", one)
+                    if known and known[0] not in (None, step):
+                        raise ValueError(f"{one} was taken by step {known[0]}, not {step}")
+                    if table == "groups":
+                        self._db.execute("UPDATE groups SET step=? WHERE id=?", (step, one))
+                    else:
+                        self._db.execute("INSERT OR IGNORE INTO trained VALUES (?,?)", (one, step))
+
+    def rewind(self, step: int) -> None:
+        """Forget training after this step: the weights that had it are gone."""
+        with self._transaction():
+            self._db.execute("DELETE FROM trained WHERE step > ?", (step,))
+            self._db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,))
+
+    def trained(self) -> dict[str, int]:
+        return dict(self._db.execute("SELECT rollout_id, step FROM trained"))
+
+    def taken(self) -> int:
+        """How many groups the steps have taken."""
+        return self._db.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone()[0]
+
+    @property
+    def done(self) -> int:
+        """The last step whose weights the engines sample with."""
+        row = self._one("SELECT value FROM facts WHERE key='done'")
+        return row[0] if row else 0
+
+    @done.setter
+    def done(self, step: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", (step,))
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _one(self, sql: str, *values: Any) -> Any:
+        return self._db.execute(sql, values).fetchone()
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+
+class _Transaction:
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _marks(values: Sequence[str]) -> str:
+    return ",".join("?" * len(values))

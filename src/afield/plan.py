@@ -1,0 +1,50 @@
+"""How rollouts are collected, and who is told of it: plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+from msgspec import Struct, field
+
+from afield.deadlines import Deadlines
+from afield.types import Budget, FailureKind, Finished, Outcome, Rollout, Sampling
+
+DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """How rollouts are collected.
+
+    `rollouts` of a task make a group, `val_rollouts` in validation. `extra` ones are begun beyond that,
+    and what is still running when enough have a reward is cut. With `straggler_s`, rollouts that are
+    still running so long after `quorum` of their group have a reward are cut. Both favour short
+    rollouts, so both are off unless asked for. With `baseline` a group has one greedy rollout more, to
+    be measured against. Agents deliver to the store, or to their gateway, which writes the store.
+    """
+
+    exp_id: str
+    model_id: str
+    rollouts: int = 8
+    val_rollouts: int = 1
+    quorum: int = 2
+    extra: int = 0
+    straggler_s: float | None = None
+    baseline: bool = False
+    concurrency: int = 64
+    deadlines: Deadlines = Deadlines()
+    retries: Mapping[FailureKind, int] = field(default_factory=lambda: dict(DEFAULT_RETRIES))
+    sampling: Sampling = Sampling()
+    budget: Budget = Budget()
+    deliver: Literal["store", "gateway"] = "store"
+    sweep_s: float = 5.0
+    watch_s: float = 1.0
+    patience_s: float = 600.0
+
+
+class Watcher(Protocol):
+    """Told of progress; for screens and metrics, never for decisions."""
+
+    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
+
+    def rollout_finished(self, finished: Finished) -> None: ...
