@@ -136,8 +136,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="nothing but one line of JSON on stdout")
     args = parser.parse_args()
     size = SMALL if args.small else Size()
-    kills = dict.fromkeys(KINDS, SMALL_KILLS) if args.small else KILLS
-    kills = kills if args.kills is None else dict.fromkeys(KINDS, args.kills)
+    kills: dict[str, int] = dict.fromkeys(KINDS, SMALL_KILLS) if args.small else KILLS
+    kills = kills if args.kills is None else dict.fromkeys(KINDS, int(args.kills))
     place = args.keep or Path(tempfile.mkdtemp(prefix="afield-chaos-"))
     try:
         told = asyncio.run(run(place.resolve(), size, args.seed, kills))
