@@ -119,6 +119,10 @@ class Ledger:
         row = self._one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
         return msgspec.msgpack.decode(row[0], type=Note) if row else None
 
+    def forget(self, rollout_id: str) -> None:
+        """How it ended no longer counts: it was cancelled, and is wanted after all. Its attempts are kept."""
+        self._db.execute("DELETE FROM finished WHERE rollout_id=?", (rollout_id,))
+
     def wasted(self, rollout_ids: Sequence[str]) -> int:
         """Tokens of attempts that came to nothing."""
         sql = f"SELECT coalesce(sum(tokens), 0) FROM attempts WHERE rollout_id IN ({_marks(rollout_ids)})"

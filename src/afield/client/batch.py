@@ -1,0 +1,154 @@
+"""Many rollouts at once: begun in their order, a few ahead of their turn, handed out as they end.
+
+What has ended waits as a future, without its turns and tokens, until it is asked for. A batch that is
+closed ends what still runs of it; one whose time is up does so too, and each of them comes out as a
+failure of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Self
+
+from msgspec import Struct
+
+from afield.client.futures import RolloutFuture
+from afield.client.names import Wish
+from afield.errors import AfieldError
+from afield.types import Failure, Finished, Group, Outcome, Rollout
+
+
+class Item(Struct, frozen=True, kw_only=True):
+    """A rollout of a batch that has ended.
+
+    `index` is the place of its row, `rollout` which one of its input it is, `elapsed` the seconds since it
+    was submitted.
+    """
+
+    index: int
+    input_id: str
+    rollout: int
+    elapsed: float
+    finished: Finished
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.finished.outcome
+
+    @property
+    def failure(self) -> Failure | None:
+        return self.finished.outcome.failure
+
+
+class Ended(Struct, frozen=True):
+    wish: Wish
+    future: RolloutFuture
+
+
+Put = Callable[[Ended | BaseException], object]
+
+
+class Batch:
+    def __init__(
+        self,
+        wishes: Sequence[Wish],
+        submit: Callable[[Rollout], RolloutFuture],
+        *,
+        ahead: int,
+        timeout: float | None,
+    ) -> None:
+        self.wishes = wishes
+        self.timeout = timeout
+        self._submit = submit
+        self._ahead = ahead
+        self._put: Put = lambda _: None
+        self._left = deque(wishes)
+        self._running: dict[str, RolloutFuture] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._closed, self.wishes, running = True, (), list(self._running.values())
+            self._left.clear()
+        for future in running:
+            future.cancel()
+
+    def start(self, put: Put) -> None:
+        self._put = put
+        for _ in range(min(self._ahead, len(self._left))):
+            self._next()
+
+    def expire(self, attempts: Callable[[str], int]) -> None:
+        """Its time is up: what has not ended comes out as a failure."""
+        with self._lock:
+            running, left = list(self._running.values()), list(self._left)
+            self._left.clear()
+        told = f"no outcome when the {self.timeout:g} s of its batch were over"
+        for future in running:
+            future.expire(told, attempts(future.rollout.id))
+        for wish in left:
+            future = RolloutFuture(wish.rollout, end=lambda *_: None, read=_nowhere)
+            future.expire(f"{told}; it was not begun")
+            self._put(Ended(wish, future))
+
+    def _next(self) -> None:
+        with self._lock:  # held over both, so that the order stays
+            if not self._left:
+                return
+            wish = self._left.popleft()
+            try:
+                future = self._running[wish.rollout.id] = self._submit(wish.rollout)
+            except AfieldError as error:
+                self._put(error)
+                return
+        future.add_done_callback(partial(self._ended, wish))
+
+    def _ended(self, wish: Wish, future: RolloutFuture) -> None:
+        with self._lock:
+            self._running.pop(wish.rollout.id, None)
+            if self._closed:
+                return
+        self._put(Ended(wish, future))
+        self._next()
+
+
+def as_item(ended: Ended) -> Item:
+    return Item(
+        index=ended.wish.index,
+        input_id=ended.wish.rollout.task.id,
+        rollout=ended.wish.k,
+        elapsed=ended.future.elapsed,
+        finished=ended.future.finished(),
+    )
+
+
+class Gathering:
+    """Puts rollouts of one input together. Those that wait for the others wait as futures."""
+
+    def __init__(self, wishes: Sequence[Wish]) -> None:
+        self._missing = Counter(wish.rollout.group_id for wish in wishes)
+        self._ended: defaultdict[str, list[Ended]] = defaultdict(list)
+
+    def add(self, ended: Ended) -> Group | None:
+        """The group, when this was the last of it."""
+        rollout = ended.wish.rollout
+        self._ended[rollout.group_id].append(ended)
+        self._missing[rollout.group_id] -= 1
+        if self._missing[rollout.group_id]:
+            return None
+        members = sorted(self._ended.pop(rollout.group_id), key=lambda one: one.wish.k)
+        finished = tuple(one.future.finished() for one in members)
+        return Group(
+            id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=finished
+        )
+
+
+def _nowhere(rollout_id: str) -> Finished:
+    raise AssertionError(f"{rollout_id} was not begun")
