@@ -47,6 +47,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self.do_POST()
 
+    def do_GET(self) -> None:
+        self.do_POST()
+
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
@@ -129,6 +132,7 @@ def test_nobody_at_the_address_is_an_error_that_names_it() -> None:
 
 # --- S3 and SQS ----------------------------------------------------------------------------------
 
+MISSING = b"<Error><Code>NoSuchKey</Code><Message>missing</Message></Error>"
 EXISTS = b"<Error><Code>PreconditionFailed</Code><Message>exists</Message></Error>"
 
 
@@ -140,6 +144,8 @@ def aws(server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         if method == "POST":
             return 200, b'{"MessageId": "1", "MD5OfMessageBody": ""}'
+        if method == "GET":
+            return (200, objects[path]) if path in objects else (404, MISSING)
         if headers.get("if-none-match") == "*" and path in objects:
             return 412, EXISTS
         objects[path] = body
@@ -175,7 +181,44 @@ def test_the_first_commit_in_s3_wins(server: Server, aws: dict[str, bytes]) -> N
     assert deliver(one, record(one, 1.0))
     kept = dict(aws)
     assert not deliver(one, record(one, 0.0))
+    late = aws.pop("/bucket/exp/late/r.1.json")
+    assert aws == kept and json.loads(late)["outcome"]["reward"] == 0.0
+
+
+def test_the_same_outcome_again_stands_already(server: Server, aws: dict[str, bytes]) -> None:
+    one = invocation(outcome_url=None, s3_bucket="bucket")
+    assert deliver(one, record(one, 1.0))
+    kept = dict(aws)
+    assert deliver(one, record(one, 1.0))
     assert aws == kept
+
+
+def test_writers_at_the_same_key_at_the_same_moment_are_tried_again(
+    server: Server, aws: dict[str, bytes]
+) -> None:
+    conflict = b"<Error><Code>ConditionalRequestConflict</Code><Message>busy</Message></Error>"
+    answer, left = server.answer, [2]
+
+    def busy(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        if method == "PUT" and left[0]:
+            left[0] -= 1
+            return 409, conflict
+        return answer(method, path, headers, body)
+
+    server.answer = busy
+    one = invocation(outcome_url=None, s3_bucket="bucket")
+    assert deliver(one, record(one, 1.0))
+    assert "/bucket/exp/commits/r.1.json" in aws
+
+
+def test_a_queue_that_is_gone_costs_the_hint_only(
+    server: Server, aws: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = server.answer
+    server.answer = lambda method, *rest: (400, b"{}") if method == "POST" else answer(method, *rest)
+    one = invocation(outcome_url=None, s3_bucket="bucket", sqs_url=f"{server.url}/1/queue")
+    assert deliver(one, record(one, 1.0))
+    assert "found by a sweep" in caplog.text
 
 
 def test_a_bucket_that_refuses_is_an_error(server: Server, aws: dict[str, bytes]) -> None:

@@ -23,6 +23,8 @@ from afield.types import Attempt, Failure, Outcome, Rollout, Sampling, Task, che
 VERSION = 1
 MAX_PART = 200
 ROLLOUT_FIELD = "_rollout"
+COMMITS, LATE, ADOPTED = "commits", "late", "adopted"
+OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED})
 T = TypeVar("T")
 
 
@@ -79,13 +81,38 @@ class Invocation(Struct, frozen=True, kw_only=True):
 def data_key(exp_id: str, input_id: str, session_id: str) -> str:
     """A task's id is free text; as part of a key it must not climb, collide or outgrow a file name."""
     part = quote(input_id, safe="")
-    if part in {".", "..", "commits"} or len(part) > MAX_PART:
+    if part in {".", "..", *OWN_PARTS} or len(part) > MAX_PART:
         part = f"task-{hashlib.sha256(input_id.encode()).hexdigest()}"
     return f"{exp_id}/{part}/{session_id}.json"
 
 
 def commit_key(exp_id: str, session_id: str) -> str:
-    return f"{exp_id}/commits/{session_id}.json"
+    return f"{exp_id}/{COMMITS}/{session_id}.json"
+
+
+def late_key(exp_id: str, session_id: str) -> str:
+    """Where an outcome is kept that was refused."""
+    return f"{exp_id}/{LATE}/{session_id}.json"
+
+
+def adopted_key(exp_id: str, session_id: str) -> str:
+    """Where the collector puts what it made of a result that came in another format."""
+    return f"{exp_id}/{ADOPTED}/{session_id}.json"
+
+
+def read_key(key: str) -> tuple[str, str, str] | None:
+    """(exp_id, the part between, session_id) of an object's key; None for a key of another make."""
+    exp_id, slash, rest = key.partition("/")
+    part, last, name = rest.rpartition("/")
+    session_id = name.removesuffix(".json")
+    if not (slash and last and part) or session_id == name:
+        return None
+    try:
+        check_id(exp_id, "experiment id")
+        Attempt.from_session_id(session_id)
+    except ValueError:
+        return None
+    return exp_id, part, session_id
 
 
 def build_payload(task: Task, invocation: Invocation) -> dict[str, Any]:

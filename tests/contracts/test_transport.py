@@ -1,156 +1,71 @@
-"""What every transport promises. A backend is done when it passes this."""
+"""The contract of transports on what needs no server: memory, and files with SQLite beside them."""
 
+import contextlib
 import json
+import sqlite3
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import anyio
 import pytest
+from transport_contract import AgentsContract, Backend, TransportContract, waiting
 
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
-from afield.sdk import filestore
-from afield.sdk.deliver import deliver, file_root
-from afield.seams.transport import Fence, Transport
-from afield.transports.files import FilesTransport
-from afield.transports.memory import MemoryTransport
+from afield.sdk import filestore, outcomes
+from afield.sdk.deliver import file_root
+from afield.seams.transport import Fence
+from afield.transports.files import FilesStore, FilesTransport, SqliteNotifier
+from afield.transports.memory import MemoryNotifier
+from afield.transports.store import MemoryStore
+from afield.transports.stored import StoreTransport
 from afield.types import Attempt
-from afield.wire import OutcomeRecord
 from agents.invoking import EXP, invocation, record
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["memory", "files"])
-async def transport(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Transport]:
-    made = MemoryTransport() if request.param == "memory" else FilesTransport(tmp_path / "store")
-    async with made:
-        yield made
+class Memory:
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.notifier = MemoryNotifier()
+
+    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
+        self.notifier.lease_s = lease_s
+        return StoreTransport(self.store, self.notifier, times=times, few=few)
+
+    async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
+        return [f"{one.body.decode()}: {reason}" for one, reason in self.notifier.dead_letters]
 
 
-async def test_an_attempt_is_open_until_it_is_decided(transport: Transport) -> None:
-    one = invocation()
-    assert await transport.decision(EXP, Attempt("r", 1)) is None
-    assert await transport.deliver(one, record(one, 0.5))
-    standing = await transport.decision(EXP, Attempt("r", 1))
-    assert isinstance(standing, OutcomeRecord) and standing == record(one, 0.5)
+class Files:
+    name = "files"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
+        notifier = SqliteNotifier(self.root, lease_s=lease_s)
+        return StoreTransport(FilesStore(self.root), notifier, times=times, few=few)
+
+    async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
+        with contextlib.closing(filestore.open_hints(self.root)) as db:
+            rows = db.execute("SELECT body, reason FROM dead WHERE exp_id = ?", (exp_id,)).fetchall()
+        return [f"{body}: {reason}" for body, reason in rows]
 
 
-async def test_the_first_outcome_wins(transport: Transport) -> None:
-    one = invocation()
-    assert await transport.deliver(one, record(one, 1.0))
-    assert not await transport.deliver(one, record(one, 0.0))
-    assert not await transport.deliver(one, record(one, 1.0))
-    standing = await transport.decision(EXP, Attempt("r", 1))
-    assert isinstance(standing, OutcomeRecord) and standing.outcome.reward == 1.0
+class TestMemoryAndFiles(TransportContract):
+    @pytest.fixture(params=["memory", "files"])
+    def backend(self, request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+        return Memory() if request.param == "memory" else Files(tmp_path / "store")
 
 
-async def test_a_fenced_attempt_takes_no_outcome(transport: Transport) -> None:
-    one = invocation()
-    assert await transport.fence(EXP, Attempt("r", 1), "deadline") == Fence("deadline")
-    assert not await transport.deliver(one, record(one))
-    assert await transport.decision(EXP, Attempt("r", 1)) == Fence("deadline")
-    assert await transport.fence(EXP, Attempt("r", 1), "another reason") == Fence("deadline")
-
-
-async def test_a_fence_that_comes_late_answers_with_the_outcome(transport: Transport) -> None:
-    one = invocation()
-    await transport.deliver(one, record(one, 0.25))
-    standing = await transport.fence(EXP, Attempt("r", 1), "deadline")
-    assert isinstance(standing, OutcomeRecord) and standing.outcome.reward == 0.25
-
-
-async def test_a_fence_fences_one_attempt_only(transport: Transport) -> None:
-    await transport.fence(EXP, Attempt("r", 1), "deadline")
-    two = invocation(n=2)
-    assert await transport.deliver(two, record(two))
-    assert await transport.decision("other", Attempt("r", 1)) is None
-
-
-async def test_an_attempt_is_committed_or_fenced_and_never_both(transport: Transport) -> None:
-    for i in range(40):
-        one = invocation(f"race-{i}")
-        attempt = Attempt(f"race-{i}", 1)
-        answers: dict[str, object] = {}
-
-        async def commit(one=one, answers=answers) -> None:
-            answers["won"] = await transport.deliver(one, record(one))
-
-        async def fence(attempt=attempt, answers=answers) -> None:
-            answers["stands"] = await transport.fence(EXP, attempt, "raced")
-
-        async with anyio.create_task_group() as group:
-            for work in (commit, fence) if i % 2 else (fence, commit):
-                group.start_soon(work)
-        standing = await transport.decision(EXP, attempt)
-        assert standing == answers["stands"]
-        assert answers["won"] is isinstance(standing, OutcomeRecord)
-
-
-async def test_of_several_committers_one_wins_and_its_record_stands(transport: Transport) -> None:
-    for i in range(20):
-        one = invocation(f"race-{i}")
-        won: list[float] = []
-
-        async def commit(reward: float, one=one, won=won) -> None:
-            if await transport.deliver(one, record(one, reward)):
-                won.append(reward)
-
-        async with anyio.create_task_group() as group:
-            for reward in range(4):
-                group.start_soon(commit, float(reward))
-        standing = await transport.decision(EXP, Attempt(f"race-{i}", 1))
-        assert isinstance(standing, OutcomeRecord)
-        assert won in ([standing.outcome.reward], [])
-
-
-async def test_a_delivery_gives_a_hint(transport: Transport) -> None:
-    one = invocation()
-    assert await transport.hints(EXP, 0) == []
-    await transport.deliver(one, record(one))
-    assert await transport.hints("other", 0) == []
-    assert await transport.hints(EXP, 5) == [Attempt("r", 1)]
-    assert await transport.hints(EXP, 0) == []
-
-
-async def test_waiting_for_hints_ends_when_one_comes(transport: Transport) -> None:
-    one = invocation()
-    got: list[Attempt] = []
-
-    async def wait() -> None:
-        got.extend(await transport.hints(EXP, 60))
-
-    with anyio.fail_after(20):
-        async with anyio.create_task_group() as group:
-            group.start_soon(wait)
-            await anyio.sleep(0.05)
-            await transport.deliver(one, record(one))
-    assert got == [Attempt("r", 1)]
-
-
-async def test_a_sweep_finds_what_no_hint_told(transport: Transport) -> None:
-    for n in (1, 2):
-        one = invocation(n=n)
-        await transport.deliver(one, record(one))
-    await transport.fence(EXP, Attempt("r", 3), "deadline")
-    await transport.hints(EXP, 0)
-    found = await transport.sweep(EXP)
-    assert set(found) == {Attempt("r", n) for n in (1, 2, 3)} and len(found) == 3
-    assert await transport.sweep("other") == []
-
-
-@pytest.mark.parametrize("input_id", ["a/b c", "..", ".", "commits", "ü" * 300, "x%2Fy", "../../../etc"])
-async def test_a_task_may_have_any_id(transport: Transport, input_id: str) -> None:
-    one = invocation(input_id=input_id)
-    assert await transport.deliver(one, record(one))
-    assert not await transport.deliver(one, record(one, 0.0))
-    assert await transport.decision(EXP, Attempt("r", 1)) == record(one)
-    assert await transport.sweep(EXP) == [Attempt("r", 1)]
-
-
-async def test_its_address_is_one_an_agent_can_be_given(transport: Transport) -> None:
-    assert invocation(**transport.address()).outcome_url
+class TestFilesForAgents(AgentsContract):
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Backend:
+        return Files(tmp_path / "a store with spaces")
 
 
 # --- files: what an agent writes, the transport reads ---------------------------------------------
@@ -162,16 +77,12 @@ async def files(tmp_path: Path) -> AsyncIterator[FilesTransport]:
         yield transport
 
 
-async def test_what_the_sdk_delivers_comes_back_through_the_transport(files: FilesTransport) -> None:
-    one = invocation(**files.address())
-    assert await anyio.to_thread.run_sync(deliver, one, record(one, 0.75))
-    assert await files.hints(EXP, 5) == [Attempt("r", 1)]
-    assert await files.decision(EXP, Attempt("r", 1)) == record(one, 0.75)
-    assert not await anyio.to_thread.run_sync(deliver, one, record(one, 0.0))
+def root_of(files: FilesTransport) -> Path:
+    return file_root(files.address(EXP)["outcome_url"])
 
 
 async def test_threads_that_commit_and_fence_at_once_agree(files: FilesTransport) -> None:
-    root = file_root(files.address()["outcome_url"])
+    store = files.store
     for i in range(30):
         one = invocation(f"race-{i}")
         won: list[str] = []
@@ -179,12 +90,13 @@ async def test_threads_that_commit_and_fence_at_once_agree(files: FilesTransport
 
         def commit(reward: float, one=one, won=won, barrier=barrier) -> None:
             barrier.wait(10)
-            if filestore.deliver(root, one, record(one, reward)):
+            if outcomes.deliver(store, one, record(one, reward)):
                 won.append(f"reward {reward}")
 
         def fence(one=one, won=won, barrier=barrier) -> None:
             barrier.wait(10)
-            if filestore.put_commit(root, EXP, wire.CommitRecord(session_id=one.session_id, fenced="raced")):
+            fenced = wire.CommitRecord(session_id=one.session_id, fenced="raced")
+            if store.put_if_absent(one.commit_key, wire.encode(fenced)):
                 won.append("fence")
 
         threads = [threading.Thread(target=commit, args=(float(k),)) for k in range(3)]
@@ -193,65 +105,48 @@ async def test_threads_that_commit_and_fence_at_once_agree(files: FilesTransport
             thread.start()
         for thread in threads:
             thread.join(20)
-        standing = await files.decision(EXP, Attempt(f"race-{i}", 1))
+        standing = await files.decision(waiting(f"race-{i}"))
         said = "fence" if isinstance(standing, Fence) else f"reward {standing.outcome.reward}"  # type: ignore[union-attr]
         assert won in ([said], [])
 
 
-async def test_a_reader_never_sees_half_a_record(files: FilesTransport) -> None:
-    root = file_root(files.address()["outcome_url"])
-    big = {"text": "x" * 2_000_000}
-    one = invocation()
-    done = threading.Event()
-    seen: list[object] = []
-
-    def read() -> None:
-        while not done.is_set():
-            commit = filestore.read_commit(root, EXP, "r.1")
-            if commit is not None:
-                seen.append(filestore.read_record(root, commit).payload == big)
-                return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    await files.deliver(one, record(one, payload=big))
-    reader.join(20)
-    done.set()
-    assert seen == [True]
-
-
-async def test_a_writer_that_died_before_its_commit_leaves_the_attempt_open(files: FilesTransport) -> None:
-    root = file_root(files.address()["outcome_url"])
-    one = invocation()
-    filestore.put_if_absent(root / EXP / "t" / "r.1.json", wire.encode(record(one)))
-    (root / EXP / "commits").mkdir()
-    (root / EXP / "commits" / "abandoned.tmp").write_bytes(b'{"v": 1, "sess')
-    assert await files.decision(EXP, Attempt("r", 1)) is None
-    assert await files.sweep(EXP) == []
-    assert await files.deliver(one, record(one))
+async def test_what_is_half_written_is_not_there(files: FilesTransport) -> None:
+    folder = root_of(files) / EXP / "commits"
+    folder.mkdir(parents=True)
+    (folder / "abandoned.tmp").write_bytes(b'{"v": 1, "sess')
+    assert files.store.list(f"{EXP}/") == []
 
 
 async def test_losing_the_hints_loses_no_outcome(
     files: FilesTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = file_root(files.address()["outcome_url"])
-    for path in root.glob(f"{filestore.HINTS}*"):
+    for path in root_of(files).glob(f"{filestore.HINTS}*"):
         path.write_bytes(b"not a database" * 1000)
     one = invocation()
     assert await files.deliver(one, record(one))
     assert await files.hints(EXP, 0) == []
-    assert await files.sweep(EXP) == [Attempt("r", 1)]
+    assert await files.sweep([waiting()]) == [Attempt("r", 1)]
     assert "found by a sweep" in caplog.text
 
 
+async def test_a_busy_hint_file_is_asked_again(files: FilesTransport) -> None:
+    one = invocation()
+    await files.deliver(one, record(one))
+    with contextlib.closing(sqlite3.connect(root_of(files) / filestore.HINTS)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert await files.hints(EXP, 0.2) == []
+        other.rollback()
+    assert await files.hints(EXP, 5) == [Attempt("r", 1)]
+
+
 async def test_an_unknown_format_version_is_refused(files: FilesTransport) -> None:
-    root = file_root(files.address()["outcome_url"])
+    root = root_of(files)
     one = invocation()
     await files.deliver(one, record(one))
     document = json.loads((root / one.data_key).read_bytes())
     (root / one.data_key).write_text(json.dumps({**document, "v": 9}))
     with pytest.raises(WireError, match="format version 9"):
-        await files.decision(EXP, Attempt("r", 1))
+        await files.decision(waiting())
 
 
 async def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path) -> None:
@@ -262,8 +157,13 @@ async def test_a_place_that_cannot_be_written_is_refused_with_its_name(tmp_path:
     async with FilesTransport(tmp_path / "store") as files:
         (tmp_path / "store" / EXP).write_text("in the way")
         one = invocation()
-        with pytest.raises(Unavailable, match=r"cannot write the outcome of r\.1 under"):
+        with pytest.raises(Unavailable, match=r"cannot write exp/t/r\.1\.json under"):
             await files.deliver(one, record(one))
+
+
+async def test_a_transport_outside_its_block_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="async with"):
+        await FilesTransport(tmp_path).decision(waiting())
 
 
 async def test_a_relative_file_address_is_refused() -> None:

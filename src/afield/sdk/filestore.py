@@ -1,4 +1,4 @@
-"""Outcomes in a directory: data objects, commits that are put only where none is, and a queue of hints.
+"""Outcomes in a directory: objects that are put only where none is, and a queue of hints beside them.
 
 A file appears whole or not at all: it is written and synced under a temporary name, then linked to
 its own, which fails where one stands. Hints lie in `hints.sqlite`; losing one loses nothing.
@@ -15,79 +15,61 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from afield import wire
-from afield.errors import Unavailable, WireError
-from afield.wire import CommitRecord, Invocation, OutcomeRecord
+from afield.sdk.outcomes import Passing
 
 log = logging.getLogger("afield.sdk")
 
 HINTS = "hints.sqlite"
 BUSY_S = 10.0
-SCHEMA = """CREATE TABLE IF NOT EXISTS hints
-    (id INTEGER PRIMARY KEY, exp_id TEXT NOT NULL, session_id TEXT NOT NULL)"""
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS notices
+    (id INTEGER PRIMARY KEY, exp_id TEXT NOT NULL, body TEXT NOT NULL,
+     leased_until REAL NOT NULL DEFAULT 0, times INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS notices_of ON notices (exp_id, leased_until);
+CREATE TABLE IF NOT EXISTS dead
+    (id INTEGER PRIMARY KEY, exp_id TEXT NOT NULL, body TEXT NOT NULL,
+     reason TEXT NOT NULL, at REAL NOT NULL);
+"""
 
 
-def deliver(root: Path, invocation: Invocation, record: OutcomeRecord) -> bool:
-    """Data, commit, hint, in this order. False when the attempt was decided before.
+class FileStore:
+    """Keys are paths below `root`."""
 
-    The first data object of an attempt stands, so that a commit never points at another's record.
-    """
-    commit = CommitRecord(session_id=invocation.session_id, data_key=invocation.data_key)
-    data = wire.encode(record)
-    with writing(root, invocation.session_id):
-        if _path(root, invocation.commit_key).exists():
-            return False
-        path = _path(root, invocation.data_key)
-        mine = put_if_absent(path, data) or path.read_bytes() == data
-        won = put_if_absent(_path(root, invocation.commit_key), wire.encode(commit))
-    hint(root, invocation.exp_id, invocation.session_id)
-    return won and mine
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        with self._writing(key):
+            return _put_if_absent(self._path(key), data)
 
-def put_commit(root: Path, exp_id: str, commit: CommitRecord) -> bool:
-    """Decide an attempt, unless it is decided already."""
-    with writing(root, commit.session_id):
-        return put_if_absent(_path(root, wire.commit_key(exp_id, commit.session_id)), wire.encode(commit))
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise Passing(f"cannot read {key} under {self.root}: {error}; is the disk mounted?") from error
 
+    def list(self, prefix: str) -> list[str]:
+        folder = self._path(prefix.rpartition("/")[0])
+        keys = (path.relative_to(self.root).as_posix() for path in folder.rglob("*.json"))
+        return sorted(key for key in keys if key.startswith(prefix))
 
-def read_commit(root: Path, exp_id: str, session_id: str) -> CommitRecord | None:
-    key = wire.commit_key(exp_id, session_id)
-    try:
-        data = _path(root, key).read_bytes()
-    except FileNotFoundError:
-        return None
-    return wire.decode(data, CommitRecord, key)
+    def _path(self, key: str) -> Path:
+        return self.root.joinpath(*key.split("/"))
 
-
-def read_record(root: Path, commit: CommitRecord) -> OutcomeRecord:
-    try:
-        data = _path(root, commit.data_key).read_bytes()
-    except FileNotFoundError:
-        raise WireError(
-            f"the commit of {commit.session_id} names {commit.data_key}, which is missing"
-        ) from None
-    return wire.decode(data, OutcomeRecord, commit.data_key)
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Passing(
+                f"cannot write {key} under {self.root}: {error};"
+                " the directory must be writable, have space left and allow hard links"
+            ) from error
 
 
-def committed(root: Path, exp_id: str) -> list[str]:
-    """The session ids of all decided attempts of an experiment."""
-    folder = _path(root, wire.commit_key(exp_id, "any")).parent
-    return sorted(p.name.removesuffix(".json") for p in folder.glob("*.json")) if folder.exists() else []
-
-
-@contextlib.contextmanager
-def writing(root: Path, session_id: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Unavailable(
-            f"cannot write the outcome of {session_id} under {root}: {error};"
-            " the directory must be writable, have space left and allow hard links"
-        ) from error
-
-
-def put_if_absent(path: Path, data: bytes) -> bool:
-    """Whether the file is now there because of this call."""
+def _put_if_absent(path: Path, data: bytes) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return False
@@ -106,52 +88,38 @@ def put_if_absent(path: Path, data: bytes) -> bool:
     return True
 
 
-# --- hints ---------------------------------------------------------------------------------------
-
-
-def hint(root: Path, exp_id: str, session_id: str) -> None:
-    """Say that something was decided. A hint that cannot be written is logged: the commit stands."""
-    try:
-        with contextlib.closing(open_hints(root)) as db, db:
-            db.execute("INSERT INTO hints (exp_id, session_id) VALUES (?, ?)", (exp_id, session_id))
-    except sqlite3.Error as error:
-        log.warning("no hint for %s (%s); its commit will be found by a sweep", session_id, error)
-
-
-def hinted(db: sqlite3.Connection, exp_id: str) -> bool:
-    """Whether there is something to take. A reader blocks nobody and waits for nobody."""
-    return db.execute("SELECT 1 FROM hints WHERE exp_id = ? LIMIT 1", (exp_id,)).fetchone() is not None
-
-
-def take_hints(root: Path, exp_id: str) -> list[str]:
-    """Hinted session ids, each taken by one caller only."""
-    with contextlib.closing(open_hints(root)) as db, db:
-        rows = db.execute("DELETE FROM hints WHERE exp_id = ? RETURNING session_id", (exp_id,)).fetchall()
-    return list(dict.fromkeys(session_id for (session_id,) in rows))
-
-
-def open_hints(root: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(root / HINTS, timeout=BUSY_S)
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(SCHEMA)
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db
-
-
-# --- paths ---------------------------------------------------------------------------------------
-
-
-def _path(root: Path, key: str) -> Path:
-    return root.joinpath(*key.split("/"))
-
-
 def _sync_directory(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- hints ---------------------------------------------------------------------------------------
+
+
+def hint(root: Path, exp_id: str, body: bytes) -> None:
+    """Say that something was decided. A hint that cannot be written is logged: the commit stands."""
+    try:
+        with contextlib.closing(open_hints(root)) as db:
+            add_hint(db, exp_id, body)
+    except sqlite3.Error as error:
+        log.warning("no hint in %s (%s); the commit will be found by a sweep", root, error)
+
+
+def add_hint(db: sqlite3.Connection, exp_id: str, body: bytes) -> None:
+    with db:
+        db.execute("INSERT INTO notices (exp_id, body) VALUES (?, ?)", (exp_id, body.decode()))
+
+
+def open_hints(root: Path, busy_s: float = BUSY_S) -> sqlite3.Connection:
+    db = sqlite3.connect(root / HINTS, timeout=busy_s)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.executescript(SCHEMA)
+    except sqlite3.Error:
+        db.close()
+        raise
+    return db

@@ -41,9 +41,9 @@ class Transport(Protocol):
         ...
 
     async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
-        """Write data, commit and hint, in this order. False when the attempt was decided before.
+        """Write data, commit and hint, in this order. Whether this outcome stands.
 
-        Delivering the same attempt again changes nothing. A refused outcome is kept apart; see `late`.
+        Delivering the same again answers the same. An outcome that was refused is kept apart; see `late`.
         """
         ...
 

@@ -7,35 +7,76 @@ agents race for. A directory that cannot be written is refused when the transpor
 from __future__ import annotations
 
 import asyncio
-import logging
 import sqlite3
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from afield.errors import Unavailable, UsageError
 from afield.sdk import filestore
-from afield.seams.transport import Fence
-from afield.types import Attempt
-from afield.wire import CommitRecord, Invocation, OutcomeRecord
-
-log = logging.getLogger("afield.transports")
+from afield.transports.notifier import Leased
+from afield.transports.stored import StoreTransport
 
 POLL_S = 0.02
+BATCH = 1000
+BUSY_S = 0.05
+LEASE_S = 30.0
+T = TypeVar("T")
+Row = tuple[int, str, int]
+TAKE = """UPDATE notices SET leased_until = ?, times = times + 1 WHERE id IN
+    (SELECT id FROM notices WHERE exp_id = ? AND leased_until <= ? ORDER BY id LIMIT ?)
+    RETURNING id, body, times"""
 
 
-class FilesTransport:
+class FilesStore(filestore.FileStore):
+    threads = 8
+    page = 0
+    foreign = False
+
     def __init__(self, root: Path) -> None:
+        super().__init__(root.resolve())
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return {"outcome_url": self.root.as_uri()}
+
+    def open(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.root).close()
+        except OSError as error:
+            raise UsageError(
+                f"outcomes cannot be kept in {self.root}: {error}; choose a writable directory"
+            ) from error
+
+    def close(self) -> None:
+        pass
+
+
+class _Busy(Unavailable):
+    """Another process writes just now."""
+
+
+class SqliteNotifier:
+    """`hints.sqlite` in `root`. Calls are short and made on the event loop; a busy file is asked again."""
+
+    def __init__(
+        self, root: Path, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.time
+    ) -> None:
         self._root = root.resolve()
+        self._lease_s = lease_s
+        self._clock = clock
         self._db: sqlite3.Connection | None = None
 
     async def __aenter__(self) -> Self:
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._db = filestore.open_hints(self._root)
-        except (OSError, sqlite3.Error) as error:
+            self._db = filestore.open_hints(self._root, BUSY_S)
+        except sqlite3.Error as error:
             raise UsageError(
-                f"outcomes cannot be kept in {self._root}: {error}; choose a writable directory"
+                f"hints cannot be kept in {self._root / filestore.HINTS}: {error};"
+                " move that file away, nothing is lost with it"
             ) from error
         return self
 
@@ -44,62 +85,66 @@ class FilesTransport:
             self._db.close()
             self._db = None
 
-    def address(self) -> dict[str, Any]:
-        return {"outcome_url": self._root.as_uri()}
+    def address(self, exp_id: str) -> dict[str, Any]:
+        return {}
 
-    async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
-        return await asyncio.to_thread(filestore.deliver, self._root, invocation, record)
+    async def send(self, exp_id: str, body: bytes) -> None:
+        self._do(lambda db: filestore.add_hint(db, exp_id, body))
 
-    async def decision(self, exp_id: str, attempt: Attempt) -> OutcomeRecord | Fence | None:
-        return await asyncio.to_thread(self._decision, exp_id, attempt)
-
-    async def fence(self, exp_id: str, attempt: Attempt, reason: str) -> OutcomeRecord | Fence:
-        return await asyncio.to_thread(self._fence, exp_id, attempt, reason)
-
-    async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
-        if self._db is None:
-            raise UsageError("the files transport is used before 'async with' or after it")
-        deadline = time.monotonic() + wait_s
-        while not (sessions := await self._hinted(exp_id)):
-            left = deadline - time.monotonic()
+    async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + wait_s
+        while not (rows := self._free(exp_id)):
+            left = end - loop.time()
             if left <= 0:
                 break
             await asyncio.sleep(min(POLL_S, left))
-        return [Attempt.from_session_id(s) for s in sessions]
+        return [Leased(exp_id=exp_id, body=body.encode(), receipt=n, times=times) for n, body, times in rows]
 
-    async def sweep(self, exp_id: str) -> list[Attempt]:
-        sessions = await asyncio.to_thread(filestore.committed, self._root, exp_id)
-        attempts: list[Attempt] = []
-        for session in sessions:
-            try:
-                attempts.append(Attempt.from_session_id(session))
-            except ValueError as error:
-                log.warning("a commit under %s is not one of ours: %s", self._root, error)
-        return attempts
+    async def extend(self, leased: Leased, seconds: float) -> None:
+        until = self._clock() + seconds
+        self._do(
+            lambda db: db.execute("UPDATE notices SET leased_until = ? WHERE id = ?", (until, leased.receipt))
+        )
 
-    async def _hinted(self, exp_id: str) -> list[str]:
+    async def ack(self, leased: Sequence[Leased]) -> None:
+        gone = [(one.receipt,) for one in leased]
+        self._do(lambda db: db.executemany("DELETE FROM notices WHERE id = ?", gone))
+
+    async def dead(self, letter: Leased, reason: str) -> None:
+        row = letter.exp_id, letter.body.decode("utf-8", "replace"), reason, self._clock()
+
+        def bury(db: sqlite3.Connection) -> None:
+            db.execute("INSERT INTO dead (exp_id, body, reason, at) VALUES (?, ?, ?, ?)", row)
+            db.execute("DELETE FROM notices WHERE id = ?", (letter.receipt,))
+
+        self._do(bury)
+
+    def _free(self, exp_id: str) -> list[Row]:
         try:
-            # Looking costs less than a thread would; taking may wait for a writer and gets one.
-            if self._db is None or not filestore.hinted(self._db, exp_id):
-                return []
-            return await asyncio.to_thread(filestore.take_hints, self._root, exp_id)
-        except sqlite3.Error as error:
-            log.warning("no hints from %s (%s); a sweep finds what they would tell", self._root, error)
+            return self._do(lambda db: self._take(db, exp_id))
+        except _Busy:
             return []
 
-    def _decision(self, exp_id: str, attempt: Attempt) -> OutcomeRecord | Fence | None:
-        commit = filestore.read_commit(self._root, exp_id, attempt.session_id)
-        if commit is None:
-            return None
-        return Fence(commit.fenced) if commit.fenced else filestore.read_record(self._root, commit)
+    def _take(self, db: sqlite3.Connection, exp_id: str) -> list[Row]:
+        now = self._clock()
+        free = "SELECT 1 FROM notices WHERE exp_id = ? AND leased_until <= ? LIMIT 1"
+        # A reader blocks nobody and waits for nobody; only what is there is written for.
+        if db.execute(free, (exp_id, now)).fetchone() is None:
+            return []
+        return db.execute(TAKE, (now + self._lease_s, exp_id, now, BATCH)).fetchall()
 
-    def _fence(self, exp_id: str, attempt: Attempt, reason: str) -> OutcomeRecord | Fence:
-        commit = CommitRecord(session_id=attempt.session_id, fenced=reason)
-        if filestore.put_commit(self._root, exp_id, commit):
-            return Fence(reason)
-        standing = self._decision(exp_id, attempt)
-        if standing is None:
-            raise Unavailable(
-                f"the commit of {attempt.session_id} in {self._root} vanished; is something deleting it?"
-            )
-        return standing
+    def _do(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        if self._db is None:
+            raise UsageError("a transport is used before 'async with' or after it")
+        try:
+            with self._db:
+                return work(self._db)
+        except sqlite3.Error as error:
+            kind = _Busy if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY else Unavailable
+            raise kind(f"{self._root / filestore.HINTS}: {error}") from error
+
+
+class FilesTransport(StoreTransport):
+    def __init__(self, root: Path) -> None:
+        super().__init__(FilesStore(root), SqliteNotifier(root))

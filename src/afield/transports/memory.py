@@ -1,22 +1,26 @@
-"""Outcomes in this process's memory, for tests and notebooks. Only code of this process can deliver."""
+"""Outcomes and hints in this process's memory, for tests and notebooks; used from one event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Sequence
 from typing import Any, Self
 
-from afield.seams.transport import Fence
-from afield.types import Attempt
-from afield.wire import Invocation, OutcomeRecord
+from afield.transports.notifier import Leased
+from afield.transports.store import MemoryStore
+from afield.transports.stored import StoreTransport
+
+LEASE_S = 30.0
 
 
-class MemoryTransport:
-    """Used from one event loop."""
-
-    def __init__(self) -> None:
-        self._decided: dict[tuple[str, Attempt], OutcomeRecord | Fence] = {}
-        self._hints: dict[str, list[Attempt]] = {}
-        self._hinted = asyncio.Event()
+class MemoryNotifier:
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self.lease_s = lease_s
+        self._queues: dict[str, dict[int, tuple[bytes, float, int]]] = {}
+        self._numbers = itertools.count()
+        self._sent = asyncio.Event()
+        self.dead_letters: list[tuple[Leased, str]] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -24,34 +28,46 @@ class MemoryTransport:
     async def __aexit__(self, *exc: object) -> None:
         pass
 
-    def address(self) -> dict[str, Any]:
-        # A name that never resolves: an agent elsewhere fails loudly instead of posting to a stranger.
-        return {"outcome_url": "http://memory.invalid"}
+    def address(self, exp_id: str) -> dict[str, Any]:
+        return {}
 
-    async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
-        key = invocation.exp_id, Attempt(invocation.rollout_id, invocation.attempt)
-        if key in self._decided:
-            return False
-        self._decided[key] = record
-        self._hints.setdefault(invocation.exp_id, []).append(key[1])
-        self._hinted.set()
-        return True
+    async def send(self, exp_id: str, body: bytes) -> None:
+        self._queues.setdefault(exp_id, {})[next(self._numbers)] = body, 0.0, 0
+        self._sent.set()
 
-    async def decision(self, exp_id: str, attempt: Attempt) -> OutcomeRecord | Fence | None:
-        return self._decided.get((exp_id, attempt))
+    async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + wait_s
+        while not (leased := self._lease(exp_id, loop.time())) and loop.time() < end:
+            self._sent.clear()
+            free = min((until for _, until, _ in self._queues.get(exp_id, {}).values()), default=end)
+            try:
+                async with asyncio.timeout_at(min(end, free)):
+                    await self._sent.wait()
+            except TimeoutError:
+                pass
+        return leased
 
-    async def fence(self, exp_id: str, attempt: Attempt, reason: str) -> OutcomeRecord | Fence:
-        return self._decided.setdefault((exp_id, attempt), Fence(reason))
+    def _lease(self, exp_id: str, now: float) -> list[Leased]:
+        queue = self._queues.get(exp_id, {})
+        free = [(n, body, times + 1) for n, (body, until, times) in queue.items() if until <= now]
+        queue.update({n: (body, now + self.lease_s, times) for n, body, times in free})
+        return [Leased(exp_id=exp_id, body=body, receipt=n, times=times) for n, body, times in free]
 
-    async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
-        try:
-            async with asyncio.timeout(wait_s):
-                while not self._hints.get(exp_id):
-                    self._hinted.clear()
-                    await self._hinted.wait()
-        except TimeoutError:
-            pass
-        return self._hints.pop(exp_id, [])
+    async def extend(self, leased: Leased, seconds: float) -> None:
+        queue = self._queues[leased.exp_id]
+        if leased.receipt in queue:
+            queue[leased.receipt] = leased.body, asyncio.get_running_loop().time() + seconds, leased.times
 
-    async def sweep(self, exp_id: str) -> list[Attempt]:
-        return [attempt for exp, attempt in self._decided if exp == exp_id]
+    async def ack(self, leased: Sequence[Leased]) -> None:
+        for one in leased:
+            self._queues[one.exp_id].pop(one.receipt, None)
+
+    async def dead(self, letter: Leased, reason: str) -> None:
+        self.dead_letters.append((letter, reason))
+        await self.ack([letter])
+
+
+class MemoryTransport(StoreTransport):
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(), MemoryNotifier())

@@ -1,0 +1,77 @@
+"""What a store says of an attempt, and how a collector decides one: the other side of `sdk.outcomes`.
+
+Plain functions over any store. Whoever puts the commit first decides; all others read what stands.
+"""
+
+from __future__ import annotations
+
+from afield import wire
+from afield.errors import Unavailable
+from afield.sdk import outcomes
+from afield.seams.transport import Fence, Waiting
+from afield.transports import toolkit
+from afield.transports.store import Store
+from afield.types import Attempt
+from afield.wire import CommitRecord, OutcomeRecord
+
+
+def commit_key(waiting: Waiting) -> str:
+    return wire.commit_key(waiting.rollout.exp_id, waiting.attempt.session_id)
+
+
+def result_keys(store: Store, waiting: Waiting) -> list[str]:
+    """Where a result may lie that has no commit: as afield names it, and with the task's id as it is."""
+    exp_id, task_id = waiting.rollout.exp_id, waiting.rollout.task.id
+    ours = wire.data_key(exp_id, task_id, waiting.attempt.session_id)
+    plain = f"{exp_id}/{task_id}/{waiting.attempt.session_id}.json"
+    return [ours, plain] if store.foreign and plain != ours else [ours]
+
+
+def decision(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
+    commit = outcomes.read(store, commit_key(waiting), CommitRecord)
+    if commit is None:
+        return _adopt(store, waiting)
+    return Fence(commit.fenced) if commit.fenced else outcomes.standing(store, commit)
+
+
+def fence(store: Store, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+    commit = CommitRecord(session_id=waiting.attempt.session_id, fenced=reason)
+    if store.put_if_absent(commit_key(waiting), wire.encode(commit)):
+        return Fence(reason)
+    return _decided(store, waiting)
+
+
+def decidable(store: Store, waiting: Waiting) -> bool:
+    """Whether there is a decision, or a result to decide on."""
+    keys = [commit_key(waiting), *result_keys(store, waiting)]
+    return any(store.get(key) is not None for key in keys)
+
+
+def late(store: Store, exp_id: str) -> list[Attempt]:
+    keys = (wire.read_key(key) for key in store.list(f"{exp_id}/{wire.LATE}/"))
+    return [Attempt.from_session_id(key[2]) for key in keys if key is not None]
+
+
+def _adopt(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
+    """Commit what an agent left that knows only how to put one object; somebody else may be first."""
+    for key in result_keys(store, waiting):
+        data = store.get(key)
+        record = None if data is None else toolkit.read(data, waiting)
+        if record is None:
+            continue
+        kept = wire.adopted_key(record.exp_id, record.session_id)
+        store.put_if_absent(kept, wire.encode(record))
+        commit = CommitRecord(session_id=record.session_id, data_key=kept)
+        store.put_if_absent(commit_key(waiting), wire.encode(commit))
+        return _decided(store, waiting)
+    return None
+
+
+def _decided(store: Store, waiting: Waiting) -> OutcomeRecord | Fence:
+    commit = outcomes.read(store, commit_key(waiting), CommitRecord)
+    if commit is None:
+        raise Unavailable(
+            f"the commit {commit_key(waiting)} is refused and cannot be read: is something deleting objects,"
+            " or is permission to read them missing?"
+        )
+    return Fence(commit.fenced) if commit.fenced else outcomes.standing(store, commit)
