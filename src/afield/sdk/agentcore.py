@@ -50,6 +50,8 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
 
         super().__init__(debug, living, [*(middleware or ()), Middleware(_CheckedBody)])
         self.router.routes.insert(0, Route("/ping", self._say_status, methods=["GET"]))
+        stopping = Route("/invocations/{session_id}", self._stop, methods=["DELETE"])
+        self.router.routes.insert(0, stopping)
         self._tasks: dict[str, int] = {}
 
     def _runner_of(self, entry: Entry) -> Runner:
@@ -68,8 +70,13 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
     async def _say_status(self, request: Request) -> Response:
         status = self.get_current_ping_status()
         active = self.runner.active if self.runner else []
+        instance = self.runner.instance if self.runner else ""
         changed = int(self._last_status_update_time)
-        return _response(Answer(200, Ping(status=status.value, time_of_last_update=changed, active=active)))
+        ping = Ping(status=status.value, time_of_last_update=changed, active=active, instance=instance)
+        return _response(Answer(200, ping))
+
+    async def _stop(self, request: Request) -> Response:
+        return _response(self.stop(request.path_params["session_id"]))
 
 
 class _CheckedBody:

@@ -3,7 +3,7 @@
 `POST /invocations` checks the payload before any work, answers at once, and works in the background.
 The same session again gets the same answer and no second run. `GET /ping` always answers: agents run
 in threads of their own. A body that is too large, not JSON or not a rollout is refused with an error
-that names what is wrong.
+that names what is wrong. `DELETE /invocations/{session_id}` stops a rollout.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from afield.sdk.runner import Runner
 
 log = logging.getLogger("afield.sdk")
 
+ONE = "/invocations/"
+ROUTES = "GET /ping, POST /invocations or DELETE /invocations/{session_id}"
 BODY_BYTES = 100 * 1024 * 1024
 F = TypeVar("F", bound=Callable[..., Any])
 Scope = MutableMapping[str, Any]
@@ -39,6 +41,8 @@ class Ping(Struct, frozen=True, kw_only=True):
     status: str
     time_of_last_update: int
     active: list[str]
+    # Another one after a restart: what ran before has died.
+    instance: str = ""
 
 
 def refusal(status: int, kind: str, message: str, hint: str) -> Answer:
@@ -85,6 +89,10 @@ class Entrypoints:
         except Unavailable as error:
             return refusal(503, "busy", str(error), "try again when other rollouts have ended")
 
+    def stop(self, session_id: str) -> Answer:
+        stopped = self.runner is not None and self.runner.stop(session_id)
+        return Answer(200, {"session_id": session_id, "stopped": stopped})
+
 
 class App(Entrypoints):
     """Decorate one function with `@app.rollout_entrypoint`, then `app.run()`."""
@@ -112,18 +120,19 @@ class App(Entrypoints):
                 body = await read_body(receive)
                 payload = body if isinstance(body, Answer) else parse_json(body)
                 return payload if isinstance(payload, Answer) else self.invoke(payload)
+            case path, "DELETE" if path.startswith(ONE):
+                return self.stop(path.removeprefix(ONE))
             case "/ping" | "/invocations" as path, method:
-                return refusal(
-                    405, "method", f"{path} does not take {method}", "GET /ping or POST /invocations"
-                )
+                return refusal(405, "method", f"{path} does not take {method}", ROUTES)
             case path, _:
-                return refusal(404, "not_found", f"there is no {path} here", "GET /ping or POST /invocations")
+                return refusal(404, "not_found", f"there is no {path} here", ROUTES)
 
     def _ping(self) -> Ping:
-        active = self.runner.active if self.runner else []
-        changed = self.runner.changed if self.runner else 0
+        if self.runner is None:
+            return Ping(status="Healthy", time_of_last_update=0, active=[])
+        active, changed = self.runner.active, int(self.runner.changed)
         status = "HealthyBusy" if active else "Healthy"
-        return Ping(status=status, time_of_last_update=int(changed), active=active)
+        return Ping(status=status, time_of_last_update=changed, active=active, instance=self.runner.instance)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         while True:

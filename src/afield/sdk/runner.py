@@ -3,16 +3,18 @@
 Accepting a payload checks it and starts a thread; the same session again starts nothing. A sync agent
 runs in its thread, an async one on an event loop that all async agents share and nothing else uses.
 Whatever an agent does becomes an outcome: a reward or a typed failure. A session stays active until
-its outcome is delivered or given up, with a log line.
+its outcome is delivered or given up, with a log line. Stopping cancels an async agent; a sync one runs on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import copy
 import inspect
 import logging
+import secrets
 import threading
 import time
 from collections import OrderedDict
@@ -38,11 +40,12 @@ Deliver = Callable[[Invocation, OutcomeRecord], bool]
 
 
 class Accepted(Struct, frozen=True, kw_only=True):
-    """The answer to an invocation."""
+    """The answer to an invocation; `instance` tells this process from one that takes its place."""
 
     status: str = "processing"
     session_id: str
     data_key: str
+    instance: str = ""
 
 
 def _nothing(session_id: str) -> None:
@@ -69,7 +72,10 @@ class Runner:
         self._lock = threading.Lock()
         self._active: dict[str, Accepted] = {}
         self._done: OrderedDict[str, Accepted] = OrderedDict()
+        self._stopped: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.instance = secrets.token_hex(8)
         self.changed = time.time()
 
     @property
@@ -80,7 +86,9 @@ class Runner:
     def accept(self, payload: object) -> Accepted:
         """Start a rollout. Raises before any work: WireError when the payload is not one, or Unavailable."""
         invocation = wire.read_payload(payload)
-        accepted = Accepted(session_id=invocation.session_id, data_key=invocation.data_key)
+        accepted = Accepted(
+            session_id=invocation.session_id, data_key=invocation.data_key, instance=self.instance
+        )
         with self._lock:
             known = self._active.get(accepted.session_id) or self._done.get(accepted.session_id)
             if known is not None:
@@ -99,6 +107,23 @@ class Runner:
             raise Unavailable(f"no thread for {accepted.session_id}: {error}; run fewer at once") from error
         return accepted
 
+    def stop(self, session_id: str) -> bool:
+        """End a rollout; False if it is not running. Repeating is harmless.
+
+        Whoever stops it has decided it: if it then fails, it leaves no outcome.
+        """
+        with self._lock:
+            if session_id not in self._active:
+                return False
+            again = session_id in self._stopped
+            self._stopped.add(session_id)
+            task, loop = self._tasks.get(session_id), self._loop
+        if task is not None and loop is not None and not again:
+            # The loop is closed when the app is shutting down.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(task.cancel)
+        return True
+
     def close(self) -> None:
         """Says which rollouts the end of the process takes with it, and ends the agents' loop."""
         for session_id in self.active:
@@ -110,8 +135,11 @@ class Runner:
         session_id = invocation.session_id
         self._alive.keep(invocation)
         try:
-            record = self._perform(invocation, payload)
-            self._bring(invocation, record)
+            record = None if session_id in self._stopped else self._perform(invocation, payload)
+            if record is None or (record.outcome.failure is not None and session_id in self._stopped):
+                log.info("%s was stopped", session_id)
+            else:
+                self._bring(invocation, record)
         finally:
             self._alive.drop(session_id)
             self._end(session_id)
@@ -119,6 +147,7 @@ class Runner:
     def _end(self, session_id: str) -> None:
         with self._lock:
             self._done[session_id] = self._active.pop(session_id)
+            self._stopped.discard(session_id)
             while len(self._done) > REMEMBERED:
                 self._done.popitem(last=False)
             if not self._active:
@@ -135,7 +164,8 @@ class Runner:
             echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
-                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._agents_loop()).result()
+                work = self._awaited(value, invocation.session_id)
+                value = asyncio.run_coroutine_threadsafe(work, self._agents_loop()).result()
             results.append(read_result(value, self._entry.aggregate))
         times = {"started": started, "ended": time.time()}
         if not results:
@@ -166,18 +196,26 @@ class Runner:
         for failure in lost:
             log.error("the outcome of %s is lost: %s", record.session_id, failure.message)
 
+    async def _awaited(self, value: Awaitable[Any], session_id: str) -> Any:
+        if task := asyncio.current_task():
+            with self._lock:
+                self._tasks[session_id] = task
+                stopped = session_id in self._stopped
+            if stopped:
+                task.cancel()
+        try:
+            # Attributed here as well: a SystemExit that leaves a task stops its loop.
+            with attributed():
+                return await value
+        finally:
+            self._tasks.pop(session_id, None)
+
     def _agents_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run_loop, args=(self._loop,), name="agents", daemon=True).start()
             return self._loop
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    # Attributed here as well: a SystemExit that leaves a task stops its loop.
-    with attributed():
-        return await value
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
