@@ -1,13 +1,15 @@
 """Rollouts from any agent, anywhere. Train the agent you already have, where it already runs.
 
 What an agent's author needs is here: `agent`, `App`, `Context`, `Reward`, the nouns `Task` and
-`Outcome`, and the failures an agent may raise. Each is loaded when it is first asked for.
+`Outcome`, and the failures an agent may raise; and `RolloutClient`, for whoever wants rollouts of one.
+Each is loaded when it is first asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from afield.client import RolloutClient, RolloutFuture
     from afield.errors import (
         InfrastructureFailure,
         PolicyFailure,
@@ -30,7 +32,9 @@ _HOMES = {
     "Outcome": "afield.types",
     "PolicyFailure": "afield.errors",
     "Reward": "afield.sdk.reward",
+    "RolloutClient": "afield.client",
     "RolloutFailure": "afield.errors",
+    "RolloutFuture": "afield.client",
     "Task": "afield.types",
     "TaskFailure": "afield.errors",
     "VerifierFailure": "afield.errors",
@@ -44,7 +48,9 @@ __all__ = [
     "Outcome",
     "PolicyFailure",
     "Reward",
+    "RolloutClient",
     "RolloutFailure",
+    "RolloutFuture",
     "Task",
     "TaskFailure",
     "VerifierFailure",

@@ -75,7 +75,7 @@ class RolloutClient:
         limiter: Limiter | None = None,
     ) -> None:
         self.plan = plan
-        self.run = run
+        self.rundir = run
         self._parts = gateway, runtime, transport
         self._watcher = watcher or Quiet()
         self._limiter = limiter
@@ -252,7 +252,7 @@ class RolloutClient:
     async def _main(self) -> None:
         gateway, runtime, transport = self._parts
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.run.locked("collect"))
+            stack.enter_context(self.rundir.locked("collect"))
             ledger = stack.enter_context(self._ledger)
             carrier = await stack.enter_async_context(transport)
             agents = await stack.enter_async_context(runtime)

@@ -1,0 +1,101 @@
+"""Names to a client: what `RolloutClient.open` takes.
+
+Everything is a value that can be written down: which agent, which gateway, where agents run, how outcomes
+come back. A name that does not exist is refused with those that do. Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from afield.client import RolloutClient
+from afield.config import Environment, TrainConfig, located
+from afield.deadlines import Deadlines
+from afield.errors import UsageError
+from afield.limiter import LocalLimiter, Pace
+from afield.plan import Plan, Watcher
+from afield.rundir import RunDir
+from afield.seams import Runtime, Transport
+from afield.wiring import load, runtime as wired_runtime, transport as wired_transport
+
+LATE = Deadlines.__struct_fields__
+PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("exp_id", "model_id", "deadlines"))
+
+
+def client(
+    *,
+    agent: str | Callable[..., Any],
+    gateway: str,
+    admin_key: str | None = None,
+    runtime: str | None = None,
+    transport: str = "files",
+    exp_id: str | None = None,
+    directory: str | Path | None = None,
+    model_id: str = "policy",
+    workers: int = 2,
+    fresh_process: bool = False,
+    pace: Pace | None = None,
+    watcher: Watcher | None = None,
+    **values: Any,
+) -> RolloutClient:
+    """`values` are fields of `Plan` (concurrency, retries, sampling) and of `Deadlines` (run_s, life_s).
+
+    An agent that is a function of this program runs in its threads; one that is named, in processes of
+    its own. The admin key may come from AFIELD_ADMIN_KEY. An experiment with a name, started again on
+    the same directory (runs/EXP_ID unless told otherwise), goes on where it was.
+    """
+    environment = Environment.read()
+    key = admin_key or environment.admin_key
+    if not key:
+        raise UsageError("no admin key: give admin_key, or set AFIELD_ADMIN_KEY; the gateway prints it")
+    if not gateway.startswith(("http://", "https://")):
+        raise UsageError(f"gateway {gateway!r} must be its address, such as http://127.0.0.1:8400")
+    exp_id = exp_id or f"exp-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
+    plan = _plan(exp_id, model_id, values)
+    run = RunDir(Path(directory) if directory else environment.runs / exp_id)
+    carrier, agents = _parts(agent, runtime, transport, run, workers=workers, fresh_process=fresh_process)
+    return RolloutClient(
+        plan,
+        gateway=load("gateway.client:HttpGateway")(gateway, key),
+        runtime=agents,
+        transport=carrier,
+        run=run,
+        watcher=watcher,
+        limiter=LocalLimiter(pace) if pace else None,
+    )
+
+
+def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> Plan:
+    known = (*PLANNED, *LATE)
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise UsageError(f"unknown value {name!r}; {hint}")
+    try:
+        deadlines = Deadlines(**{name: value for name, value in values.items() if name in LATE})
+        planned = {name: value for name, value in values.items() if name in PLANNED}
+        return Plan(exp_id=exp_id, model_id=model_id, deadlines=deadlines, **planned)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _parts(
+    agent: str | Callable[..., Any], runtime: str | None, transport: str, run: RunDir, **how: Any
+) -> tuple[Transport, Runtime]:
+    if isinstance(agent, str):
+        place = located("agent", agent, Path.cwd())
+        config = TrainConfig(agent=place, model="", runtime=runtime or "process", transport=transport, **how)
+        carrier = wired_transport(config, run)
+        return carrier, wired_runtime(config, run, carrier)
+    if runtime not in (None, "inline"):
+        raise UsageError(
+            f"a function of this program cannot run in {runtime!r}: name it as path/to/file.py:name"
+        )
+    carrier = wired_transport(TrainConfig(agent="-", model="", runtime="inline", transport=transport), run)
+    return carrier, load("runtimes.inline:InlineRuntime")(agent, deliver=carrier.deliver)
