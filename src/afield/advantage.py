@@ -35,3 +35,14 @@ def grpo(group: Group, *, floor: float = 0.0, scale: bool = True, eps: float = 1
         return centred
     deviation = math.sqrt(math.fsum(c * c for c in centred.values()) / (len(centred) - 1))
     return {rollout_id: c / (deviation + eps) for rollout_id, c in centred.items()}
+
+
+def remax(group: Group, *, floor: float = 0.0) -> dict[str, float]:
+    """Reward minus that of the group's greedy baseline. Without a baseline that carries a reward there is
+    nothing to compare with, and the group teaches nothing.
+    """
+    rewards = rewards_of(group, floor)
+    measure = group.baseline.outcome.reward_or_floor(floor) if group.baseline else None
+    if measure is None:
+        return dict.fromkeys(rewards, 0.0)
+    return {rollout_id: reward - measure for rollout_id, reward in rewards.items()}

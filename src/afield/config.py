@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 from msgspec import Struct, structs
@@ -20,12 +20,22 @@ from msgspec import Struct, structs
 from afield.errors import UsageError
 from afield.types import Task, check_id
 
-PATHS = ("agent", "model", "tasks")
-AMOUNTS = ("temperature", "deadline_s", "lr", "grad_clip", "adam_eps")
-COUNTS = (
-    *("steps", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"),
-    *("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots"),
+PATHS = ("agent", "model", "tasks", "val_tasks", "limiter_file")
+DEADLINES = (
+    *("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s"),
+    *("dead_s", "straggler_s"),
 )
+AMOUNTS = (
+    *("temperature", "deadline_s", "lr", "grad_clip", "adam_eps", "sweep_s", "patience_s", "launch_rate"),
+    *DEADLINES,
+)
+COUNTS = (
+    *("steps", "epochs", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"),
+    *("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots", "launching"),
+    *("val_every", "val_rollouts"),
+)
+NOT_NEGATIVE = ("kl", "cold_start_s", "val_temperature", "extra")
+STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,21 +46,49 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tasks: str = ""
     exp_id: str = ""  # names the rollouts; empty takes the run's id
     steps: int = 20
+    epochs: int | None = None  # how often every task is attempted; sets the steps
     tasks_per_step: int = 8
     rollouts: int = 16
     seed: int = 0
     shuffle: bool = True
     # collection
+    mode: Literal["sync", "one-step-off", "async"] = "sync"
+    max_staleness: int | None = None  # in policy versions; None is 2 when asynchronous
+    on_stale: Literal["drop", "correct"] = "drop"
     runtime: str = "process"
     transport: str = "files"
+    deliver: Literal["store", "gateway"] = "store"
     workers: int = 2
     fresh_process: bool = False
     concurrency: int = 64
-    deadline_s: float = 120.0
+    deadline_s: float = 120.0  # of one attempt, from its launch to its outcome
+    queue_s: float | None = None
+    start_s: float = 120.0
+    first_call_s: float | None = None
+    silence_s: float | None = None
+    grade_s: float | None = None
+    upload_s: float = 5.0
+    teardown_s: float = 30.0
+    life_s: float | None = None
+    dead_s: float = 15.0
+    sweep_s: float = 5.0
+    patience_s: float = 600.0  # how long a store or gateway that does not answer is waited for
     retries_task: int = 1
     retries_verifier: int = 1
     retries_infrastructure: int = 3
     quorum: int = 2
+    extra: int = 0
+    straggler_s: float | None = None
+    # how fast agents are launched and stopped
+    launch_rate: float | None = None
+    cold_start_s: float = 0.0
+    launching: int | None = None
+    limiter_file: str = ""  # one budget for all runs that name the same file
+    # validation
+    val_tasks: str = ""
+    val_every: int = 5
+    val_rollouts: int = 1
+    val_temperature: float = 0.0
     # sampling
     temperature: float = 1.0
     max_tokens: int = 512
@@ -58,6 +96,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_context: int | None = None
     # learning
     trainer: str = "grpo"
+    advantage: Literal["grpo", "remax"] = "grpo"
     lr: float = 1e-6
     minibatches: int = 1
     kl: float = 0.0
@@ -66,7 +105,8 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     scale_advantages: bool = True
     freeze_weights: bool = False
     keep_weights: int | None = 2
-    # the engine behind the gateway
+    # a gateway that is running somewhere; or ours, with the engine behind it
+    gateway: str = ""
     engine: str = "torch"
     engine_slots: int = 64
     engine_ledger: bool = False
@@ -77,16 +117,32 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
         for name in AMOUNTS:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
-        if not 0 <= self.kl < math.inf:
-            raise ValueError(f"kl = {self.kl} must be 0 (off) or positive")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value} must be positive")
+        for name in NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)} must be 0 or positive")
+        self._check_staleness()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed = {self.seed} must be between 0 and 2**63")
         if self.exp_id:
             check_id(self.exp_id, "exp_id")
         if self.quorum > self.rollouts:
             raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
+
+    def _check_staleness(self) -> None:
+        given, fixed = self.max_staleness, STALENESS[self.mode]
+        if self.mode == "async" and given is not None and given < 1:
+            raise ValueError(f"max_staleness = {given} must be at least 1 in mode async; use mode sync for 0")
+        if self.mode != "async" and given not in (None, fixed):
+            raise ValueError(
+                f"max_staleness = {given} belongs to mode async; in mode {self.mode} it is {fixed}"
+            )
+
+    @property
+    def staleness(self) -> int:
+        return STALENESS[self.mode] if self.max_staleness is None else self.max_staleness
 
 
 def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -> TrainConfig:
@@ -124,7 +180,7 @@ def located(key: str, value: Any, base: Path) -> Any:
     if not isinstance(value, str):
         return value
     if key != "agent":
-        return str((base / value).absolute())
+        return str((base / value).absolute()) if value else value
     place, colon, name = value.rpartition(":")
     return f"{(base / place).absolute()}{colon}{name}" if place.endswith(".py") else value
 

@@ -104,14 +104,14 @@ class RunDir:
         return self.path / "rewards.png"
 
     @contextmanager
-    def locked(self, *parts: str) -> Generator[None]:
+    def locked(self, *parts: str, wait: bool = False) -> Generator[None]:
         """One process at a time works on each part of a run."""
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as locks:
             for part in parts:
                 lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError as error:
                     raise UsageError(
                         f"another process is working on run {self.id}: wait for it or stop it"

@@ -6,24 +6,21 @@ that brings it, and a choice that does not exist with the choices that do.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
-import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afield.collect import Collector, Plan, Watcher
 from afield.config import TrainConfig, agent_environment
-from afield.errors import Unavailable, UsageError
-from afield.journal import Journal
-from afield.loop import Loop, Recipe, StepLine
+from afield.deadlines import Deadlines
+from afield.errors import UsageError
+from afield.limiter import Limiter, LocalLimiter, Pace, SharedLimiter, Unlimited
+from afield.plan import Plan
 from afield.rundir import RunDir
 from afield.seams import Engine, EngineInfo, Runtime, Trainer, Transport
 from afield.types import Budget, FailureKind, Sampling, Task
+from afield.window import Window
 
 EXTRAS = {
     "cli": "train",
@@ -42,10 +39,13 @@ ENGINES = {
     "sglang": "engines.sglang:SglangEngine",
 }
 SERVERS = ("vllm", "sglang")
-RUNTIMES = {"process": "runtimes.process:ProcessRuntime", "inline": "runtimes.inline:InlineRuntime"}
+RUNTIMES = {
+    "process": "runtimes.process:ProcessRuntime",
+    "inline": "runtimes.inline:InlineRuntime",
+    "served": "runtimes.served:ServedRuntime",
+}
 TRANSPORTS = {"files": "transports.files:FilesTransport", "memory": "transports.memory:MemoryTransport"}
 TRAINERS = {"grpo": "trainers.grpo:GRPO"}
-START_TIMEOUT_S = 120.0
 
 
 def choose(kind: str, name: str, among: dict[str, str]) -> Any:
@@ -138,8 +138,12 @@ def _config(model: Path) -> dict[str, Any]:
 
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
-    made = choose("runtime", config.runtime, RUNTIMES)
-    if config.runtime == "inline":
+    """`process`, `inline`, or `served=URL,URL`: agents that somebody else runs."""
+    name, _, argument = config.runtime.partition("=")
+    made = choose("runtime", name, RUNTIMES)
+    if name == "served":
+        return made([url.rstrip("/") for url in argument.split(",") if url])
+    if name == "inline":
         agent = load("sdk.serve:load_object")(config.agent)
         if isinstance(agent, load("sdk.app:Entrypoints")):
             raise UsageError(f"{config.agent} is an app: run it with --runtime process")
@@ -154,8 +158,18 @@ def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
 
 
 def transport(config: TrainConfig, run: RunDir) -> Transport:
+    """`files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
+    if "://" in config.transport:
+        return load("transports.parse:from_spec")(config.transport, run.outcomes)
     made = choose("transport", config.transport, TRANSPORTS)
     return made() if config.transport == "memory" else made(run.outcomes)
+
+
+def limiter(config: TrainConfig) -> Limiter:
+    pace = Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
+    if config.limiter_file:
+        return SharedLimiter(pace, Path(config.limiter_file))
+    return LocalLimiter(pace) if pace != Pace() else Unlimited()
 
 
 def trainer(config: TrainConfig) -> Trainer:
@@ -170,6 +184,7 @@ def trainer(config: TrainConfig) -> Trainer:
         grad_clip=config.grad_clip,
         eps=config.adam_eps,
         scale=config.scale_advantages,
+        advantage=config.advantage,
         seed=config.seed,
     )
 
@@ -179,9 +194,13 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         exp_id=config.exp_id or run.id,
         model_id=Path(config.model).name,
         rollouts=config.rollouts,
+        val_rollouts=config.val_rollouts,
+        quorum=config.quorum,
+        extra=config.extra,
+        straggler_s=config.straggler_s,
+        baseline=config.advantage == "remax",
         concurrency=config.concurrency,
-        deadline_s=config.deadline_s,
-        silence_s=min(60.0, config.deadline_s / 2),
+        deadlines=deadlines(config),
         retries={
             FailureKind.TASK: config.retries_task,
             FailureKind.VERIFIER: config.retries_verifier,
@@ -189,13 +208,42 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         },
         sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
         budget=Budget(calls=config.max_calls, context=config.max_context),
+        deliver=config.deliver,
+        sweep_s=config.sweep_s,
+        patience_s=config.patience_s,
+    )
+
+
+def deadlines(config: TrainConfig) -> Deadlines:
+    same = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
+    return Deadlines(
+        run_s=config.deadline_s,
+        active_s=min(60.0, config.deadline_s / 2),
+        dead_s=config.dead_s,
+        **{name: getattr(config, name) for name in same},
+    )
+
+
+def window(config: TrainConfig, tasks: Sequence[Task]) -> Window:
+    groups = config.steps * config.tasks_per_step
+    if config.epochs is not None:
+        groups = config.epochs * len(tasks)
+    return Window(
+        mode=config.mode,
+        groups=groups,
+        batch=config.tasks_per_step,
+        staleness=config.staleness,
+        strict=config.on_stale == "drop",
     )
 
 
 def check_choices(config: TrainConfig) -> None:
     """Everything that can be known to be wrong before anything is started."""
-    choose("runtime", config.runtime, RUNTIMES)
-    choose("transport", config.transport, TRANSPORTS)
+    where = config.runtime.partition("=")
+    choose("runtime", where[0], RUNTIMES)
+    if where[0] == "served" and not where[2].startswith(("http://", "https://")):
+        raise UsageError(f"--runtime {config.runtime} needs addresses: served=http://HOST:PORT,...")
+    transport(config, RunDir(Path("check")))
     choose("trainer", config.trainer, TRAINERS)
     choose("engine", config.engine.partition("=")[0], ENGINES)
     load("tokens:ChatTokens").load(Path(config.model))
@@ -207,159 +255,3 @@ def check_choices(config: TrainConfig) -> None:
         raise UsageError(f"there is no file {agent}")
     if config.transport == "memory" and config.runtime != "inline":
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")
-
-
-class GatewayChild:
-    """A gateway with its engine in a process of its own.
-
-    It watches its standard input: it ends when we do, even after a kill -9.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    async def died(self) -> Unavailable:
-        code = await self._process.wait()
-        return Unavailable(f"the gateway ended with code {code}; see {self._log}, then go on with --resume")
-
-    async def ready(self) -> dict[str, str]:
-        """Its address and admin key, once it serves."""
-        assert self._process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
-        except TimeoutError as error:
-            raise Unavailable(f"no gateway after {START_TIMEOUT_S:g} s; see {self._log}") from error
-        if not line:
-            text = await asyncio.to_thread(self._log.read_text, errors="replace")
-            raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
-        return json.loads(line)
-
-
-@asynccontextmanager
-async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[GatewayChild]:
-    command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
-    command += [
-        "--model",
-        config.model,
-        "--engine",
-        config.engine,
-        "--port",
-        "0",
-        "--store",
-        str(run.gateway),
-    ]
-    command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
-    if config.engine_ledger:
-        command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
-    run.logs.mkdir(parents=True, exist_ok=True)
-    log_path = run.logs / "gateway.log"
-    with log_path.open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=log,
-            env=agent_environment(),
-            start_new_session=True,
-        )
-    try:
-        yield GatewayChild(process, log_path)
-    finally:
-        await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), 10)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-    if process.stdin:
-        process.stdin.close()
-
-
-@asynccontextmanager
-async def training(
-    config: TrainConfig,
-    run: RunDir,
-    tasks: Sequence[Task],
-    watcher: Watcher,
-    on_step: Callable[[StepLine], None],
-) -> AsyncIterator[Training]:
-    """Everything a training run consists of, started; and ended again, in the reverse order."""
-    async with AsyncExitStack() as stack:
-        journal = stack.enter_context(Journal(run.journal))
-        # All three are slow to start and do so at the same time; agents end before their gateway does.
-        learner = asyncio.create_task(asyncio.to_thread(trainer, config))
-        stack.push_async_callback(_settle, learner)
-        child = await stack.enter_async_context(gateway_child(config, run))
-        carrier = await stack.enter_async_context(transport(config, run))
-        agents = await stack.enter_async_context(runtime(config, run, carrier))
-        told = await child.ready()
-        client = load("gateway.client:HttpGateway")(told["url"], told["admin_key"])
-        gateway = await stack.enter_async_context(client)
-        await agents.check()
-        collector = Collector(
-            plan(config, run),
-            gateway=gateway,
-            runtime=agents,
-            transport=carrier,
-            journal=journal,
-            watcher=watcher,
-        )
-        loop = Loop(
-            recipe(config),
-            tasks=tasks,
-            collector=collector,
-            trainer=await learner,
-            gateway=gateway,
-            journal=journal,
-            run=run,
-            exp_id=config.exp_id or run.id,
-            policy=told["model"],
-            on_step=on_step,
-        )
-        yield Training(loop, child)
-
-
-async def _settle(learner: asyncio.Task[Trainer]) -> None:
-    """A thread cannot be stopped; what became of it no longer matters."""
-    await asyncio.wait([learner])
-    if not learner.cancelled():
-        learner.exception()
-
-
-class Training:
-    """A training run that is set up. It ends when it is done, or when its gateway does."""
-
-    def __init__(self, loop: Loop, child: GatewayChild) -> None:
-        self._loop = loop
-        self._child = child
-
-    async def run(self) -> None:
-        running = asyncio.create_task(self._loop.run())
-        died = asyncio.create_task(self._child.died())
-        try:
-            await asyncio.wait((running, died), return_when=asyncio.FIRST_COMPLETED)
-            if died.done() and not running.done():
-                raise died.result()
-            await running
-        finally:
-            for task in (running, died):
-                task.cancel()
-            await asyncio.gather(running, died, return_exceptions=True)
-
-
-def recipe(config: TrainConfig) -> Recipe:
-    return Recipe(
-        steps=config.steps,
-        tasks_per_step=config.tasks_per_step,
-        quorum=config.quorum,
-        seed=config.seed,
-        shuffle=config.shuffle,
-        keep_weights=config.keep_weights,
-        frozen=config.freeze_weights,
-    )

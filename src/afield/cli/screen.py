@@ -18,7 +18,7 @@ from rich.text import Text
 
 from afield.cli.report import Summary, chart, me, short
 from afield.config import TrainConfig
-from afield.loop import StepLine
+from afield.learn import StepLine
 from afield.rundir import RunDir
 from afield.types import Finished, Outcome, Rollout
 

@@ -20,9 +20,13 @@ from afield.cli.report import draw, me, summarise
 from afield.config import PATHS, Environment, TrainConfig, located, read_tasks, train_config
 from afield.errors import Fruitless, UsageError
 from afield.rundir import RunDir, find_run, write_whole
-from afield.types import Task
+from afield.training import Part, training
+from afield.types import Task, check_id
 
-OVERRIDABLE = ("steps", "keep_weights", "workers", "concurrency")
+OVERRIDABLE = (
+    *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
+    *("cold_start_s", "patience_s"),
+)
 
 
 def add(commands: Any) -> None:
@@ -42,16 +46,30 @@ def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) 
     defaults = {field.name: field.default for field in structs.fields(TrainConfig)} | recipe
     command.add_argument("--config", type=Path, metavar="FILE", help="TOML with a [train] table")
     command.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run")
+    command.add_argument(
+        "--run", dest="name", metavar="NAME", help="name of the run; made if it is not there"
+    )
+    command.add_argument(
+        "--part",
+        choices=("all", "collect", "learn"),
+        default="all",
+        help="do one half here and the other elsewhere; both meet in --run and use one --gateway",
+    )
     command.add_argument("--json", action="store_true", help="end with one line of JSON; progress on stderr")
     number = {int: "N", float: "X"}
     for name, kind, text in (
         ("steps", int, "training steps"),
+        ("epochs", int, "times every task is attempted, instead of --steps"),
         ("tasks-per-step", int, "tasks attempted in each step"),
         ("rollouts", int, "rollouts of each task (the group)"),
         ("seed", int, "order of tasks, sampling, learning"),
         ("workers", int, "agent processes"),
         ("concurrency", int, "rollouts at once"),
         ("deadline-s", float, "seconds one attempt may take"),
+        ("silence-s", float, "seconds between model calls"),
+        ("launch-rate", float, "launches and stops of agents per second"),
+        ("cold-start-s", float, "seconds an agent takes to start; with the rate, how many start at once"),
+        ("max-staleness", int, "policy versions between sampling and training, in mode async"),
         ("temperature", float, "of sampling"),
         ("max-tokens", int, "per model call"),
         ("max-calls", int, "model calls per rollout"),
@@ -67,10 +85,16 @@ def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) 
         text += "" if default is None else f" (default: {default})"
         command.add_argument(f"--{name}", type=kind, metavar=number[kind], help=text)
     for name, text in (
-        ("runtime", "process or inline"),
-        ("transport", "files or memory"),
+        ("mode", "sync, one-step-off or async: whether collecting waits for learning (default: sync)"),
+        ("on-stale", "drop or correct groups that are staler than allowed (default: drop)"),
+        ("runtime", "process, inline, or served=URL,URL for agents that run elsewhere"),
+        ("transport", "files, memory, or an address such as s3://BUCKET?sqs=URL"),
+        ("deliver", "store, or gateway: agents post their outcomes there (default: store)"),
+        ("gateway", "address of a gateway that is running; the admin key is AFIELD_ADMIN_KEY"),
         ("trainer", "grpo"),
+        ("advantage", "grpo, or remax: measured against a greedy rollout (default: grpo)"),
         ("engine", "torch, or scripted=FILE"),
+        ("val-tasks", "JSONL of tasks to validate on, every val_every steps"),
     ):
         command.add_argument(f"--{name}", help=text)
     for name, text in (
@@ -98,22 +122,39 @@ def start(
     make_tasks: Callable[[TrainConfig], list[Task]],
 ) -> int:
     """A new run, or an old one again; then train until it is done."""
-    runs = Environment.read().runs
-    if args.resume:
-        run = find_run(runs, args.resume, kind)
-        config, tasks = resume(run, args)
-    else:
-        config = train_config(args.config, given(args), **defaults)
-        tasks = make_tasks(config)
-        run = create(runs, kind, config, tasks)
-    with run.locked():
+    environment = Environment.read()
+    part = Part(args.part)
+    run, config, tasks = prepare(args, kind, defaults, make_tasks, environment.runs)
+    if part is not Part.ALL and not config.gateway:
+        raise UsageError(f"--part {part} needs a gateway that both halves can reach: --gateway URL")
+    with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
         save_config(run, config)  # of a resumed run too: what it was told to change counts from now on
         try:
-            return asyncio.run(train(config, run, tasks, as_json=args.json))
+            return asyncio.run(train(config, run, tasks, part, environment.admin_key, as_json=args.json))
         except UsageError:
-            if not run.began:
+            if not run.began and part is Part.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
             raise
+
+
+def prepare(
+    args: argparse.Namespace,
+    kind: str,
+    defaults: dict[str, Any],
+    make_tasks: Callable[[TrainConfig], list[Task]],
+    runs: Path,
+) -> tuple[RunDir, TrainConfig, list[Task]]:
+    named = RunDir(runs / args.name) if args.name else None
+    if named:
+        check_id(args.name, "run name")
+        with named.locked("create", wait=True):
+            if not named.config.exists():
+                return create(named, args, defaults, make_tasks)
+    if args.resume or named:
+        run = named or find_run(runs, args.resume, kind)
+        return run, *resume(run, args)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return create(RunDir(runs / f"{kind}-{stamp}-{secrets.token_hex(2)}"), args, defaults, make_tasks)
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,15 +162,26 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return values | {key: located(key, values[key], Path()) for key in PATHS if key in values}
 
 
-def create(runs: Path, kind: str, config: TrainConfig, tasks: list[Task]) -> RunDir:
+def create(
+    run: RunDir,
+    args: argparse.Namespace,
+    defaults: dict[str, Any],
+    make_tasks: Callable[[TrainConfig], list[Task]],
+) -> tuple[RunDir, TrainConfig, list[Task]]:
     from afield import wiring
 
+    config = train_config(args.config, given(args), **defaults)
+    tasks = make_tasks(config)
+    if config.epochs is not None:
+        steps = -(-config.epochs * len(tasks) // config.tasks_per_step)
+        config = structs.replace(config, steps=steps)
     wiring.check_choices(config)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    run = RunDir(runs / f"{kind}-{stamp}-{secrets.token_hex(2)}")
-    run.path.mkdir(parents=True)
+    if config.val_tasks:
+        read_tasks(Path(config.val_tasks))
+    run.path.mkdir(parents=True, exist_ok=True)
     run.write_tasks(tasks)
-    return run
+    save_config(run, config)
+    return run, config, tasks
 
 
 def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Task]]:
@@ -155,7 +207,9 @@ def saved_config(run: RunDir) -> TrainConfig:
         raise UsageError(f"cannot read {run.config}: {error}") from error
 
 
-async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json: bool) -> int:
+async def train(
+    config: TrainConfig, run: RunDir, tasks: list[Task], part: Part, admin_key: str | None, *, as_json: bool
+) -> int:
     from afield import wiring
 
     began = time.monotonic()
@@ -166,9 +220,15 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
     given_up: Fruitless | None = None
     try:
         with screen:
-            async with wiring.training(config, run, tasks, screen, screen.step_done) as training:
+            val_tasks = read_tasks(Path(config.val_tasks)) if config.val_tasks else []
+            async with training(
+                *(config, run, tasks, screen, screen.step_done),
+                part=part,
+                admin_key=admin_key,
+                val_tasks=val_tasks,
+            ) as started:
                 screen.ready()
-                await training.run()
+                await started.run()
     except Fruitless as error:
         given_up = error
     except asyncio.CancelledError:
@@ -178,6 +238,8 @@ async def train(config: TrainConfig, run: RunDir, tasks: list[Task], *, as_json:
             f"stopped {at}; go on with: {me()} {run.id.partition('-')[0]} --resume {run.id}", file=sys.stderr
         )
         raise
+    if part is Part.COLLECT:
+        return 0
     summary = summarise(run, config, wall_s=time.monotonic() - began)
     write_whole(run.summary, msgspec.json.format(msgspec.json.encode(summary)))
     await asyncio.to_thread(draw, run)

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,11 +55,16 @@ class Batch(NamedTuple):
         return sum((version - s.low) * (s.end - s.start) for s in spans) / max(self.tokens, 1)
 
 
-def to_batch(groups: Iterable[Group], *, floor: float, scale: bool) -> Batch:
+def to_batch(
+    groups: Iterable[Group], *, floor: float, scale: bool, measure: Literal["grpo", "remax"] = "grpo"
+) -> Batch:
     ids: list[str] = []
     rows: list[Row] = []
     for group in groups:
-        advantages = advantage.grpo(group, floor=floor, scale=scale)
+        if measure == "remax":
+            advantages = advantage.remax(group, floor=floor)
+        else:
+            advantages = advantage.grpo(group, floor=floor, scale=scale)
         ids.extend(advantages)
         for finished in group.finished:
             earned = advantages.get(finished.rollout.id)
@@ -272,6 +277,7 @@ class GRPO:
         eps: float = 1e-8,
         floor: float = 0.0,
         scale: bool = True,
+        advantage: Literal["grpo", "remax"] = "grpo",
         seed: int = 0,
         device: str | None = None,
         max_tokens_per_pass: int = 16384,
@@ -291,12 +297,13 @@ class GRPO:
         self.grad_clip = grad_clip
         self.floor = floor
         self.scale = scale
+        self.measure: Literal["grpo", "remax"] = advantage
         self.max_tokens_per_pass = max_tokens_per_pass
 
     def step(self, groups: Sequence[Group]) -> StepReport:
         if self.device.type == "cpu" and self.model.num_parameters() < SMALL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
-        batch = to_batch(groups, floor=self.floor, scale=self.scale)
+        batch = to_batch(groups, floor=self.floor, scale=self.scale, measure=self.measure)
         config = self.model.config
         context = getattr(config, "max_position_embeddings", None)
         check_rows(batch.rows, vocabulary=config.vocab_size, context=context)

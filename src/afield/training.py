@@ -1,0 +1,275 @@
+"""A training run, put together: gateway, agents, and the two halves that meet in the ledger.
+
+One process does all of it, or one collects and another learns, given a gateway that both can reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from afield import wiring
+from afield.collect import Collector
+from afield.conduct import Conductor
+from afield.config import TrainConfig, agent_environment
+from afield.errors import Unavailable, UsageError, first_cause
+from afield.gather import Gatherer, Schedule, Validation
+from afield.learn import Learner, Recipe, StepLine, mean_metrics
+from afield.ledger import Ledger
+from afield.plan import Watcher
+from afield.rundir import RunDir
+from afield.seams import Gateway, Runtime, Trainer, Transport
+from afield.spool import Spool
+from afield.types import Finished, Sampling, Task
+
+START_TIMEOUT_S = 120.0
+
+
+class GatewayChild:
+    """A gateway with its engine in a process of its own.
+
+    It watches its standard input: it ends when we do, even after a kill -9.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    async def died(self) -> Unavailable:
+        code = await self._process.wait()
+        return Unavailable(f"the gateway ended with code {code}; see {self._log}, then go on with --resume")
+
+    async def ready(self) -> dict[str, str]:
+        """Its address and admin key, once it serves."""
+        assert self._process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise Unavailable(f"no gateway after {START_TIMEOUT_S:g} s; see {self._log}") from error
+        if not line:
+            text = await asyncio.to_thread(self._log.read_text, errors="replace")
+            raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
+        return json.loads(line)
+
+
+@asynccontextmanager
+async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[GatewayChild]:
+    command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
+    command += [
+        "--model",
+        config.model,
+        "--engine",
+        config.engine,
+        "--port",
+        "0",
+        "--store",
+        str(run.gateway),
+    ]
+    command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
+    if config.deliver == "gateway":
+        spec = config.transport if "://" in config.transport else f"files://{run.outcomes}"
+        command += ["--outcomes", spec]
+    if config.engine_ledger:
+        command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
+    run.logs.mkdir(parents=True, exist_ok=True)
+    log_path = run.logs / "gateway.log"
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=agent_environment(),
+            start_new_session=True,
+        )
+    try:
+        yield GatewayChild(process, log_path)
+    finally:
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), 10)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    if process.stdin:
+        process.stdin.close()
+
+
+class Part(StrEnum):
+    """Which halves of a run this process does."""
+
+    ALL = "all"
+    COLLECT = "collect"
+    LEARN = "learn"
+
+
+class Parts:
+    """What both halves of a run share."""
+
+    def __init__(
+        self, config: TrainConfig, run: RunDir, tasks: Sequence[Task], stack: AsyncExitStack
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.stack = stack
+        self.plan = wiring.plan(config, run)
+        self.window = wiring.window(config, tasks)
+        self.schedule = Schedule(tasks, self.plan.exp_id, config.seed, config.shuffle)
+        self.ledger = stack.enter_context(Ledger(run.ledger))
+        self.spool = Spool(run.spool)
+
+    async def gatherer(
+        self, gateway: Gateway, agents: Runtime, carrier: Transport, watcher: Watcher, val: Sequence[Task]
+    ) -> Gatherer:
+        await agents.check()
+        conductor = Conductor(
+            self.plan,
+            gateway=gateway,
+            runtime=agents,
+            transport=carrier,
+            ledger=self.ledger,
+            spool=self.spool,
+            watcher=watcher,
+            limiter=wiring.limiter(self.config),
+        )
+        await self.stack.enter_async_context(conductor)
+        return Gatherer(
+            self.window,
+            self.schedule,
+            collector=Collector(self.plan, conductor, self.spool),
+            ledger=self.ledger,
+            spool=self.spool,
+            validation=validation(self.config, self.run, val),
+        )
+
+    def learner(self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None]) -> Learner:
+        return Learner(
+            self.window,
+            recipe(self.config),
+            epoch_of=self.schedule.epoch,
+            trainer=trainer,
+            gateway=gateway,
+            ledger=self.ledger,
+            spool=self.spool,
+            run=self.run,
+            on_step=on_step,
+        )
+
+
+@asynccontextmanager
+async def training(
+    config: TrainConfig,
+    run: RunDir,
+    tasks: Sequence[Task],
+    watcher: Watcher,
+    on_step: Callable[[StepLine], None],
+    *,
+    part: Part = Part.ALL,
+    admin_key: str | None = None,
+    val_tasks: Sequence[Task] = (),
+) -> AsyncIterator[Training]:
+    """Everything a training run consists of, started; and ended again, in the reverse order."""
+    async with AsyncExitStack() as stack:
+        parts = Parts(config, run, tasks, stack)
+        # All are slow to start and do so at the same time; agents end before their gateway does.
+        learning = collecting = child = None
+        if part is not Part.COLLECT:
+            learning = asyncio.create_task(asyncio.to_thread(wiring.trainer, config))
+            stack.push_async_callback(_settle, learning)
+        if not config.gateway:
+            child = await stack.enter_async_context(gateway_child(config, run))
+        if part is not Part.LEARN:
+            carrier = await stack.enter_async_context(wiring.transport(config, run))
+            collecting = await stack.enter_async_context(wiring.runtime(config, run, carrier)), carrier
+        gateway = await stack.enter_async_context(await gateway_of(config, child, admin_key))
+        halves: list[Callable[[], Coroutine[None, None, None]]] = []
+        if collecting:
+            halves.append((await parts.gatherer(gateway, *collecting, watcher, val_tasks)).run)
+        if learning:
+            halves.append(parts.learner(gateway, await learning, on_step).run)
+        yield Training(halves, child)
+
+
+async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
+    """A client of our own gateway, or of one that others run: that one may go away and come back."""
+    made = wiring.load("gateway.client:HttpGateway")
+    if child is not None:
+        told = await child.ready()
+        return made(told["url"], told["admin_key"])
+    if not admin_key:
+        raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
+    return made(config.gateway, admin_key, patience_s=config.patience_s)
+
+
+def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Validation | None:
+    if not tasks:
+        return None
+
+    def report(step: int, finished: list[Finished]) -> None:
+        rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
+        spans = [s for f in finished for t in f.trajectories for s in t.versions]
+        line = {
+            "step": step,
+            "versions": [min(s.low for s in spans), max(s.high for s in spans)] if spans else None,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "rollouts": len(finished),
+            "failed": len(finished) - len(rewards),
+            "agent": mean_metrics(finished),
+        }
+        run.write_validation(line, finished)
+
+    sampling = Sampling(temperature=config.val_temperature, max_tokens=config.max_tokens)
+    return Validation(tasks=tasks, every=config.val_every, sampling=sampling, report=report)
+
+
+async def _settle(learner: asyncio.Task[Trainer]) -> None:
+    """A thread cannot be stopped; what became of it no longer matters."""
+    await asyncio.wait([learner])
+    if not learner.cancelled():
+        learner.exception()
+
+
+class Training:
+    """A training run that is set up. It ends when its halves are done, or when its gateway ends."""
+
+    def __init__(
+        self, halves: Sequence[Callable[[], Coroutine[None, None, None]]], child: GatewayChild | None
+    ) -> None:
+        self._halves = halves
+        self._child = child
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch())
+                async with asyncio.TaskGroup() as working:
+                    for half in self._halves:
+                        working.create_task(half())
+                watching.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    async def _watch(self) -> None:
+        if self._child is not None:
+            raise await self._child.died()
+
+
+def recipe(config: TrainConfig) -> Recipe:
+    return Recipe(
+        policy=Path(config.model).name,
+        stale=config.on_stale,
+        keep_weights=config.keep_weights,
+        frozen=config.freeze_weights,
+    )
