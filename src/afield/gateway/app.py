@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import MutableMapping
+from typing import Any
 
 from msgspec import structs
 
-from afield.errors import Conflict, Missing, Unavailable, UsageError
+from afield.errors import Conflict, Missing, Unavailable, UsageError, boundary
 from afield.gateway import control
 from afield.gateway.answering import Answering
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
@@ -31,7 +33,8 @@ from afield.gateway.refusal import (
 )
 from afield.gateway.request import ModelRequest
 from afield.gateway.service import LocalGateway
-from afield.gateway.sessions import Session
+from afield.gateway.session import Session
+from afield.types import Failure, FailureKind, Reason
 
 log = logging.getLogger("afield.gateway")
 
@@ -45,6 +48,18 @@ LARGE = 512 * 1024  # bytes of a body that are read off the event loop
 _AGENT = ("/v1/", "/v1beta/")
 
 
+class _Answer:
+    """Where an answer goes, and whether something of it has gone."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        self.begun = True
+        await self._send(message)
+
+
 class App:
     def __init__(self, gateway: LocalGateway) -> None:
         self._gateway = gateway
@@ -54,6 +69,23 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the gateway serves http, not {scope['type']}")
+        broken: list[Failure] = []
+        answer = _Answer(send)
+        with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, broken.append):
+            await self._serve(scope, receive, answer)
+        for failure in broken:
+            log.error("%s %s: %s\n%s", scope["method"], scope["path"], failure.message, failure.traceback)
+            if not answer.begun:  # else it breaks off, and the client sees that
+                refusal = Refusal(500, "internal_error", "the gateway failed at this request", "see its log")
+                await self._refuse(refusal, scope, answer)
+
+    async def _refuse(self, refusal: Refusal, scope: Scope, send: Send) -> None:
+        _, path = split_path(scope["path"])
+        self._gateway.metrics.refused(refusal.status)
+        shape = self._dialects.of_path(path).error if path.startswith(_AGENT) else control.encode_error
+        await send_json(send, refusal.status, shape(refusal), refusal.retry_after_s)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         session_id, path = split_path(scope["path"])
         spoken = path.startswith(_AGENT)
         try:
@@ -68,10 +100,8 @@ class App:
                 await self._control(path, scope, receive, send)
         except (Refusal, Missing, Unavailable, OverflowError) as error:
             refusal = as_refusal(error)
-            self._gateway.metrics.refused(refusal.status)
             log.info("%s %s: %d %s", scope["method"], scope["path"], refusal.status, refusal.message)
-            shape = self._dialects.of_path(path).error if spoken else control.encode_error
-            await send_json(send, refusal.status, shape(refusal))
+            await self._refuse(refusal, scope, send)
         except (ClientGone, asyncio.CancelledError):
             log.info("%s %s: the client left", scope["method"], scope["path"])
 

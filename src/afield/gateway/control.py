@@ -11,6 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct, to_builtins
 
 from afield import assembly
+from afield.gateway import outcomes
 from afield.gateway.http import Scope, Text, json_body, query
 from afield.gateway.keys import Grant
 from afield.gateway.keys import Scope as KeyScope
@@ -40,17 +41,6 @@ class CompleteBody(Struct):
 
 class AbortBody(Struct):
     reason: str = ""
-
-
-class OutcomeBody(Struct):
-    """What an agent, or its verifier, says came of an attempt."""
-
-    reward: Any = None
-    rewards: dict[str, float] = {}
-    metrics: dict[str, float] = {}
-    status: str = ""
-    stop_reason: str = ""
-    artifacts: dict[str, Any] = {}
 
 
 class StatesBody(Struct):
@@ -101,15 +91,14 @@ async def report(
 
 async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, body: bytes) -> Any:
     """The end of an attempt in one message; repeating it is harmless."""
-    asked = json_body(body, OutcomeBody)
-    if grant and KeyScope.REWARD not in grant.scopes:
-        _refuse_reward(session, asked.reward if asked.reward is not None else asked.rewards or None)
-    entries = [{"reward": value, "name": name} for name, value in asked.rewards.items()]
-    entries += [{"reward": asked.reward}] if asked.reward is not None else []
-    for entry in entries:
-        await gateway.sessions.reward(session, entry)
-    await gateway.sessions.settle(session, to_builtins(asked))
-    await gateway.sessions.complete(session, asked.metrics)
+    statement = outcomes.read(body, session.row)
+    agent = grant is not None and KeyScope.REWARD not in grant.scopes
+    if agent:
+        _refuse_reward(
+            session, statement.reward if statement.reward is not None else statement.rewards or None
+        )
+    verdict = outcomes.judged(session.row.spec) and not agent
+    await gateway.settle(session, statement, verdict=verdict)
     return session.state()
 
 
@@ -120,7 +109,7 @@ def _refuse_reward(session: Session, reward: Any) -> None:
 
 
 async def open_session(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
-    session, new = await gateway.sessions.open(json_body(body, SessionSpec))
+    session, new = await gateway.enter(json_body(body, SessionSpec))
     return (201 if new else 200), gateway.ticket(session)
 
 
@@ -156,6 +145,7 @@ async def reward(gateway: LocalGateway, session_id: str, body: bytes, _: dict[st
     if asked.turn is not None and asked.turn not in {row.turn.id for row in session.rows.values()}:
         raise bad_request(f"session {session_id} has no turn {asked.turn!r}", "GET turns has their ids")
     await gateway.sessions.reward(session, to_builtins(asked))
+    await gateway.bring(session)
     return 200, await gateway.state(session_id)
 
 
@@ -171,6 +161,7 @@ async def complete(gateway: LocalGateway, session_id: str, body: bytes, _: dict[
     if asked.reward is not None:
         await gateway.sessions.reward(session, {"reward": asked.reward})
     await gateway.sessions.complete(session, asked.metrics)
+    await gateway.bring(session)
     return 200, session.state()
 
 

@@ -89,11 +89,13 @@ class Text(str):
     """An answer that is not JSON."""
 
 
-async def send_json(send: Send, status: int, value: object) -> None:
+async def send_json(send: Send, status: int, value: object, retry_after_s: float | None = None) -> None:
     plain = isinstance(value, Text)
     body = value.encode() if plain else ENCODER.encode(value)
     kind = b"text/plain; version=0.0.4" if plain else b"application/json"
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", f"{retry_after_s:g}".encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -12,6 +12,7 @@ class Refusal(AfieldError):
     """`sizes` are the tokens asked for and the tokens allowed, where that is what is wrong."""
 
     sizes: tuple[int, int] | None = None
+    retry_after_s: float | None = None
 
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)

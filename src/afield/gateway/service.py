@@ -13,19 +13,23 @@ from typing import Any, Self
 import msgspec
 
 from afield import assembly
-from afield.errors import Unavailable
-from afield.gateway import side
+from afield.errors import Conflict, Unavailable, UsageError
+from afield.gateway import outcomes, side
 from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
 from afield.gateway.metrics import Metrics, Snapshot, exposition
+from afield.gateway.outbox import Outbox
+from afield.gateway.outcomes import Statement
 from afield.gateway.pool import Pool
+from afield.gateway.refusal import bad_request
 from afield.gateway.session import Phase, Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.shards import Shard
-from afield.gateway.store import Store
-from afield.seams import Record, SessionSpec, SessionState, SessionTicket
+from afield.gateway.store import Published, SessionRow, Store
+from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
 from afield.tokens import ChatTokens
 from afield.types import Exclusion, Policy, Turn, TurnStatus
+from afield.wire import Invocation
 
 log = logging.getLogger("afield.gateway")
 REAP_EVERY_S = 5.0
@@ -33,7 +37,11 @@ LAG_EVERY_S = 0.5
 
 
 class LocalGateway:
-    """`async with` opens the store; the engine is started by whoever made it."""
+    """`async with` opens the store; the engine is started by whoever made it.
+
+    With an `outlet`, which is entered by whoever made it too, outcomes of sessions that say their
+    experiment go on to it.
+    """
 
     def __init__(
         self,
@@ -45,6 +53,7 @@ class LocalGateway:
         public_url: str,
         durable: bool = False,
         shard: Shard | None = None,
+        outlet: Transport | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokens = tokens
@@ -53,17 +62,18 @@ class LocalGateway:
         self._store_path = store
         self._durable = durable
         self.shard = shard
+        self._outlet = outlet
         self._admin_key = admin_key
         self._clock = clock
         self._stack = AsyncExitStack()
+        self._outbox: Outbox | None = None
 
     async def __aenter__(self) -> Self:
-        store = await self._stack.enter_async_context(
-            Store(self._store_path / "gateway.sqlite", durable=self._durable)
-        )
+        store = Store(self._store_path / "gateway.sqlite", durable=self._durable)
+        self._store = await self._stack.enter_async_context(store)
         self.keys = Keys(store.secret, self._admin_key)
         self.metrics = Metrics()
-        self.sessions = Sessions(store, self._clock, self.shard)
+        self.sessions = Sessions(store, self._clock, self.shard, delivers=self._outlet is not None)
         if self.shard:
             await self._stack.enter_async_context(self.shard)
         self.calls = Calls(
@@ -75,6 +85,11 @@ class LocalGateway:
             metrics=self.metrics,
             clock=self._clock,
         )
+        await self._serve_published()
+        if self._outlet is not None:
+            owns = self.shard.owns if self.shard else lambda _: True
+            outbox = Outbox(self._outlet, store, self.sessions, self._invocation, owns)
+            self._outbox = await self._stack.enter_async_context(outbox)
         chores = [asyncio.create_task(self._reap()), asyncio.create_task(self._watch_lag())]
         self._stack.push_async_callback(_end, chores)
         return self
@@ -84,8 +99,14 @@ class LocalGateway:
         await self._stack.aclose()
 
     async def open(self, spec: SessionSpec) -> SessionTicket:
-        session, _ = await self.sessions.open(spec)
+        session, _ = await self.enter(spec)
         return self.ticket(session)
+
+    async def enter(self, spec: SessionSpec) -> tuple[Session, bool]:
+        """The session, and whether it is new."""
+        if self._outlet is not None:
+            outcomes.check_address(spec, spec.id or "")
+        return await self.sessions.open(spec)
 
     def ticket(self, session: Session) -> SessionTicket:
         base = f"{self.public_url}/s/{session.id}"
@@ -205,6 +226,54 @@ class LocalGateway:
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)
+        await self._store.put_policy(Published(policy.version, path))
+
+    async def _serve_published(self) -> None:
+        """After a restart an engine may have other weights than those that were published last."""
+        published = self._store.policy
+        if published is None or published.version == await self.version():
+            return
+        try:
+            await self.engine.load(published.version, published.path)
+        except (UsageError, Unavailable, Conflict) as error:
+            told = "version %d, published before from %s, is not loaded again: %s; version %d is served"
+            log.error(told, published.version, published.path, error, await self.version())
+        else:
+            log.info("version %d is loaded again from %s", published.version, published.path)
+
+    # --- outcomes ---------------------------------------------------------------------------------
+
+    async def settle(self, session: Session, statement: Statement, *, verdict: bool) -> None:
+        """Durable here first, then in the store of outcomes, where it stands or is refused."""
+        if self._outbox is None and statement.record is not None and session.row.spec.exp_id is not None:
+            raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
+        late = outcomes.late(session.row, statement) if self._outbox and not verdict else None
+        if self._outbox and late is not None:
+            await self._outbox.bring_late(session, late)
+            return
+        await self.sessions.settle(session, statement, verdict=verdict)
+        await self.bring(session)
+
+    async def bring(self, session: Session) -> None:
+        """If an outcome is due, it is brought to where it counts."""
+        if self._outbox:
+            await self._outbox.bring(session)
+
+    def _invocation(self, row: SessionRow) -> Invocation:
+        spec, base = row.spec, f"{self.public_url}/s/{row.id}"
+        assert spec.exp_id and spec.input_id and spec.rollout_id and spec.attempt
+        return Invocation(
+            exp_id=spec.exp_id,
+            input_id=spec.input_id,
+            rollout_id=spec.rollout_id,
+            attempt=spec.attempt,
+            group_id=spec.group_id or spec.rollout_id,
+            session_id=row.id,
+            base_url=base,
+            api_key=self.keys.issue(row.id, frozenset({Scope.OUTCOME}), row.nonce),
+            model_id=self.tokens.name,
+            outcome_url=f"{base}/outcome",
+        )
 
     async def wait(self, session_id: str, deadline: Callable[[], float]) -> SessionState:
         """Until the session is no longer open, or no time is left."""

@@ -8,7 +8,6 @@ that is over leaves memory; the store gives it back when somebody asks, also aft
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import uuid
 import weakref
@@ -18,10 +17,12 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Conflict, Missing
-from afield.gateway.refusal import Refusal, conflict
+from afield.gateway import outcomes
+from afield.gateway.outcomes import Statement
+from afield.gateway.refusal import conflict
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
-from afield.gateway.store import SessionRow, Store, to_its_end
+from afield.gateway.store import Delivery, SessionRow, Store, to_its_end
 from afield.seams import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
@@ -36,8 +37,17 @@ def _new_id() -> str:
 class Sessions:
     """All sessions of a store."""
 
-    def __init__(self, store: Store, clock: Callable[[], float], shard: Shard | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Callable[[], float],
+        shard: Shard | None = None,
+        *,
+        delivers: bool = False,
+    ) -> None:
+        """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that."""
         self._store = store
+        self._delivers = delivers
         self._clock = clock
         self._shard = shard
         self._live: dict[str, Session] = {}
@@ -116,21 +126,10 @@ class Sessions:
 
     async def reward(self, session: Session, entry: dict[str, Any]) -> None:
         """Take a reward. The same again is fine; another value for the same name and turn is refused."""
-        value = entry["reward"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise Refusal(400, "invalid_request_error", f"reward {value!r} is not a finite number")
-        entry = {**entry, "reward": (value := float(value))}
         async with session.lock:
-            for known in session.row.rewards:
-                if (known.get("name"), known.get("turn")) == (entry.get("name"), entry.get("turn")):
-                    if known["reward"] != value:
-                        has = f"session {session.id} already has reward {known['reward']}"
-                        raise conflict(f"{has}, not {value}")
-                    return
-            if session.phase is Phase.FINALIZED:
-                raise conflict(f"session {session.id} is finalized", "rewards come before finalize")
-            kept = {key: entry[key] for key in ("reward", "name", "turn") if entry.get(key) is not None}
-            await self._save(session, rewards=(*session.row.rewards, kept))
+            rewards = outcomes.with_rewards(session.row, [entry])
+            if rewards != session.row.rewards:
+                await self._save(session, rewards=rewards)
 
     async def complete(self, session: Session, metrics: dict[str, float]) -> None:
         if session.phase is Phase.ABORTED:
@@ -191,15 +190,42 @@ class Sessions:
                 raise
             return True
 
-    async def settle(self, session: Session, outcome: dict[str, Any]) -> None:
-        """What the agent says came of its work. The same again is fine; another is refused."""
+    async def settle(self, session: Session, statement: Statement, *, verdict: bool) -> None:
+        """What the agent, or its verifier, says came of the work. The same again is fine; another is refused.
+
+        Rewards, outcome and the end of the session are one write, with the mark that the outcome is due.
+        """
+        what = "verdict" if verdict else "outcome"
         async with session.lock:
-            if session.row.outcome not in (None, outcome):
-                raise conflict(f"session {session.id} already has another outcome", "the first one counts")
-            if session.phase is Phase.FINALIZED and session.row.outcome is None:
-                raise conflict(f"session {session.id} is finalized", "an outcome comes before finalize")
-            if session.row.outcome is None:
-                await self._save(session, outcome=outcome)
+            known = getattr(session.row, what)
+            if known not in (None, statement.said):
+                raise conflict(f"session {session.id} already has another {what}", "the first one counts")
+            if known is None:
+                self._check_settles(session, what)
+                session.closed = True
+                changes: dict[str, Any] = {what: statement.said, "settled": self._clock()}
+                if session.phase is Phase.OPEN:
+                    changes |= {
+                        "phase": Phase.COMPLETED,
+                        "metrics": statement.metrics,
+                        "tally": session.tally(),
+                    }
+                rewards = outcomes.with_rewards(session.row, statement.entries)
+                await self._save(session, rewards=rewards, **changes)
+        self._live.pop(session.id, None)
+
+    def _check_settles(self, session: Session, what: str) -> None:
+        if session.phase is Phase.FINALIZED:
+            raise conflict(f"session {session.id} is finalized", f"an {what} comes before finalize")
+        if session.phase is Phase.ABORTED and not self._delivers:
+            raise conflict(f"session {session.id} is aborted")
+        if session.row.delivery:
+            raise conflict(f"session {session.id} already has an outcome", "the first one counts")
+
+    async def delivered(self, session: Session, delivery: Delivery) -> None:
+        async with session.lock:
+            if not session.deleted:
+                await self._save(session, delivery=delivery)
 
     async def reap(self) -> int:
         """End the sessions that have outlived their time; says how many."""
@@ -224,7 +250,10 @@ class Sessions:
         """Under the session's lock: what is stored and what is in memory change together."""
         if session.deleted:
             raise Missing(f"session {session.id} was deleted")
-        await to_its_end(self._put(session, structs.replace(session.row, **changes)))
+        row = structs.replace(session.row, **changes)
+        if self._delivers and not row.delivery and outcomes.due(row):
+            row = structs.replace(row, delivery=Delivery.DUE)
+        await to_its_end(self._put(session, row))
 
     async def _put(self, session: Session, row: SessionRow) -> None:
         await self._store.put_session(row)

@@ -15,6 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -35,6 +36,7 @@ CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, 
   seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
+CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 FORMAT = "4"
 
@@ -52,8 +54,20 @@ class Tally(Struct, frozen=True, kw_only=True):
     last_activity: float
 
 
+class Delivery(StrEnum):
+    """What has become of a session's outcome on its way to the store of outcomes."""
+
+    NONE = ""
+    DUE = "due"
+    STOOD = "stood"
+    REFUSED = "refused"
+
+
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """A session as stored: everything but its turns. `withheld` are turns kept out of the loss, and why."""
+    """A session as stored: everything but its turns. `withheld` are turns kept out of the loss, and why.
+
+    `outcome` is what the agent said came of it, `verdict` what a verifier did, both as JSON.
+    """
 
     id: str
     spec: SessionSpec
@@ -63,9 +77,17 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     rewards: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = {}
     reason: str = ""
-    outcome: dict[str, Any] | None = None
+    outcome: bytes | None = None
+    verdict: bytes | None = None
+    settled: float = 0.0
+    delivery: Delivery = Delivery.NONE
     withheld: dict[str, str] = {}
     tally: Tally | None = None
+
+
+class Published(Struct, frozen=True):
+    version: int
+    path: str
 
 
 class TurnRow(Struct, frozen=True):
@@ -114,7 +136,29 @@ class Store:
     async def put_session(self, row: SessionRow) -> None:
         body = msgspec.msgpack.encode(row)
         sql = "INSERT OR REPLACE INTO sessions VALUES (?,?,?,?)"
-        await self._write([(sql, (row.id, row.phase, row.created, body))])
+        statements: list[Statement] = [(sql, (row.id, row.phase, row.created, body))]
+        if row.delivery is Delivery.DUE:
+            statements.append(("INSERT OR IGNORE INTO undelivered VALUES (?)", (row.id,)))
+        elif row.delivery:
+            statements.append(("DELETE FROM undelivered WHERE session_id=?", (row.id,)))
+        await self._write(statements)
+
+    def undelivered(self) -> list[str]:
+        """Sessions whose outcome is due elsewhere."""
+        try:
+            return [row[0] for row in self._reader.execute("SELECT session_id FROM undelivered")]
+        except sqlite3.Error as error:
+            raise Unavailable(f"cannot read {self._path}: {error}") from error
+
+    async def put_policy(self, policy: Published) -> None:
+        body = msgspec.msgpack.encode(policy)
+        await self._write([("INSERT OR REPLACE INTO meta VALUES ('policy',?)", (body,))])
+
+    @property
+    def policy(self) -> Published | None:
+        """The weights that were last published."""
+        rows = self._read("SELECT value FROM meta WHERE key=?", ("policy",), Published)
+        return rows[0] if rows else None
 
     def put_turn(self, session_id: str, row: TurnRow) -> Awaitable[None]:
         body = msgspec.msgpack.encode(row)
@@ -130,7 +174,7 @@ class Store:
         return self._read(sql, (session_id, digest), Image)[0]
 
     async def delete_session(self, session_id: str) -> None:
-        tables = [f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images")]
+        tables = [f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images", "undelivered")]
         tables.append("DELETE FROM sessions WHERE id=?")
         await self._write([(sql, (session_id,)) for sql in tables])
 

@@ -1,0 +1,255 @@
+"""What agents and verifiers say came of an attempt, and the record that goes on to the store (pure).
+
+Two shapes are read: the short body anybody can write, and the whole record that the SDK delivers. Whoever
+may not give rewards only says that the work is done; the record is then due when the verifier has spoken.
+A failure stays the typed failure it came as. The record is made of the session's row alone, so it is
+the same however often, and by whichever process, it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from afield import wire
+from afield.errors import WireError
+from afield.gateway.http import json_body
+from afield.gateway.refusal import bad_request, conflict
+from afield.gateway.store import SessionRow
+from afield.seams import SessionSpec
+from afield.types import Failure, FailureKind, Outcome, Reason
+from afield.wire import OutcomeRecord
+
+NEEDED = ("input_id", "rollout_id", "attempt")
+
+
+class OutcomeBody(Struct):
+    """What an agent, or its verifier, says came of an attempt, in short."""
+
+    reward: Any = None
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    status: str = ""
+    stop_reason: str = ""
+    artifacts: dict[str, Any] = {}
+
+
+class _Shape(Struct):
+    outcome: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Statement(Struct, frozen=True, kw_only=True):
+    """Either shape, read. `said` is it as one spelling, so that a repetition can be told from another one."""
+
+    said: bytes
+    reward: Any
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    stop_reason: str
+    failure: Failure | None = None
+    record: OutcomeRecord | None = None
+    artifacts: dict[str, Any] = {}
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        named = [{"reward": value, "name": name} for name, value in self.rewards.items()]
+        return named + ([{"reward": self.reward}] if self.reward is not None else [])
+
+
+def read(body: bytes, row: SessionRow) -> Statement:
+    """Refused when it is malformed, or the outcome of another attempt."""
+    if json_body(body, _Shape).outcome is msgspec.UNSET:
+        asked = json_body(body, OutcomeBody)
+        try:
+            return _short(asked, wire.encode(asked))
+        except WireError as error:
+            raise bad_request(f"the outcome {error}") from error
+    try:
+        record = wire.decode(body, OutcomeRecord, "the outcome")
+        statement = _whole(record, wire.encode(record))
+    except WireError as error:
+        raise bad_request(str(error), "post what wire.OutcomeRecord describes, or the short form") from error
+    _check_addressee(record, row)
+    return statement
+
+
+def _read_again(said: bytes | None) -> Statement | None:
+    if said is None:
+        return None
+    if json_body(said, _Shape).outcome is msgspec.UNSET:
+        return _short(json_body(said, OutcomeBody), said)
+    return _whole(wire.decode(said, OutcomeRecord, "a stored outcome"), said)
+
+
+def _short(asked: OutcomeBody, said: bytes) -> Statement:
+    return Statement(
+        said=said,
+        reward=asked.reward,
+        rewards=asked.rewards,
+        metrics=asked.metrics,
+        stop_reason=asked.stop_reason or asked.status,
+        artifacts=asked.artifacts,
+    )
+
+
+def _whole(record: OutcomeRecord, said: bytes) -> Statement:
+    outcome = record.outcome
+    return Statement(
+        said=said,
+        reward=outcome.reward,
+        rewards=outcome.rewards,
+        metrics=outcome.metrics,
+        stop_reason=outcome.stop_reason,
+        failure=outcome.failure,
+        record=record,
+    )
+
+
+def _check_addressee(record: OutcomeRecord, row: SessionRow) -> None:
+    spec, outcome = row.spec, record.outcome
+    told = {
+        "session_id": (record.session_id, row.id),
+        "exp_id": (record.exp_id, spec.exp_id),
+        "input_id": (record.input_id, spec.input_id),
+        "group_id": (record.group_id, spec.group_id),
+        "outcome.rollout_id": (outcome.rollout_id, spec.rollout_id),
+        "outcome.attempt": (outcome.attempt, spec.attempt),
+    }
+    for name, (given, ours) in told.items():
+        if ours is not None and given != ours:
+            message = f"{name} is {given!r}, but session {row.id} has {ours!r}"
+            raise bad_request(message, "deliver each outcome with the key of its own session")
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+def with_rewards(row: SessionRow, entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The row's rewards and these. The same again is fine; another value for the same thing is refused."""
+    rewards = row.rewards
+    for entry in entries:
+        value = entry["reward"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise bad_request(f"reward {value!r} is not a finite number")
+        made = {key: entry[key] for key in ("name", "turn") if entry.get(key) is not None}
+        made = {"reward": float(value), **made}
+        known = next((old for old in rewards if _about(old) == _about(made)), None)
+        if known is None:
+            if row.phase == "finalized":
+                raise conflict(f"session {row.id} is finalized", "rewards come before finalize")
+            rewards = (*rewards, made)
+        elif known["reward"] != made["reward"]:
+            raise conflict(f"session {row.id} already has reward {known['reward']}, not {made['reward']}")
+    return rewards
+
+
+def _about(reward: dict[str, Any]) -> tuple[str | None, str | None]:
+    return reward.get("name"), reward.get("turn")
+
+
+# --- where it goes -------------------------------------------------------------------------------
+
+
+def check_address(spec: SessionSpec, session_id: str) -> None:
+    """A session of an experiment says all that its outcome is filed under."""
+    if spec.exp_id is None:
+        return
+    missing = [name for name in NEEDED if getattr(spec, name) is None]
+    if missing:
+        raise bad_request(
+            f"a session with exp_id needs {', '.join(missing)}", "its outcome is filed under it"
+        )
+    expected = f"{spec.rollout_id}.{spec.attempt}"
+    if session_id != expected:
+        raise bad_request(f"session id {session_id!r} should be {expected!r}: rollout_id and attempt say so")
+
+
+def addressed(row: SessionRow) -> bool:
+    spec = row.spec
+    needed = (spec.exp_id, *(getattr(spec, name) for name in NEEDED))
+    return None not in needed and row.id == f"{spec.rollout_id}.{spec.attempt}"
+
+
+def judged(spec: SessionSpec) -> bool:
+    """Whether the agent's own key cannot give rewards."""
+    return spec.reward_from == "verifier" or "reward" not in spec.scope
+
+
+def due(row: SessionRow) -> bool:
+    """Whether all has been said that makes the record."""
+    if not addressed(row):
+        return False
+    rewarded = _main(row) is not None
+    if row.verdict is not None:
+        return True
+    if row.outcome is None:
+        return row.phase == "completed" and rewarded
+    return rewarded or not judged(row.spec) or _failure(row, _read_again(row.outcome), None) is not None
+
+
+def late(row: SessionRow, statement: Statement) -> SessionRow | None:
+    """The row as it would be had an outcome come before the session's record was taken; None if it did."""
+    if row.phase != "finalized" or row.outcome is not None:
+        return None
+    rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries)
+    made = structs.replace(row, outcome=statement.said, rewards=rewards)
+    return made if due(made) else None
+
+
+def record_of(row: SessionRow) -> OutcomeRecord:
+    """Of a row that is `due`."""
+    spec = row.spec
+    agent, judge = _read_again(row.outcome), _read_again(row.verdict)
+    statements = [statement for statement in (agent, judge) if statement is not None]
+    metrics = dict(row.metrics)
+    for statement in statements:
+        metrics |= statement.metrics
+    assert spec.exp_id is not None and spec.input_id is not None
+    assert spec.rollout_id is not None and spec.attempt is not None
+    reward, failure = _main(row), _failure(row, agent, judge)
+    if reward is None and failure is None:
+        failure = Failure(FailureKind.VERIFIER, Reason.REWARD, "the session ended without a reward")
+    outcome = Outcome(
+        rollout_id=spec.rollout_id,
+        attempt=spec.attempt,
+        # A policy's failure may have a reward; what is broken otherwise has none, whatever was said before.
+        reward=None if failure and failure.kind is not FailureKind.POLICY else reward,
+        rewards={e["name"]: e["reward"] for e in row.rewards if "name" in e and "turn" not in e},
+        metrics=metrics,
+        failure=failure,
+        stop_reason=next((s.stop_reason for s in statements if s.stop_reason), ""),
+    )
+    whole = next((s.record for s in statements if s.record is not None), None)
+    if whole is not None:
+        return structs.replace(whole, outcome=outcome)
+    return OutcomeRecord(
+        exp_id=spec.exp_id,
+        input_id=spec.input_id,
+        group_id=spec.group_id or spec.rollout_id,
+        session_id=row.id,
+        outcome=outcome,
+        extra={name: value for s in statements for name, value in s.artifacts.items()},
+        started=row.created,
+        ended=row.settled,
+    )
+
+
+def _main(row: SessionRow) -> float | None:
+    """The reward of the whole attempt."""
+    return next((e["reward"] for e in row.rewards if "name" not in e and "turn" not in e), None)
+
+
+def _failure(row: SessionRow, agent: Statement | None, judge: Statement | None) -> Failure | None:
+    if judge and judge.failure:
+        return judge.failure
+    failure = agent.failure if agent else None
+    if failure and judged(row.spec) and (failure.kind, failure.reason) == NO_REWARD:
+        return None  # it was not the agent's to give
+    return failure
+
+
+NO_REWARD = (FailureKind.VERIFIER, Reason.REWARD)
