@@ -102,7 +102,7 @@ def read_sampled(path: Path) -> list[Sampled]:
     """A line that a kill cut short, and the one written after it, cannot be read and are left out."""
     found: list[Sampled] = []
     end = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         end += len(line)
         try:
             entry = json.loads(line)

@@ -19,6 +19,7 @@ from chaos_parts import STEP_S
 from afield import wiring
 from afield.cli.main import main
 from afield.seams import StepReport, Trainer
+from afield.trainers.directories import replaced
 from afield.types import Group
 
 
@@ -36,8 +37,8 @@ class Remembering:
         return StepReport(rollouts=len(trained), tokens=sum(t.owned for f in trained for t in f.trajectories))
 
     def export(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / LEARNT).write_text(json.dumps(self._learnt))
+        with replaced(directory) as fresh:
+            (fresh / LEARNT).write_text(json.dumps(self._learnt))
 
     def save(self, directory: Path) -> None:
         self.export(directory)

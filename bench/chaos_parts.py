@@ -26,6 +26,7 @@ STEP_S = "CHAOS_STEP_S"
 RESTART_S = 2.0
 PR_SET_PDEATHSIG = 1
 TAIL = 1500
+HOPELESS = 5  # crashes of a part, after which nobody waits for it
 
 
 class Kill(Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class Part:
         self.crashes: list[dict[str, Any]] = []
         self.starts = 0
         self.done = asyncio.Event()
+        self.hopeless = asyncio.Event()
         self._command = [str(word) for word in command]
         self._place, self._environment, self._rng, self._ends = place, environment, rng, ends
         self._log = place / "logs" / f"{name}.log"
@@ -120,6 +122,8 @@ class Part:
             return
         text = self._log.read_text(errors="replace")[-TAIL:]
         self.crashes.append({"part": self.name, "code": code, "said": text})
+        if len(self.crashes) >= HOPELESS:
+            self.hopeless.set()
 
     async def _end(self) -> None:
         process = self._process

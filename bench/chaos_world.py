@@ -139,14 +139,8 @@ class World:
         """Whether it came to its end in time, and what was left then."""
         keeping = [asyncio.create_task(part.keep()) for part in self.parts]
         killing = [asyncio.create_task(self._kill(kind, at)) for kind, at in self._schedule(kills)]
-        ending = [part for part in self.parts if part.kind in ("collector", "trainer")]
         try:
-            finished = asyncio.gather(*(part.done.wait() for part in ending))
-            try:
-                await asyncio.wait_for(finished, self.size.limit_s)
-                whole = True
-            except TimeoutError:
-                whole = False
+            whole = await self._ended()
             await _cancelled(killing)
             left = await self._settled(SETTLES_S if whole else 0.0)
         finally:
@@ -158,6 +152,19 @@ class World:
             active=left.active,
             phases=left.phases,
         )
+
+    async def _ended(self) -> bool:
+        """Whether collector and trainer are done, rather than the time up or some part past hope."""
+        ending = [part for part in self.parts if part.kind in ("collector", "trainer")]
+        done = asyncio.gather(*(part.done.wait() for part in ending))
+        hopeless = [asyncio.create_task(part.hopeless.wait()) for part in self.parts]
+        limit_s = self.size.limit_s
+        await asyncio.wait([done, *hopeless], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        whole = done.done()
+        for waiting in (done, *hopeless):
+            waiting.cancel()
+        await asyncio.gather(done, *hopeless, return_exceptions=True)
+        return whole
 
     def _schedule(self, kills: dict[str, int]) -> list[tuple[str, float]]:
         return [(kind, self._rng.uniform(FIRST, LAST)) for kind in KINDS for _ in range(kills.get(kind, 0))]
@@ -217,13 +224,14 @@ class World:
         while True:
             after = found[-1] if found else ""
             page = await _ask(http, f"{self._gateway}/sessions?phase={phase}&limit=1000&after={after}")
-            found += [session["id"] for session in page["sessions"]]
-            if len(page["sessions"]) < 1000:
+            ids = [session["id"] for session in page.get("sessions", [])]
+            found += ids
+            if len(ids) < 1000:
                 return found
 
 
 async def _ask(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    """Until it answers: it may just have been killed."""
+    """Until it answers: it may just have been killed. One that never does has nothing to tell."""
     for _ in range(100):
         try:
             async with http.get(url) as response:
@@ -231,7 +239,8 @@ async def _ask(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
                 return await response.json()
         except aiohttp.ClientError:
             await asyncio.sleep(0.2)
-    raise SystemExit(f"{url} does not answer")
+    print(f"{url} does not answer", file=sys.stderr)
+    return {}
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
@@ -245,6 +254,8 @@ async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
 def leases(outcomes: Path) -> list[str]:
     """Hints that nobody acknowledged, those that were set aside as undeliverable among them."""
     path = outcomes / "hints.sqlite"
+    if not path.exists():
+        return []
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as db:
         sql = "SELECT body FROM notices UNION ALL SELECT reason || ' ' || body FROM dead"
         return [str(body) for (body,) in db.execute(sql)]
