@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from afield import wiring
 from afield.client import RolloutClient
 from afield.config import Environment, TrainConfig, located
 from afield.deadlines import Deadlines
@@ -21,7 +22,6 @@ from afield.limiter import LocalLimiter, Pace
 from afield.plan import Plan, Watcher
 from afield.rundir import RunDir
 from afield.seams import Runtime, Transport
-from afield.wiring import load, runtime as wired_runtime, transport as wired_transport
 
 LATE = Deadlines.__struct_fields__
 PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("exp_id", "model_id", "deadlines"))
@@ -61,7 +61,7 @@ def client(
     carrier, agents = _parts(agent, runtime, transport, run, workers=workers, fresh_process=fresh_process)
     return RolloutClient(
         plan,
-        gateway=load("gateway.client:HttpGateway")(gateway, key),
+        gateway=wiring.load("gateway.client:HttpGateway")(gateway, key),
         runtime=agents,
         transport=carrier,
         run=run,
@@ -91,11 +91,11 @@ def _parts(
     if isinstance(agent, str):
         place = located("agent", agent, Path.cwd())
         config = TrainConfig(agent=place, model="", runtime=runtime or "process", transport=transport, **how)
-        carrier = wired_transport(config, run)
-        return carrier, wired_runtime(config, run, carrier)
+        carrier = wiring.transport(config, run)
+        return carrier, wiring.runtime(config, run, carrier)
     if runtime not in (None, "inline"):
         raise UsageError(
             f"a function of this program cannot run in {runtime!r}: name it as path/to/file.py:name"
         )
-    carrier = wired_transport(TrainConfig(agent="-", model="", runtime="inline", transport=transport), run)
-    return carrier, load("runtimes.inline:InlineRuntime")(agent, deliver=carrier.deliver)
+    carrier = wiring.transport(TrainConfig(agent="-", model="", runtime="inline", transport=transport), run)
+    return carrier, wiring.load("runtimes.inline:InlineRuntime")(agent, deliver=carrier.deliver)
