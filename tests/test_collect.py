@@ -6,90 +6,24 @@ import asyncio
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
-from afield.collect import Collector, GroupWish, Plan
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, TaskFailure, VerifierFailure
-from afield.journal import Journal
+from afield.ledger import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Runtime
 from afield.transports.memory import MemoryTransport
-from afield.types import Attempt, FailureKind, Finished, Group, Outcome, Reason, Rollout, Task
+from afield.types import Attempt, FailureKind, Reason
 from afield.wire import OutcomeRecord
-from gateways import Running, running, vocabulary
+from collecting import YES, Bench, ask_model, bench, good, waiting
+from gateways import running
 
 pytestmark = pytest.mark.anyio
-VOCAB = vocabulary()
-YES = Scripted(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
-
-
-class Seen:
-    """A watcher that remembers."""
-
-    def __init__(self) -> None:
-        self.ended: list[tuple[Outcome, bool]] = []
-        self.finished: list[Finished] = []
-
-    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
-        self.ended.append((outcome, will_retry))
-
-    def rollout_finished(self, finished: Finished) -> None:
-        self.finished.append(finished)
-
-
-class Bench:
-    """Everything a collector needs, real and in one process."""
-
-    def __init__(self, up: Running, transport: MemoryTransport, journal: Journal, runtime: Runtime) -> None:
-        self.up = up
-        self.transport = transport
-        self.journal = journal
-        self.runtime = runtime
-        self.seen = Seen()
-
-    def collector(self, **plan: Any) -> Collector:
-        values = {"exp_id": "exp", "model_id": "m", "rollouts": 2, "deadline_s": 30.0, **plan}
-        return Collector(
-            Plan(**values),
-            gateway=self.up.client,
-            runtime=self.runtime,
-            transport=self.transport,
-            journal=self.journal,
-            watcher=self.seen,
-        )
-
-    async def collect(self, tasks: int = 1, **plan: Any) -> list[Group]:
-        wishes = [GroupWish(f"exp-e0-t{i}", Task(f"t{i}", {"n": i}), 0) for i in range(tasks)]
-        return await asyncio.wait_for(self.collector(**plan).collect(wishes), 60)
-
-
-@asynccontextmanager
-async def bench(tmp_path: Path, agent: Callable[..., Any], script: Any = None) -> AsyncIterator[Bench]:
-    engine = ScriptedEngine(script or (lambda _: YES))
-    transport = MemoryTransport()
-    runtime = InlineRuntime(agent, deliver=transport.deliver)
-    async with running(engine, tmp_path / "gateway") as up, transport, runtime:
-        with Journal(tmp_path / "journal.sqlite") as journal:
-            yield Bench(up, transport, journal, runtime)
-
-
-async def ask_model(rollout: Context, word: str = "Hi") -> str:
-    async with openai.AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key) as client:
-        ask: Any = [{"role": "user", "content": word}]
-        reply = await client.chat.completions.create(model="m", messages=ask)
-        return reply.choices[0].message.content or ""
-
-
-async def good(task: dict[str, Any], rollout: Context) -> float:
-    return float(await ask_model(rollout) == "Yes.") / (1 + task["n"])
 
 
 async def test_groups_come_complete_with_rewards_and_trajectories(tmp_path: Path) -> None:
@@ -166,7 +100,7 @@ async def test_an_agent_that_never_returns_is_cut_at_its_deadline(tmp_path: Path
         return 1.0
 
     async with bench(tmp_path, agent) as b:
-        (group,) = await b.collect(deadline_s=0.3, retries={})
+        (group,) = await b.collect(run_s=0.3, retries={})
     for finished in group.finished:
         failure = finished.outcome.failure
         assert failure and (failure.kind, failure.reason) == (FailureKind.INFRASTRUCTURE, Reason.TIMEOUT)
@@ -180,7 +114,7 @@ async def test_looping_with_the_model_until_the_deadline_is_the_policys_failure(
             await asyncio.sleep(0.05)
 
     async with bench(tmp_path, agent) as b:
-        (group,) = await b.collect(deadline_s=6.0, silence_s=5.5)
+        (group,) = await b.collect(run_s=6.0, active_s=5.5)
     for finished in group.finished:
         failure = finished.outcome.failure
         assert failure and (failure.kind, failure.reason) == (FailureKind.POLICY, Reason.TIMEOUT)
@@ -203,9 +137,9 @@ async def test_an_outcome_after_the_fence_is_refused(tmp_path: Path) -> None:
     transport = Slow()
     runtime = InlineRuntime(good, deliver=transport.deliver)
     async with running(ScriptedEngine(lambda _: YES), tmp_path / "g") as up, transport, runtime:
-        with Journal(tmp_path / "journal.sqlite") as journal:
-            b = Bench(up, transport, journal, runtime)
-            (group,) = await b.collect(rollouts=1, deadline_s=1.0, silence_s=0.01, retries={})
+        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+            b = Bench(tmp_path, up, transport, ledger, runtime)
+            (group,) = await b.collect(rollouts=1, run_s=1.0, active_s=0.01, retries={})
             late.set()
             for _ in range(200):
                 if answers:
@@ -230,8 +164,8 @@ async def test_lost_hints_are_found_by_the_sweep(tmp_path: Path) -> None:
     transport = Deaf()
     runtime = Endless(good, deliver=transport.deliver)
     async with running(ScriptedEngine(lambda _: YES), tmp_path / "g") as up, transport, runtime:
-        with Journal(tmp_path / "journal.sqlite") as journal:
-            (group,) = await Bench(up, transport, journal, runtime).collect(sweep_s=0.2)
+        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+            (group,) = await Bench(tmp_path, up, transport, ledger, runtime).collect(sweep_s=0.2)
     assert [f.outcome.reward for f in group.finished] == [1.0, 1.0]
 
 
@@ -246,7 +180,7 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
         (first,) = await b.collect(rollouts=2)
         # As if the collector had died after rollout 2's outcome was committed and before it was noted.
         (third,) = await b.collect(rollouts=3)
-        with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as notes:
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as notes:
             notes.execute("DELETE FROM finished WHERE rollout_id LIKE '%r2'")
         (again,) = await b.collect(rollouts=3)
     assert first.finished == again.finished[:2]
@@ -256,9 +190,9 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
 
 async def test_an_attempt_cut_off_by_a_crash_is_given_up_and_tried_again(tmp_path: Path) -> None:
     async with bench(tmp_path, good) as b:
-        b.journal.begin("exp-e0-t0-r0", 1)
+        b.ledger.begin(Attempt("exp-e0-t0-r0", 1))
         (group,) = await b.collect(rollouts=1, retries={})
-        stands = await b.transport.decision("exp", Attempt("exp-e0-t0-r0", 1))
+        stands = await b.transport.decision(waiting("exp-e0-t0-r0"))
     assert not isinstance(stands, OutcomeRecord) and stands is not None
     assert group.finished[0].outcome.session_id == "exp-e0-t0-r0.2"
     assert group.finished[0].outcome.reward == 1.0
@@ -323,7 +257,7 @@ async def test_retries_spent_before_a_crash_stay_spent(tmp_path: Path) -> None:
     async with bench(tmp_path, agent) as b:
         await b.collect(rollouts=1)
         for _ in range(3):  # as if the collector had died each time before it noted how it ended
-            with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as notes:
+            with closing(sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)) as notes:
                 notes.execute("DELETE FROM finished")
             (group,) = await b.collect(rollouts=1)
     assert sum(runs.values()) == 2

@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from afield.journal import Journal
+from afield.ledger import Ledger
 from afield.rundir import RunDir
 from processes import afield, alive, children, finish, kill, start, summary, train_arguments, until
 
@@ -34,7 +34,7 @@ def turns_of(run: RunDir) -> int:
 
 
 def trained_rollouts(run: RunDir) -> Counter[str]:
-    """From what each step wrote down, not from the journal."""
+    """From what each step wrote down, not from the ledger."""
     finished = [f for step in run.steps() for f in run.read_rollouts(step)]
     return Counter(f.rollout.id for f in finished if f.outcome.reward is not None)
 
@@ -85,9 +85,9 @@ def test_killing_the_trainer_and_resuming_trains_everything_exactly_once(tmp_pat
     counted = trained_rollouts(run)
     assert set(counted) == expected_rollouts(run)
     assert set(counted.values()) == {1}
-    with Journal(run.journal) as journal:
-        assert set(journal.trained()) == expected_rollouts(run)
-        assert Counter(journal.trained().values()) == {1: 16, 2: 16, 3: 16}
+    with Ledger(run.ledger) as ledger:
+        assert set(ledger.trained()) == expected_rollouts(run)
+        assert Counter(ledger.trained().values()) == {1: 16, 2: 16, 3: 16}
     used = {f.outcome.session_id for step in run.steps() for f in run.read_rollouts(step)}
     assert committed <= used  # nothing that was finished before the kill was sampled again
 

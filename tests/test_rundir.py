@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from afield.config import TrainConfig, read_tasks, train_config
 from afield.errors import UsageError
-from afield.loop import Recipe, schedule
+from afield.gather import Schedule
 from afield.rundir import STATE, RunDir, StepState, find_run
 from afield.types import Task
 
@@ -74,8 +74,9 @@ def test_a_task_file_may_hold_any_line_separator_inside_a_string(tmp_path: Path)
 
 def test_only_one_process_works_on_a_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    with run.locked(), pytest.raises(UsageError, match="another process"), RunDir(run.path).locked():
-        pass
+    again = RunDir(run.path)
+    with run.locked("collect"), again.locked("learn"), pytest.raises(UsageError, match="another process"):
+        again.locked("learn", "collect").__enter__()
 
 
 def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
@@ -92,8 +93,8 @@ def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(0, 5))
 def test_every_epoch_attempts_every_task_once(n: int, per_step: int, seed: int) -> None:
     tasks = [Task(f"t{i}", {}) for i in range(n)]
-    recipe = Recipe(steps=100, tasks_per_step=per_step, seed=seed)
-    wishes = [wish for step in range(1, 2 * n + 1) for wish in schedule(tasks, step, recipe, "exp")]
+    schedule = Schedule(tasks, "exp", seed)
+    wishes = [schedule.wish(position) for position in range(2 * n * per_step)]
     for epoch in range(2 * n * per_step // n):
         mine = [wish.task.id for wish in wishes if wish.epoch == epoch]
         assert sorted(mine) == sorted(task.id for task in tasks)
