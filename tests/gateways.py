@@ -17,7 +17,7 @@ from afield.gateway.pool import Pool
 from afield.gateway.server import serve
 from afield.gateway.service import LocalGateway
 from afield.sdk.listen import listen
-from afield.seams import Engine, SessionSpec
+from afield.seams import Engine, SessionSpec, Transport
 from afield.tokens import ChatTokens
 from afield.tokens.vocab import Vocabulary
 
@@ -62,14 +62,21 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    engine: Engine, store: Path, model: Path = POLICY, *, tries: int = 1
+    engine: Engine,
+    store: Path,
+    model: Path = POLICY,
+    *,
+    tries: int = 1,
+    outlet: Transport | None = None,
 ) -> AsyncIterator[Running]:
     """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tokens = ChatTokens.load(model)
     pool = Pool({"engine": engine}, tries=tries)
-    gateway = LocalGateway(tokens=tokens, engine=pool, store=store, admin_key=ADMIN, public_url=url)
+    gateway = LocalGateway(
+        tokens=tokens, engine=pool, store=store, admin_key=ADMIN, public_url=url, outlet=outlet
+    )
     async with pool, gateway:
         ready = asyncio.Event()
         server = asyncio.create_task(serve(gateway, listener, ready.set))

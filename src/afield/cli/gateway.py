@@ -15,6 +15,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -47,6 +48,11 @@ def add(commands: Any) -> None:
     command.add_argument("--admin-key", help="or AFIELD_ADMIN_KEY; made up and printed on loopback")
     command.add_argument(
         "--processes", type=int, default=1, help="gateway processes on the one port (default: 1)"
+    )
+    command.add_argument(
+        "--outcomes",
+        metavar="SPEC",
+        help="where outcomes of experiments go on to: files:///DIR, s3://BUCKET, ...",
     )
     command.add_argument("--slots", type=int, default=64, help="calls the embedded engine runs at once")
     command.add_argument("--seed", type=int, default=0, help="of the embedded engine (default: 0)")
@@ -111,7 +117,12 @@ async def serve(
     model = Path(args.model)
     tokens = wiring.load("tokens:ChatTokens").load(model, cache=Environment.read().certificates)
     pool = wiring.pool(args.engine, model, slots=args.slots, seed=args.seed, ledger=args.engine_ledger)
-    async with pool:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(pool)
+        outlet = None
+        if args.outcomes:
+            made = wiring.load("transports.parse:from_spec")(args.outcomes, args.store / "outcomes")
+            outlet = await stack.enter_async_context(made)
         gateway = wiring.load("gateway.service:LocalGateway")(
             tokens=tokens,
             engine=pool,
@@ -120,11 +131,12 @@ async def serve(
             public_url=args.public_url,
             durable=args.durable,
             shard=shard,
+            outlet=outlet,
         )
-        async with gateway:
-            spare_the_collector()
-            server = wiring.load("gateway.server:serve")
-            await server(gateway, listener, lambda: ready(tokens.name), link=args.shard_link)
+        await stack.enter_async_context(gateway)
+        spare_the_collector()
+        server = wiring.load("gateway.server:serve")
+        await server(gateway, listener, lambda: ready(tokens.name), link=args.shard_link)
 
 
 def announce(args: argparse.Namespace, model: str, made_up: bool) -> None:
@@ -163,6 +175,7 @@ def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
     words += [word for engine in args.engine for word in ("--engine", engine)]
     words += ["--processes", str(args.processes), "--shard-sockets", sockets]
     words += ["--log-format", args.log_format, "--json", "--exit-with-parent"]
+    words += ["--outcomes", args.outcomes] if args.outcomes else []
     return words + (["--durable"] if args.durable else [])
 
 
