@@ -1,5 +1,6 @@
 """An agent that does what its task says: the tests' way to make one fail in a chosen manner."""
 
+import asyncio
 import os
 import re
 import signal
@@ -48,3 +49,20 @@ def act(task: dict) -> float:  # noqa: C901
 @afield.agent
 async def act_async(task: dict, rollout: afield.Context) -> float:
     return act(task)
+
+
+@afield.agent
+async def nap(task: dict) -> float:
+    """Sleeps, and writes down whether it was let."""
+    _note(task, "")
+    try:
+        await asyncio.sleep(task["seconds"])
+    except asyncio.CancelledError:
+        _note(task, "cancelled")
+        raise
+    _note(task, "rested")
+    return 1.0
+
+
+def _note(task: dict, what: str) -> None:
+    Path(task["mark"]).write_text(what)

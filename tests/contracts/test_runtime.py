@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +14,36 @@ import pytest
 from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
-from afield.seams.runtime import Exit, Runtime
-from afield.seams.transport import Fence
+from afield.runtimes.served import ServedRuntime
+from afield.seams.runtime import Exit
 from afield.transports.files import FilesTransport
 from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason
 from afield.wire import OutcomeRecord
-from agents.acting import act
+from agents.acting import act, nap
 from agents.invoking import EXP, invocation, payload
+from agents.places import ACTING, BOUND_S, Place, alive, pids, serving, until, waiting_for
 
 pytestmark = pytest.mark.anyio
-
-ACTING = f"{Path(__file__).parent.parent / 'agents' / 'acting.py'}"
-BOUND_S = 60.0
-
-
-class Place:
-    """A runtime with a files transport beside it, as a collector has them."""
-
-    def __init__(self, runtime: Runtime, transport: FilesTransport) -> None:
-        self.runtime = runtime
-        self.transport = transport
-
-    async def launch(self, row: dict[str, Any], rollout_id: str = "r", n: int = 1) -> Attempt:
-        one = invocation(rollout_id, n, **self.transport.address())
-        with anyio.fail_after(BOUND_S):
-            await self.runtime.launch(Attempt(rollout_id, n), payload(row, one))
-        return Attempt(rollout_id, n)
-
-    async def wait(self, attempt: Attempt) -> Exit:
-        with anyio.fail_after(BOUND_S):
-            return await self.runtime.wait(attempt)
-
-    async def decision(self, attempt: Attempt) -> OutcomeRecord | Fence | None:
-        return await self.transport.decision(EXP, attempt)
-
-    async def reward(self, attempt: Attempt) -> float | None:
-        decision = await self.decision(attempt)
-        assert isinstance(decision, OutcomeRecord), decision
-        return decision.outcome.reward
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has reaped yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(BOUND_S):
-        while not condition():
-            await anyio.sleep(0.02)
-
-
-def pids(path: Path) -> list[int]:
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def process(tmp_path: Path, target: str = f"{ACTING}:act", **options: Any) -> ProcessRuntime:
     return ProcessRuntime(target, log_dir=tmp_path / "logs", **{"workers": 1, "poll_s": 0.05, **options})
 
 
-@pytest.fixture(params=["inline", "warm", "fresh"])
+@pytest.fixture(params=["inline", "warm", "fresh", "served"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    made = (
-        InlineRuntime(act) if request.param == "inline" else process(tmp_path, fresh=request.param == "fresh")
-    )
-    async with FilesTransport(tmp_path / "store") as transport, made as runtime:
-        yield Place(runtime, transport)
+    async with contextlib.AsyncExitStack() as stack:
+        match request.param:
+            case "inline":
+                made = InlineRuntime(act)
+            case "served":
+                server = await stack.enter_async_context(serving())
+                made = ServedRuntime([server.url], poll_s=0.05)
+            case how:
+                made = process(tmp_path, fresh=how == "fresh")
+        transport = await stack.enter_async_context(FilesTransport(tmp_path / "store"))
+        yield Place(await stack.enter_async_context(made), transport)
 
 
 @pytest.fixture(params=["warm", "fresh"])
@@ -167,14 +127,38 @@ async def test_stopping_an_attempt_that_has_ended_is_harmless(place: Place) -> N
     assert await place.wait(attempt) == Exit()
 
 
+async def test_what_runs_here_can_be_adopted_and_nothing_else(place: Place) -> None:
+    assert await place.runtime.adopt(Attempt("nobody", 1)) is False
+    attempt = await place.launch({"do": "sleep", "seconds": 1.0})
+    assert await place.runtime.adopt(attempt) is True
+    assert await place.wait(attempt) == Exit()
+    assert await place.runtime.adopt(attempt) is False
+
+
+async def test_an_agent_that_is_there_passes_the_check(place: Place) -> None:
+    with anyio.fail_after(BOUND_S):
+        await place.runtime.check()
+
+
+async def test_stopping_cancels_an_async_agent_of_this_process(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    async with FilesTransport(tmp_path / "store") as transport, InlineRuntime(nap) as runtime:
+        place = Place(runtime, transport)
+        attempt = await place.launch({"seconds": 600, "mark": str(mark)})
+        await until(mark.exists)
+        await runtime.stop(attempt)
+        await until(lambda: mark.read_text() == "cancelled")
+        assert await place.decision(attempt) is None
+
+
 async def test_an_inline_agent_can_deliver_to_memory() -> None:
-    transport = MemoryTransport()
-    async with InlineRuntime(act, transport.deliver) as runtime:
-        one = invocation(**transport.address())
-        await runtime.launch(Attempt("r", 1), payload({"do": "reward"}, one))
+    attempt = Attempt("r", 1)
+    async with MemoryTransport() as transport, InlineRuntime(act, transport.deliver) as runtime:
+        one = invocation(**transport.address(EXP))
+        await runtime.launch(attempt, payload({"do": "reward"}, one))
         with anyio.fail_after(BOUND_S):
-            assert await runtime.wait(Attempt("r", 1)) == Exit()
-    assert await transport.sweep(EXP) == [Attempt("r", 1)]
+            assert await runtime.wait(attempt) == Exit()
+        assert await transport.sweep([waiting_for(attempt)]) == [attempt]
 
 
 # --- agents apart from us ------------------------------------------------------------------------
@@ -251,7 +235,8 @@ async def test_a_worker_takes_no_more_than_its_concurrency(tmp_path: Path) -> No
         first = await place.launch({"do": "hang"}, "first")
         with pytest.raises(TimeoutError), anyio.fail_after(0.3):
             await runtime.launch(
-                Attempt("second", 1), payload({"do": "reward"}, invocation("second", **transport.address()))
+                Attempt("second", 1),
+                payload({"do": "reward"}, invocation("second", **transport.address(EXP))),
             )
         await runtime.stop(first)
         second = await place.launch({"do": "reward"}, "second")

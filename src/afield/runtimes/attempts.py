@@ -36,6 +36,11 @@ class Attempts:
     def running(self, session_id: str) -> bool:
         return session_id in self._running
 
+    def finished(self, session_id: str) -> bool:
+        """Whether it is known to have ended by itself, with nothing broken."""
+        ended = self._ended.get(session_id)
+        return ended is not None and ended.failure is None
+
     def settle(self, session_id: str, exit: Exit) -> None:
         future = self._running.pop(session_id, None)
         if future is None:
@@ -45,6 +50,12 @@ class Attempts:
             del self._ended[next(iter(self._ended))]
         if not future.done():
             future.set_result(exit)
+
+    def forget(self, session_id: str, exit: Exit) -> None:
+        """It never began, and may be begun again; whoever waits for it is told `exit`."""
+        if self.running(session_id):
+            self.settle(session_id, exit)
+            del self._ended[session_id]
 
     async def exit(self, session_id: str) -> Exit:
         if future := self._running.get(session_id):

@@ -1,7 +1,8 @@
 """Agents in threads of this process, for notebooks and tests.
 
-A thread cannot be killed: a stopped attempt no longer counts, and its outcome is refused by the
-fence, but its code runs on until it returns. What takes this process down takes the agents with it.
+Stopping cancels an async agent. A thread cannot be killed: a sync one that was stopped no longer
+counts, and its outcome is refused by the fence, but its code runs on until it returns. What takes this
+process down takes the agents with it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from afield.errors import TaskFailure, Unavailable, WireError
+from afield.errors import TaskFailure, Throttled, Unavailable, WireError
 from afield.runtimes.attempts import Attempts, broken
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import entry_of
@@ -74,6 +75,9 @@ class InlineRuntime:
             failure = TaskFailure(f"the agent refused its payload: {error}", Reason.LAUNCH)
             self._attempts.settle(attempt.session_id, Exit(failure.failure))
             raise failure from error
+        except Unavailable as error:
+            self._attempts.forget(attempt.session_id, broken(str(error), Reason.LAUNCH))
+            raise Throttled(str(error)) from error
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """Agents end with their process: only this one's own run here."""
@@ -85,6 +89,8 @@ class InlineRuntime:
     async def stop(self, attempt: Attempt) -> None:
         session_id = attempt.session_id
         self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        if self._runner is not None:
+            self._runner.stop(session_id)
 
 
 async def _awaited(value: Awaitable[bool]) -> bool:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import aiohttp
-import msgspec
 
 from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
 from afield.runtimes.attempts import Attempts, broken
+from afield.runtimes.contract import SILENT
 from afield.runtimes.worker import Worker, command_for
 from afield.seams.runtime import Exit
 from afield.types import Attempt, Reason
@@ -294,7 +294,7 @@ class ProcessRuntime:
                 continue
             try:
                 active = await worker.active(self._http)
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+            except SILENT:
                 # A worker that is dead is buried by `_live`; one that is only busy is asked again.
                 continue
             for session_id in expected - active:

@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import aiohttp
-import msgspec
 from msgspec import Struct
 
-from afield import wire
-from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, WireError
-from afield.sdk.app import Ping
+from afield.errors import InfrastructureFailure, Throttled
+from afield.runtimes import contract
 from afield.types import Attempt, Reason
 
 TAIL_BYTES = 4_000
-REQUEST_S = 30.0
 
 
 class Command(Struct, frozen=True):
@@ -151,28 +148,11 @@ class Worker:
             return "(empty)"
 
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
-        headers = {
-            "Content-Type": "application/json",
-            "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": attempt.session_id,
-        }
-        timeout = aiohttp.ClientTimeout(total=REQUEST_S)
         try:
-            body = wire.encode(payload)
-        except WireError as error:
-            raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
-        async with http.post(
-            f"{self._url}/invocations", data=body, headers=headers, timeout=timeout
-        ) as response:
-            if response.status != 200:
-                raise _refused(attempt, response.status, await response.text(errors="replace"))
+            await contract.post(http, self._url, attempt, payload)
+        except Throttled as error:
+            # Its places are counted here: one that has no thread left is a place that broke.
+            raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
 
     async def active(self, http: aiohttp.ClientSession) -> set[str]:
-        async with http.get(f"{self._url}/ping", timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as response:
-            response.raise_for_status()
-            return set(msgspec.json.decode(await response.read(), type=Ping).active)
-
-
-def _refused(attempt: Attempt, status: int, said: str) -> RolloutFailure:
-    message = f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
-    kind = TaskFailure if 400 <= status < 500 else InfrastructureFailure
-    return kind(message, Reason.LAUNCH)
+        return set((await contract.ping(http, self._url)).active or ())

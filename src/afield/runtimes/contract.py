@@ -1,0 +1,91 @@
+"""The client's side of the contract that agents are served on: `/invocations` and `/ping`.
+
+One request each, no retries. What a refusal means is read here, so that all runtimes read it alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from msgspec import Struct
+
+from afield import wire
+from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, WireError
+from afield.types import Attempt, Reason
+
+REQUEST_S = 30.0
+CONNECT_S = 5.0
+# The place is wrong, not the payload.
+MISPLACED = frozenset({401, 403, 404, 405, 407, 408})
+SILENT = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
+
+
+class Said(Struct, frozen=True):
+    """What a server said to `/ping`. `active` is None where it does not tell its sessions apart."""
+
+    status: str
+    active: list[str] | None = None
+    instance: str = ""
+
+
+class _Taken(Struct, frozen=True):
+    instance: str = ""
+
+
+async def post(http: aiohttp.ClientSession, url: str, attempt: Attempt, payload: dict[str, Any]) -> str:
+    """Hand an attempt over; answers with the instance that took it, if it says so.
+
+    Raises what a refusal means, or what aiohttp raises where there was no answer.
+    """
+    headers = {
+        "Content-Type": "application/json",
+        "X-Amzn-Bedrock-AgentCore-Runtime-Session-Id": attempt.session_id,
+    }
+    timeout = aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S)
+    try:
+        body = wire.encode(payload)
+    except WireError as error:
+        raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
+    async with http.post(f"{url}/invocations", data=body, headers=headers, timeout=timeout) as response:
+        said = await response.read()
+        if response.status not in (200, 202):
+            raise _refused(attempt, response, said.decode("utf-8", "replace"))
+    try:
+        return msgspec.json.decode(said, type=_Taken).instance
+    except msgspec.MsgspecError:
+        return ""
+
+
+async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST_S) -> Said:
+    """Raises one of SILENT where there is no answer, or none that can be read."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
+    async with http.get(f"{url}/ping", timeout=timeout) as response:
+        response.raise_for_status()
+        return msgspec.json.decode(await response.read(), type=Said)
+
+
+async def delete(http: aiohttp.ClientSession, url: str, attempt: Attempt) -> None:
+    """Ask for a session's end. A server that cannot do that says so, which is no error."""
+    timeout = aiohttp.ClientTimeout(total=CONNECT_S)
+    async with http.delete(f"{url}/invocations/{quote(attempt.session_id)}", timeout=timeout) as response:
+        await response.read()
+
+
+def _refused(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | Throttled:
+    status = response.status
+    message = f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
+    if status in (429, 503):
+        return Throttled(message, _retry_after(response))
+    kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED else InfrastructureFailure
+    return kind(message, Reason.LAUNCH)
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
+    """In seconds; the form that names a date is rare here and not read."""
+    try:
+        return max(0.0, float(response.headers.get("Retry-After", "")))
+    except ValueError:
+        return None

@@ -1,0 +1,99 @@
+"""A runtime with a store beside it, as a collector has them; and servers that somebody else started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import Process
+
+from afield.seams.runtime import Exit, Runtime
+from afield.seams.transport import Fence, Waiting
+from afield.transports.files import FilesTransport
+from afield.types import Attempt, Rollout, Task
+from afield.wire import OutcomeRecord
+from agents.invoking import EXP, invocation, payload
+
+ACTING = f"{Path(__file__).parent / 'acting.py'}"
+BOUND_S = 60.0
+
+
+def waiting_for(attempt: Attempt) -> Waiting:
+    """What `agents.invoking.invocation` invokes."""
+    rollout = Rollout(id=attempt.rollout_id, exp_id=EXP, group_id="g", task=Task("t", {}))
+    return Waiting(rollout, attempt)
+
+
+class Place:
+    def __init__(self, runtime: Runtime, transport: FilesTransport) -> None:
+        self.runtime = runtime
+        self.transport = transport
+
+    async def launch(self, row: dict[str, Any], rollout_id: str = "r", n: int = 1) -> Attempt:
+        one = invocation(rollout_id, n, **self.transport.address(EXP))
+        with anyio.fail_after(BOUND_S):
+            await self.runtime.launch(Attempt(rollout_id, n), payload(row, one))
+        return Attempt(rollout_id, n)
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        with anyio.fail_after(BOUND_S):
+            return await self.runtime.wait(attempt)
+
+    async def decision(self, attempt: Attempt) -> OutcomeRecord | Fence | None:
+        return await self.transport.decision(waiting_for(attempt))
+
+    async def reward(self, attempt: Attempt) -> float | None:
+        decision = await self.decision(attempt)
+        assert isinstance(decision, OutcomeRecord), decision
+        return decision.outcome.reward
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(BOUND_S):
+        while not condition():
+            await anyio.sleep(0.02)
+
+
+def pids(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+class Server:
+    """`python -m afield.sdk.serve`, as an operator runs it."""
+
+    def __init__(self, process: Process, port: int) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def serving(target: str = f"{ACTING}:act", port: int = 0) -> AsyncIterator[Server]:
+    command = [sys.executable, "-m", "afield.sdk.serve", target, "--port", str(port)]
+    async with await anyio.open_process(command, stderr=None) as process:
+        try:
+            assert process.stdout is not None
+            with anyio.fail_after(BOUND_S):
+                served_at = int(await process.stdout.receive())
+            yield Server(process, served_at)
+        finally:
+            if process.returncode is None:
+                process.kill()
