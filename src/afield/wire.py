@@ -24,6 +24,7 @@ VERSION = 1
 MAX_PART = 200
 ROLLOUT_FIELD = "_rollout"
 COMMITS, LATE, ADOPTED = "commits", "late", "adopted"
+HINT_SCHEMES = ("nats://", "tls://", "redis://", "rediss://")
 OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED})
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
     outcome_url: str | None = None
     s3_bucket: str | None = None
     sqs_url: str | None = None
+    hint_url: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("exp_id", "rollout_id", "group_id", "session_id"):
@@ -62,6 +64,8 @@ class Invocation(Struct, frozen=True, kw_only=True):
             raise ValueError(f"base_url {self.base_url!r} must start with http:// or https://")
         if self.outcome_url is None and self.s3_bucket is None:
             raise ValueError("one of outcome_url and s3_bucket must say where the outcome goes")
+        if self.hint_url is not None and not self.hint_url.startswith(HINT_SCHEMES):
+            raise ValueError(f"hint_url {self.hint_url!r} must start with one of: {', '.join(HINT_SCHEMES)}")
         if self.outcome_url is not None and not self.outcome_url.startswith(("http://", "https://", "file:")):
             raise ValueError(f"outcome_url {self.outcome_url!r} must be a http:, https: or file: URL")
 

@@ -20,7 +20,9 @@ from urllib.parse import unquote, urlsplit
 from afield import wire
 from afield.errors import Unavailable, UsageError
 from afield.sdk import filestore, outcomes
+from afield.sdk.notify import notify
 from afield.sdk.outcomes import Passing
+from afield.sdk.s3store import S3Store
 from afield.wire import Hint, Invocation, OutcomeRecord
 
 DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
@@ -58,15 +60,18 @@ def file_root(url: str) -> Path:
 
 def _deliver_once(invocation: Invocation, record: OutcomeRecord) -> bool:
     url = invocation.outcome_url
+    if url is not None and not url.startswith("file:"):
+        return _to_http(url, invocation, record)
     hint = wire.encode(Hint(exp_id=invocation.exp_id, session_id=invocation.session_id))
     if url is None:
-        return _to_s3(invocation, record, hint)
-    if url.startswith("file:"):
-        root = file_root(url)
-        stands = outcomes.deliver(filestore.FileStore(root), invocation, record)
-        filestore.hint(root, invocation.exp_id, hint)
-        return stands
-    return _to_http(url, invocation, record)
+        with contextlib.closing(S3Store(invocation.s3_bucket or "")) as store:
+            stands = outcomes.deliver(store, invocation, record)
+    else:
+        stands = outcomes.deliver(filestore.FileStore(file_root(url)), invocation, record)
+        if not invocation.hint_url:
+            filestore.hint(file_root(url), invocation.exp_id, hint)
+    notify(invocation, hint)
+    return stands
 
 
 def _to_http(url: str, invocation: Invocation, record: OutcomeRecord) -> bool:
@@ -89,13 +94,3 @@ def _to_http(url: str, invocation: Invocation, record: OutcomeRecord) -> bool:
         raise (Passing if error.code >= 500 or error.code in (408, 429) else Unavailable)(refused) from None
     except (OSError, http.client.HTTPException) as error:
         raise Passing(f"{url} does not take the outcome of {invocation.session_id}: {error}") from error
-
-
-def _to_s3(invocation: Invocation, record: OutcomeRecord, hint: bytes) -> bool:
-    from afield.sdk.s3store import S3Store, send_message
-
-    with contextlib.closing(S3Store(invocation.s3_bucket or "")) as store:
-        stands = outcomes.deliver(store, invocation, record)
-    if invocation.sqs_url:
-        send_message(invocation.sqs_url, hint.decode())
-    return stands

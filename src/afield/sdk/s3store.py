@@ -1,4 +1,4 @@
-"""Outcomes in an S3 bucket, and hints to SQS, through boto3 (extra `aws`).
+"""Outcomes in an S3 bucket, and clients of AWS, through boto3 (extra `aws`).
 
 Objects are put with `If-None-Match: *`, so the first writer of a key wins. A key that is missing, or that
 S3 refuses to tell about (403 without ListBucket), is "not yet". Retries and timeouts are bounded. Without an
@@ -7,7 +7,6 @@ endpoint boto3 looks for one itself: AWS_ENDPOINT_URL, a profile, or AWS.
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import Any, TypeVar
 from afield.errors import Unavailable, UsageError
 from afield.sdk.outcomes import Passing
 
-log = logging.getLogger("afield.sdk")
 T = TypeVar("T")
 
 CONNECT_S = 5.0
@@ -27,6 +25,7 @@ CONFLICTS = 8
 EXISTS = frozenset({"PreconditionFailed", "412"})
 CONFLICT = frozenset({"ConditionalRequestConflict", "409"})
 NOT_YET = frozenset({"NoSuchKey", "NotFound", "404", "AccessDenied", "403"})
+S3_ACTIONS = {"PutObject": "s3:PutObject", "GetObject": "s3:GetObject", "ListObjectsV2": "s3:ListBucket"}
 PASSING_STATUS = frozenset({408, 429})
 _making = threading.Lock()
 
@@ -78,8 +77,8 @@ def _remedy(error: Any) -> str:
     if code(error) == "NoSuchBucket":
         return "; create the bucket, or correct its name"
     if code(error) in {"AccessDenied", "403"}:
-        operation = getattr(error, "operation_name", "")
-        action = {"ListObjectsV2": "ListBucket"}.get(operation, operation)
+        operation = str(getattr(error, "operation_name", ""))
+        action = S3_ACTIONS.get(operation, f"sqs:{operation}")
         return f"; allow {action} in the policy of these credentials"
     return ""
 
@@ -157,13 +156,3 @@ class S3Store:
             if self._made is None:
                 self._made = client("s3", endpoint=self._endpoint, region=self._region, pool=self._pool)
             return self._made
-
-
-def send_message(queue_url: str, body: str) -> None:
-    """A hint. One that cannot be sent is logged: the commit stands."""
-    try:
-        sqs = client("sqs")
-        called(lambda: sqs.send_message(QueueUrl=queue_url, MessageBody=body), f"cannot send to {queue_url}")
-        sqs.close()
-    except (Unavailable, UsageError) as error:
-        log.warning("no hint: %s; the commit will be found by a sweep", error)
