@@ -35,6 +35,7 @@ SOURCE = ROOT / "src" / "afield"
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 LIVE = {"http-api.md", "clients.md"}  # their blocks follow each other and talk to a gateway
+APART = {"client.md"}  # `test_opening` runs its blocks
 ADDRESS = "http://127.0.0.1:8400"
 
 
@@ -65,7 +66,7 @@ def named(page: Path, heading: str, column: int = 0) -> list[str]:
 
 # --- what runs -----------------------------------------------------------------------------------
 
-PYTHON = [(page, code) for page in PAGES if page.name not in LIVE for code in blocks(page, "python")]
+PYTHON = [(page, code) for page in PAGES if page.name not in LIVE | APART for code in blocks(page, "python")]
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{p.name}-{n}" for n, (p, _) in enumerate(PYTHON)])

@@ -18,36 +18,39 @@ from afield.client import RolloutClient
 from afield.config import Environment, TrainConfig, located
 from afield.deadlines import Deadlines
 from afield.errors import UsageError
-from afield.limiter import LocalLimiter, Pace
+from afield.limiter import LocalLimiter, Pace, SharedLimiter
 from afield.plan import Plan, Watcher
 from afield.rundir import RunDir
 from afield.seams import Runtime, Transport
 
+Agent = str | Callable[..., Any]
 LATE = Deadlines.__struct_fields__
 PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("exp_id", "model_id", "deadlines"))
 
 
 def client(
     *,
-    agent: str | Callable[..., Any],
     gateway: str,
+    agent: Agent | None = None,
     admin_key: str | None = None,
     runtime: str | None = None,
-    transport: str = "files",
+    transport: str | None = None,
     exp_id: str | None = None,
     directory: str | Path | None = None,
     model_id: str = "policy",
     workers: int = 2,
     fresh_process: bool = False,
     pace: Pace | None = None,
+    limiter_file: str | Path | None = None,
     watcher: Watcher | None = None,
     **values: Any,
 ) -> RolloutClient:
     """`values` are fields of `Plan` (concurrency, retries, sampling) and of `Deadlines` (run_s, life_s).
 
     An agent that is a function of this program runs in its threads; one that is named, in processes of
-    its own. The admin key may come from AFIELD_ADMIN_KEY. An experiment with a name, started again on
-    the same directory (runs/EXP_ID unless told otherwise), goes on where it was.
+    its own; one that others serve needs no name. The admin key may come from AFIELD_ADMIN_KEY. An
+    experiment with a name, started again on the same directory (runs/EXP_ID unless told otherwise), goes
+    on where it was.
     """
     environment = Environment.read()
     key = admin_key or environment.admin_key
@@ -66,7 +69,7 @@ def client(
         transport=carrier,
         run=run,
         watcher=watcher,
-        limiter=LocalLimiter(pace) if pace else None,
+        limiter=_limiter(pace, limiter_file),
     )
 
 
@@ -86,16 +89,32 @@ def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> Plan:
 
 
 def _parts(
-    agent: str | Callable[..., Any], runtime: str | None, transport: str, run: RunDir, **how: Any
+    agent: Agent | None, runtime: str | None, transport: str | None, run: RunDir, **how: Any
 ) -> tuple[Transport, Runtime]:
-    if isinstance(agent, str):
-        place = located("agent", agent, Path.cwd())
-        config = TrainConfig(agent=place, model="", runtime=runtime or "process", transport=transport, **how)
-        carrier = wiring.transport(config, run)
+    named = isinstance(agent, str)
+    runtime = runtime or ("process" if named or agent is None else "inline")
+    transport = transport or ("files" if runtime != "inline" else "memory")
+    _check(agent, runtime, transport)
+    place = located("agent", agent, Path.cwd()) if named else ""
+    config = TrainConfig(agent=place, model="", runtime=runtime, transport=transport, **how)
+    carrier = wiring.transport(config, run)
+    if named or agent is None:
         return carrier, wiring.runtime(config, run, carrier)
-    if runtime not in (None, "inline"):
-        raise UsageError(
-            f"a function of this program cannot run in {runtime!r}: name it as path/to/file.py:name"
-        )
-    carrier = wiring.transport(TrainConfig(agent="-", model="", runtime="inline", transport=transport), run)
-    return carrier, wiring.load("runtimes.inline:InlineRuntime")(agent, deliver=carrier.deliver)
+    return carrier, wiring.load(wiring.RUNTIMES["inline"])(agent, deliver=carrier.deliver)
+
+
+def _check(agent: Agent | None, runtime: str, transport: str) -> None:
+    if agent is None and not runtime.startswith("served"):
+        raise UsageError(f"runtime {runtime!r} needs an agent: path/to/file.py:name or package.module:name")
+    if isinstance(agent, str) and ":" not in agent:
+        raise UsageError(f"agent {agent!r} must be path/to/file.py:name or package.module:name")
+    if callable(agent) and runtime != "inline":
+        raise UsageError(f"a function runs inline only; for {runtime!r} name it as path/to/file.py:name")
+    if transport == "memory" and runtime != "inline":
+        raise UsageError("transport 'memory' works with runtime 'inline' only; use 'files'")
+
+
+def _limiter(pace: Pace | None, file: str | Path | None) -> LocalLimiter | SharedLimiter | None:
+    if file is not None:
+        return SharedLimiter(pace or Pace(), Path(file))
+    return LocalLimiter(pace) if pace else None

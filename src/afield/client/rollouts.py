@@ -26,7 +26,7 @@ from afield.client.names import Names, Row, digest
 from afield.conduct import Conductor
 from afield.errors import Conflict, Missing, UsageError
 from afield.ledger import Ledger, Note
-from afield.limiter import Limiter
+from afield.limiter import Limiter, SharedLimiter
 from afield.plan import Plan, Watcher
 from afield.rundir import RunDir
 from afield.seams import Gateway, Runtime, Transport
@@ -254,6 +254,8 @@ class RolloutClient:
         async with AsyncExitStack() as stack:
             stack.enter_context(self.rundir.locked("collect"))
             ledger = stack.enter_context(self._ledger)
+            if isinstance(self._limiter, SharedLimiter):
+                stack.callback(self._limiter.close)
             carrier = await stack.enter_async_context(transport)
             agents = await stack.enter_async_context(runtime)
             model = await stack.enter_async_context(gateway)

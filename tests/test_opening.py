@@ -1,0 +1,123 @@
+"""A client by names: what can be named, what is refused, and that its page is true."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import afield
+from afield import opening
+from afield.client import RolloutFuture
+from afield.errors import UsageError
+from afield.limiter import Pace
+from client_places import Place, place, yes
+from gateways import ADMIN
+from processes import AGENTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "client.md"
+AGENT = f"{AGENTS / 'leaving_marks.py'}:agent"
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[Place]:
+    with place(tmp_path) as made:
+        yield made
+
+
+def opened(there: Place, **names: Any) -> afield.RolloutClient:
+    values = {"gateway": there.url, "admin_key": ADMIN, "exp_id": "exp", "directory": there.root / "run"}
+    return afield.RolloutClient.open(**{**values, **names})
+
+
+def test_a_named_agent_runs_in_processes_and_a_function_in_threads(there: Place) -> None:
+    row = {"marks": str(there.root / "marks")}
+    outcomes = there.root / "elsewhere"
+    with opened(there, agent=AGENT, workers=1, transport=outcomes.as_uri(), run_s=60) as client:
+        assert client.plan.deadlines.run_s == 60
+        assert client.submit(row, input_id="a").result(60).outcome.reward == 1.0
+    assert (outcomes / "exp" / "commits" / "exp-a-r0.1.json").exists()
+    with opened(there, agent=yes, pace=Pace(rate_per_s=100), limiter_file=there.root / "limiter") as client:
+        assert len(client.submit(row, input_id="b").result(60).turns) == 1
+        assert client.submit(row, input_id="a").result(60).rollout.id == "exp-a-r0"  # from before
+    assert (there.root / "marks").read_text().split() == ["exp-a-r0.1"]
+
+
+def test_agents_that_others_serve_need_no_name(there: Place) -> None:
+    reading, writing = os.pipe()
+    serve = [sys.executable, "-m", "afield.sdk.serve", AGENT, "--ready-fd", str(writing)]
+    process = subprocess.Popen(serve, pass_fds=(writing,))
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as ready:
+            url = f"http://127.0.0.1:{int(ready.readline())}"
+        with opened(there, runtime=f"served={url}") as client:
+            row = {"marks": str(there.root / "marks"), "reward": 0.5}
+            assert [item.outcome.reward for item in client.run_batch([row], rollouts=3)] == [0.5] * 3
+        assert process.poll() is None  # it is not ours to end
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"agent": yes, "concurency": 3}, "unknown value 'concurency'; did you mean 'concurrency'"),
+        ({"agent": yes, "zzz": 3}, "unknown value 'zzz'; known: rollouts, "),
+        ({"agent": yes, "run_s": -1}, "run_s = -1 must be positive"),
+        ({"agent": yes, "runtime": "process"}, "a function runs inline only"),
+        ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: inline"),
+        ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: files"),
+        ({"agent": AGENT, "transport": "memory"}, "'memory' works with runtime 'inline' only"),
+        ({"agent": "agent.py"}, "must be path/to/file.py:name"),
+        ({}, "runtime 'process' needs an agent"),
+        ({"agent": yes, "gateway": "127.0.0.1:8400"}, "must be its address"),
+        ({"agent": yes, "admin_key": ""}, "no admin key"),
+    ],
+)
+def test_names_that_cannot_work_are_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: dict[str, Any], told: str
+) -> None:
+    monkeypatch.delenv("AFIELD_ADMIN_KEY", raising=False)
+    values = {"gateway": "http://127.0.0.1:9", "admin_key": ADMIN, "directory": tmp_path / "run"}
+    with pytest.raises(UsageError, match=re.escape(told)):
+        afield.RolloutClient.open(**{**values, **names})
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_code_of_the_page_runs(there: Place) -> None:
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S))
+    environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("http://127.0.0.1:8400", there.url)],
+        env=environment,
+        cwd=there.root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^[01] (?:lamp|chair) [01] \S+ s 0\.0 1$", done.stdout, re.M)) == 4
+
+
+def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
+    text = PAGE.read_text()
+    _, _, told = text.partition("## What `open` takes\n")
+    rows = re.findall(r"^\| (`.*?) \|", told, re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    takes = inspect.signature(opening.client).parameters
+    assert named == set(takes) - {"values"}
+    further = set(re.findall(r"`(\w+)`", told.partition("Further names")[2]))
+    assert further <= {*opening.PLANNED, *opening.LATE} and further >= set(opening.LATE)
+    futures = text.partition("## Futures\n")[2].partition("Failures are")[0]
+    has = {name for row in re.findall(r"^\| (`.*?) \|", futures, re.M) for name in re.findall(r"`(\w+)", row)}
+    public = {name for name in dir(RolloutFuture) if not name.startswith("_")}
+    assert has == {*public, "rollout", "await"} - {"settle", "fail", "expire"}
