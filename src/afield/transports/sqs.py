@@ -90,11 +90,12 @@ class SqsNotifier:
         url = await self._call(self._queue, exp_id)
         while True:
             left = end - loop.time()
-            got = await self._call(self._receive, url, exp_id, min(POLL_S, max(0, int(left))))
+            # SQS counts whole seconds, and only a poll of at least one wakes up when a message comes.
+            got = await self._call(self._receive, url, exp_id, min(POLL_S, max(0, round(left))))
             left = end - loop.time()
             if got or left <= 0:
                 return got
-            if left < 1:
+            if left < 0.5:
                 await asyncio.sleep(min(left, AGAIN_S))
 
     async def extend(self, leased: Leased, seconds: float) -> None:
