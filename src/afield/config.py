@@ -147,7 +147,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -> TrainConfig:
     """`given` are the command line's values; those that are None were not given."""
-    values = defaults | (_from_file(file) if file else {})
+    values = defaults | (from_file(file) if file else {})
     values |= {key: value for key, value in given.items() if value is not None}
     return _build(values, str(file) if file else "the command line")
 
@@ -169,7 +169,7 @@ def _build(values: Mapping[str, Any], source: str) -> TrainConfig:
         raise UsageError(f"{source}: {error}") from error
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def from_file(file: Path) -> dict[str, Any]:
     """The [train] table; its paths count from where the file lies."""
     values = _read_toml(file, "train")
     return values | {key: located(key, values[key], file.parent) for key in PATHS if key in values}

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from afield.cli.report import draw, me, summarise
-from afield.config import PATHS, Environment, TrainConfig, located, read_tasks, train_config
+from afield.config import PATHS, Environment, TrainConfig, from_file, located, read_tasks, train_config
 from afield.errors import Fruitless, UsageError
 from afield.rundir import RunDir, find_run, write_whole
 from afield.training import Part, training
@@ -185,11 +185,13 @@ def create(
 
 
 def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Task]]:
-    """A run goes on with the values it was started with; a few may change."""
-    if args.config:
+    """A run goes on with the values it was started with; a few may change. Said again, they are the same."""
+    if args.config and args.resume:
         raise UsageError("a resumed run keeps its configuration; --config is for a new one")
     config = saved_config(run)
-    changes = given(args)
+    changes = (from_file(args.config) if args.config else {}) | given(args)
+    if unknown := changes.keys() - set(TrainConfig.__struct_fields__):
+        raise UsageError(f"unknown keys in {args.config}: {', '.join(sorted(unknown))}")
     saved = msgspec.to_builtins(config)
     if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
