@@ -34,6 +34,12 @@ HOSTS = 4
 SETTLES_S = 30.0  # how long what winds up may take; leases of hints run out within it
 FIRST, LAST = 0.03, 0.90  # of the work: when the first and the last kill may come
 WAITS_S = 1.2  # a kill comes up to this much after its point
+CONFIG = """[train]
+exp_id = "{exp}"
+deadline_s = 90.0
+retries_infrastructure = 20
+keep_weights = 3
+"""
 
 
 class Size(Struct, frozen=True, kw_only=True):
@@ -78,6 +84,7 @@ class World:
         rows = [{"id": f"task-{n}", "seed": seed, "work_s": size.work_s} for n in range(size.tasks)]
         (place / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_script(place / "script.jsonl", size.delay_s)
+        (place / "chaos.toml").write_text(CONFIG.format(exp=EXP))
         gateway, *hosts = free_ports(1 + HOSTS)
         self._gateway = f"http://127.0.0.1:{gateway}"
         self._hosts = [f"http://127.0.0.1:{port}" for port in hosts]
@@ -101,7 +108,8 @@ class World:
         return self.outcomes / EXP / "commits"
 
     def _part(self, kind: str, name: str, command: list[object], *, ends: bool = False) -> Part:
-        environment = {MARK: self._mark, "AFIELD_ADMIN_KEY": ADMIN, STEP_S: str(self.size.step_s)}
+        environment = {MARK: self._mark, "AFIELD_ADMIN_KEY": ADMIN, "AFIELD_RUNS": str(self.place)}
+        environment |= {STEP_S: str(self.size.step_s)}
         rng = random.Random(self._rng.random())
         return Part(kind, name, command, place=self.place, environment=environment, rng=rng, ends=ends)
 
@@ -117,6 +125,7 @@ class World:
         size = self.size
         program = [BENCH / "chaos_learn.py"] if part == "learn" else ["-m", "afield"]
         values = {
+            "config": self.place / "chaos.toml",
             "tasks": self.place / "tasks.jsonl",
             "model": POLICY,
             "gateway": self._gateway,
@@ -127,11 +136,11 @@ class World:
             "tasks-per-step": size.batch,
             "rollouts": size.rollouts,
             "concurrency": size.concurrency,
-            "run": self.run,
+            "run": self.run.name,
             "part": part,
         }
         options = [word for name, value in values.items() for word in (f"--{name}", value)]
-        return [sys.executable, *program, "train", *options, "--json"]
+        return [sys.executable, *program, "train", f"{BENCH / 'chaos_agent.py'}:run", *options, "--json"]
 
     # --- running ---------------------------------------------------------------------------------
 
