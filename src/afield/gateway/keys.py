@@ -42,7 +42,7 @@ class Keys:
     def __init__(self, secret: bytes, admin_key: str) -> None:
         self._secret = secret
         self._admin_key = admin_key
-        self._known: dict[str, Grant] = {}  # keys that were good once are good for ever
+        self._known: dict[str, dict[str, Grant]] = {}  # keys that were good once are good for ever
 
     def issue(self, session_id: str, scopes: frozenset[Scope], nonce: str) -> str:
         body = f"{session_id}~{'.'.join(sorted(scopes))}~{nonce}"
@@ -50,7 +50,8 @@ class Keys:
 
     def check(self, key: str) -> Grant | None:
         """What a key opens; None for a key that is not ours."""
-        if (known := self._known.get(key)) is not None:
+        named = session_named_by(key) or ""
+        if (known := self._known.get(named, {}).get(key)) is not None:
             return known
         body, _, mac = key.removeprefix(PREFIX).rpartition("~")
         if not key.startswith(PREFIX) or not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
@@ -59,8 +60,12 @@ class Keys:
         grant = Grant(session_id, frozenset(Scope(s) for s in scopes.split(".") if s), nonce)
         if len(self._known) >= REMEMBERED:
             self._known.clear()
-        self._known[key] = grant
+        self._known.setdefault(session_id, {})[key] = grant
         return grant
+
+    def forget(self, session_id: str) -> None:
+        """Its keys stay good; they are looked at anew."""
+        self._known.pop(session_id, None)
 
     def is_admin(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self._admin_key.encode())

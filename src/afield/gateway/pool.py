@@ -222,6 +222,12 @@ class Pool:
             _, left = self._homes.popitem(last=False)
             left.sessions -= 1
 
+    def forget(self, session_id: str) -> None:
+        """The session is over and needs no worker."""
+        home = self._homes.pop(session_id, None)
+        if home is not None:
+            home.sessions -= 1
+
     # --- membership and weights -------------------------------------------------------------------
 
     async def add(self, kind: str, url: str) -> WorkerInfo:

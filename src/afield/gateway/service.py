@@ -73,7 +73,8 @@ class LocalGateway:
         self._store = await self._stack.enter_async_context(store)
         self.keys = Keys(store.secret, self._admin_key)
         self.metrics = Metrics()
-        self.sessions = Sessions(store, self._clock, self.shard, delivers=self._outlet is not None)
+        delivers = self._outlet is not None
+        self.sessions = Sessions(store, self._clock, self.shard, delivers=delivers, left=self._forget)
         if self.shard:
             await self._stack.enter_async_context(self.shard)
         self.calls = Calls(
@@ -107,6 +108,11 @@ class LocalGateway:
         if self._outlet is not None:
             outcomes.check_address(spec, spec.id or "")
         return await self.sessions.open(spec)
+
+    def _forget(self, session_id: str) -> None:
+        """Nothing of a session that is over stays in memory."""
+        self.keys.forget(session_id)
+        self.engine.forget(session_id)
 
     def ticket(self, session: Session) -> SessionTicket:
         base = f"{self.public_url}/s/{session.id}"

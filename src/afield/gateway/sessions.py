@@ -44,10 +44,15 @@ class Sessions:
         shard: Shard | None = None,
         *,
         delivers: bool = False,
+        left: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that."""
+        """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that.
+
+        `left` is told the id of a session that is over, as often as it is.
+        """
         self._store = store
         self._delivers = delivers
+        self._left = left
         self._clock = clock
         self._shard = shard
         self._live: dict[str, Session] = {}
@@ -138,7 +143,7 @@ class Sessions:
         async with session.lock:
             if session.phase is Phase.OPEN:
                 await self._save(session, phase=Phase.COMPLETED, metrics=metrics, tally=session.tally())
-        self._live.pop(session.id, None)
+        self._leave(session)
 
     async def abort(self, session: Session, reason: str) -> None:
         """No more calls; those in flight end now and leave their partials."""
@@ -151,7 +156,7 @@ class Sessions:
         if session.phase is Phase.ABORTED and session.row.tally is None and (tally := session.tally()):
             async with session.lock:
                 await self._save(session, tally=tally)
-        self._live.pop(session.id, None)
+        self._leave(session)
 
     async def finalize(self, session: Session) -> None:
         session.closed = True
@@ -159,7 +164,7 @@ class Sessions:
         async with session.lock:
             if session.phase is not Phase.FINALIZED:
                 await self._save(session, phase=Phase.FINALIZED, tally=session.tally())
-        self._live.pop(session.id, None)
+        self._leave(session)
 
     async def delete(self, session: Session) -> None:
         await self.abort(session, "deleted")
@@ -212,7 +217,7 @@ class Sessions:
                     }
                 rewards = outcomes.with_rewards(session.row, statement.entries)
                 await self._save(session, rewards=rewards, **changes)
-        self._live.pop(session.id, None)
+        self._leave(session)
 
     def _check_settles(self, session: Session, what: str) -> None:
         if session.phase is Phase.FINALIZED:
@@ -238,6 +243,10 @@ class Sessions:
     async def close(self) -> None:
         """The gateway stops: calls that still run end now, with their partials kept."""
         await asyncio.gather(*(self._end_calls(session) for session in list(self._known.values())))
+
+    def _leave(self, session: Session) -> None:
+        self._live.pop(session.id, None)
+        self._left(session.id)
 
     async def _end_calls(self, session: Session) -> None:
         tasks = [task for task in session.in_flight if task is not asyncio.current_task()]

@@ -106,9 +106,7 @@ class Alive:
         if status == 200:
             phase = _phase(body)
             if phase == "aborted":
-                log.warning(
-                    "%s was given up by its collector; its outcome comes too late", watched.session_id
-                )
+                log.warning("%s was given up; its outcome comes too late", watched.session_id)
             if phase in ("open", "completed"):
                 return
         elif status >= 500 or status in (408, 429):
