@@ -111,7 +111,7 @@ class StoreTransport:
 
     async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
         standing = await self._call(decide.fence, self.store, waiting, reason)
-        self._settle((waiting.rollout.exp_id, waiting.attempt))
+        await self.acknowledge(waiting.rollout.exp_id, [waiting.attempt])
         return standing
 
     async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
