@@ -20,7 +20,8 @@ from afield.runtimes.inline import InlineRuntime
 from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import OutcomeRecord
-from agents.invoking import EXP, invocation, payload
+from agents.invoking import invocation, payload
+from agents.places import waiting_for
 from agents.running import run_inline
 
 pytestmark = pytest.mark.anyio
@@ -278,15 +279,15 @@ async def test_a_task_of_an_async_agent_that_exits_does_not_take_the_others_alon
         await asyncio.sleep(0.2)
         return 1.0
 
-    transport = MemoryTransport()
-    async with InlineRuntime(agent, transport.deliver) as runtime:
+    attempts = [Attempt(name, 1) for name in ("stays", "leaves")]
+    async with MemoryTransport() as transport, InlineRuntime(agent, transport.deliver) as runtime:
         with anyio.fail_after(30):
-            for name in ("stays", "leaves"):
-                row = {"leave": name == "leaves"}
-                await runtime.launch(Attempt(name, 1), payload(row, invocation(name)))
-            for name in ("stays", "leaves"):
-                await runtime.wait(Attempt(name, 1))
-    stays, leaves = [await transport.decision(EXP, Attempt(n, 1)) for n in ("stays", "leaves")]
+            for attempt in attempts:
+                row = {"leave": attempt.rollout_id == "leaves"}
+                await runtime.launch(attempt, payload(row, invocation(attempt.rollout_id)))
+            for attempt in attempts:
+                await runtime.wait(attempt)
+        stays, leaves = [await transport.decision(waiting_for(attempt)) for attempt in attempts]
     assert isinstance(stays, OutcomeRecord) and stays.outcome.reward == 1.0
     assert isinstance(leaves, OutcomeRecord) and leaves.outcome.failure
 

@@ -28,6 +28,7 @@ from afield.transports.files import FilesTransport
 from afield.types import Attempt
 from afield.wire import OutcomeRecord
 from agents.invoking import EXP, invocation, payload
+from agents.places import waiting_for
 
 with warnings.catch_warnings():
     # bedrock-agentcore still declares its models the way pydantic 1 did.
@@ -97,12 +98,35 @@ async def idle(app: AnyApp) -> None:
 
 
 async def record(store: FilesTransport, rollout_id: str = "r") -> OutcomeRecord:
-    decision = await store.decision(EXP, Attempt(rollout_id, 1))
+    decision = await store.decision(waiting_for(Attempt(rollout_id, 1)))
     assert isinstance(decision, OutcomeRecord), decision
     return decision
 
 
 # --- both apps -----------------------------------------------------------------------------------
+
+
+async def test_a_rollout_that_was_stopped_is_over_soon_and_repeating_is_harmless(app: AnyApp) -> None:
+    begun, cleaned = threading.Event(), threading.Event()
+
+    async def work(payload: dict) -> dict:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cleaned.set()
+        return {"rewards": 1.0}
+
+    app.rollout_entrypoint(work)
+    assert (await call(app, "DELETE", "/invocations/r.1"))[1] == {"session_id": "r.1", "stopped": False}
+    await invoke(app, payload({}, invocation()))
+    while not begun.is_set():
+        await anyio.sleep(0.01)
+    for _ in range(2):
+        assert (await call(app, "DELETE", "/invocations/r.1"))[0] == 200
+    await idle(app)
+    assert cleaned.is_set()
+    assert (await call(app, "DELETE", "/invocations/r.1"))[1]["stopped"] is False
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -124,7 +148,7 @@ async def test_an_invocation_is_answered_at_once_and_worked_on_in_the_background
     app.rollout_entrypoint(work_async if is_async else work)
     before = await ping(app)
     assert before["status"] == "Healthy" and before["active"] == []
-    body = payload({"q": 1}, invocation(**store.address()))
+    body = payload({"q": 1}, invocation(**store.address(EXP)))
     status, said = await invoke(app, body)
     assert (status, said["status"], said["session_id"]) == (200, "processing", "r.1")
     assert said["data_key"] == "exp/t/r.1.json"
@@ -149,7 +173,7 @@ async def test_the_time_of_the_last_update_follows_the_status(app: AnyApp, store
 
     healthy = (await ping(app))["time_of_last_update"]
     await anyio.sleep(1.1)
-    await invoke(app, payload({}, invocation(**store.address())))
+    await invoke(app, payload({}, invocation(**store.address(EXP))))
     busy = (await ping(app))["time_of_last_update"]
     assert healthy < busy
     await anyio.sleep(1.1)
@@ -212,9 +236,10 @@ async def test_several_hundred_agents_run_at_once(app: AnyApp, store: FilesTrans
         return 1.0
 
     for i in range(300):
-        await invoke(app, payload({}, invocation(f"r{i}", **store.address())))
+        await invoke(app, payload({}, invocation(f"r{i}", **store.address(EXP))))
     await idle(app)
-    assert len(await store.sweep(EXP)) == 300
+    everyone = [waiting_for(Attempt(f"r{i}", 1)) for i in range(300)]
+    assert len(await store.sweep(everyone)) == 300
 
 
 async def test_other_paths_and_methods_say_what_there_is() -> None:
@@ -305,7 +330,7 @@ async def test_every_kind_of_target_is_served(target: str, extra: Any, store: Fi
     with serving(str(AGENTS / target)) as (_, port):
         base = f"http://127.0.0.1:{port}"
         assert request(f"{base}/ping")["status"] == "Healthy"
-        body = payload({"value": 0.5}, invocation(**store.address()))
+        body = payload({"value": 0.5}, invocation(**store.address(EXP)))
         assert request(f"{base}/invocations", body)["status"] == "processing"
         assert await store.hints(EXP, 30) == [Attempt("r", 1)]
         with pytest.raises(HTTPError, match="400"):
