@@ -221,6 +221,26 @@ def test_a_client_whose_gateway_goes_away_fails_its_futures_and_can_be_closed(tm
     gate.opened.set()
     with pytest.raises(Unavailable, match="does not answer"):
         future.result(60)
+    with pytest.raises(Unavailable, match="does not answer"):
+        client.close()
+
+
+def test_a_client_that_breaks_says_why_to_every_future_and_when_it_is_closed(there: Place) -> None:
+    class Deleted(MemoryTransport):
+        async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
+            await asyncio.sleep(0 if gate.begun else wait_s)
+            raise UsageError("the queue was deleted")
+
+    gate = Gate()
+    client = there.client(gate, transport=Deleted()).start()
+    future = client.submit({})
+    with pytest.raises(UsageError, match="the queue was deleted"):
+        future.result(60)
+    with pytest.raises(UsageError, match="the client is closed"):
+        client.submit({})
+    gate.opened.set()
+    with pytest.raises(UsageError, match="the queue was deleted"):
+        client.close()
     client.close()
 
 

@@ -90,6 +90,7 @@ class RolloutClient:
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._up: Future[None] = Future()
         self._closed = False
+        self._broken: BaseException | None = None
 
     @classmethod
     def open(cls, **names: Any) -> RolloutClient:
@@ -110,30 +111,41 @@ class RolloutClient:
         try:
             self._up.result()
         except BaseException:
-            self.close()  # also when somebody lost patience: what was started so far is ended
+            self._close()  # also when somebody lost patience: what was started so far is ended
             raise
         return self
 
     def close(self) -> None:
-        """End all that still runs, and everything that was started. Repeating is harmless."""
+        """End all that still runs, and everything that was started. Repeating is harmless.
+
+        Raises what broke the client, if something did.
+        """
+        if broken := self._close():
+            raise broken
+
+    def _close(self) -> BaseException | None:
         with self._lock:
             self._closed, thread = True, self._thread
         if thread is not None:
             self._loop.result()
             self._tell(self._stop)
             thread.join()
+        broken, self._broken = self._broken, None
+        return broken
 
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *rest: object) -> None:
+        broken = self._close()
+        if broken and kind is None:
+            raise broken
 
     async def __aenter__(self) -> Self:
         return await asyncio.to_thread(self.start)
 
     async def __aexit__(self, *exc: object) -> None:
-        await asyncio.to_thread(self.close)
+        await asyncio.to_thread(self.__exit__, *exc)
 
     # --- one rollout -----------------------------------------------------------------------------
 
@@ -246,7 +258,9 @@ class RolloutClient:
             left = list(self._live.values())
         for future in left:
             future.fail(error) if error else future.cancel()
-        if not self._up.done():
+        if self._up.done():
+            self._broken = error
+        else:
             self._up.set_exception(error or CancelledError())
 
     async def _main(self) -> None:
@@ -326,12 +340,14 @@ class RolloutClient:
 
     def _over(self, future: RolloutFuture, task: asyncio.Task[Note]) -> None:
         del self._tasks[future]
+        if task.cancelled() and not future.done():
+            return  # the client itself is ending, and says why to all that are left
         with self._lock:
             if self._live.get(future.rollout.id) is future:
                 del self._live[future.rollout.id]
         if task.cancelled():
-            future.cancel()
-        elif error := task.exception():
+            return
+        if error := task.exception():
             future.fail(error)
         else:
             future.settle(task.result())
