@@ -314,7 +314,7 @@ async def test_the_command_passes_outcomes_on(tmp_path: Path) -> None:
     ]
     arguments += ["--store", str(tmp_path / "store"), "--json", "--exit-with-parent"]
     arguments += ["--outcomes", (tmp_path / "outcomes").as_uri().replace("file:", "files:")]
-    (tmp_path / "script").write_text("")
+    (tmp_path / "script").write_text(json.dumps({"text": "Yes."}))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -83,6 +83,14 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
                     assert (await answer.text()).endswith("data: [DONE]\n\n")
             states = [await admin.state(session) for session in SESSIONS]
             assert [(s.calls, s.turns, s.branches, s.dangling) for s in states] == [(3, 3, 2, 0)] * 8
+            at_once = await admin.states([*SESSIONS, "unknown"])
+            assert sorted(at_once) == SESSIONS
+            assert [(s.calls, s.turns) for s in at_once.values()] == [(3, 3)] * 8
+            for ticket in tickets:
+                key = {"authorization": f"Bearer {ticket.api_key}"}
+                async with http.post(f"{url}/s/{ticket.id}/alive", headers=key) as answer:
+                    assert await answer.json() == {"phase": "open"}
+            assert all(s.unseen_s is not None for s in (await admin.states(SESSIONS)).values())
             key = {"authorization": f"Bearer {ADMIN}"}
             async with http.get(f"{url}/metrics", headers=key) as page:
                 numbers = await page.text()

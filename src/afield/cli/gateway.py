@@ -94,6 +94,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--processes {args.processes} must be at least 1")
     if args.public_url and not re.match(r"https?://[^/?#\s]+[^?#\s]*$", args.public_url):
         raise UsageError(f"--public-url {args.public_url!r} is no address; like https://gateway.example:8400")
+    if args.outcomes == "memory":
+        raise UsageError("--outcomes memory ends with the gateway and nobody else reads it; use files:///DIR")
     if args.processes > 1 and args.engine_ledger:
         raise UsageError("--engine-ledger takes one writer: leave it out, or use --processes 1")
     embedded = [e for e in args.engine if e.partition("=")[0] in ("torch", "scripted")]
