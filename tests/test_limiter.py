@@ -399,16 +399,21 @@ def test_without_a_rate_the_first_refusals_teach_one() -> None:
     assert learned == pytest.approx(30, abs=1)
 
 
-def test_unlimited_is_unlimited() -> None:
-    async def main() -> float:
-        limiter = Unlimited()
-        limiter.throttled(5)
-        for _ in range(1000):
-            async with limiter.launching(), limiter.calling():
-                pass
-        return now()
+def test_unlimited_holds_nothing_back_until_a_call_is_refused() -> None:
+    async def main() -> list[float]:
+        limiter, seen = Unlimited(), list[float]()
+        for refused in (False, True):
+            if refused:
+                limiter.throttled(5)
+            for _ in range(1000):
+                async with limiter.launching(), limiter.calling():
+                    pass
+            seen.append(now())
+        return seen
 
-    assert run(main()) == 0
+    before, after = run(main())
+    assert before == 0
+    assert after >= 5
 
 
 # --- several processes ---------------------------------------------------------------------------

@@ -324,12 +324,42 @@ async def test_many_adoptions_at_once_ask_once() -> None:
     assert fake.pings == 1
 
 
-async def test_whether_a_silent_address_has_an_attempt_is_not_known() -> None:
+async def test_whether_a_silent_address_has_an_attempt_is_not_known_until_it_answers_or_is_given_up() -> None:
     fake = Fake()
     fake.ping |= {"active": ["there.1"]}
     async with fake.running() as url, served(url, "http://127.0.0.1:9") as runtime:
         assert await runtime.adopt(Attempt("there", 1)) is True
-        assert await runtime.adopt(Attempt("elsewhere", 1)) is None
+        for _ in range(2):
+            assert await runtime.adopt(Attempt("elsewhere", 1)) is None
+        one = await ended(runtime, Attempt("elsewhere", 1))
+        assert one.failure and one.failure.reason is Reason.DIED
+        assert "127.0.0.1:9" in one.failure.message and url not in one.failure.message
+
+
+async def test_an_attempt_on_a_server_that_was_silent_is_found_when_it_answers_again(
+    store: FilesTransport,
+) -> None:
+    async with serving() as server, served(server.url) as runtime:
+        attempt = await Place(runtime, store).launch({"do": "sleep", "seconds": 4})
+        async with served(server.url, unreachable_s=2) as second:
+            os.kill(server.process.pid, signal.SIGSTOP)
+            assert await second.adopt(attempt) is None
+            os.kill(server.process.pid, signal.SIGCONT)
+            place = Place(second, store)
+            assert await place.wait(attempt) == Exit()
+            assert await place.reward(attempt) == 1.0
+
+
+async def test_an_attempt_on_a_server_that_does_not_tell_has_ended_when_it_is_idle() -> None:
+    fake = Fake()
+    fake.ping |= {"status": "HealthyBusy"}
+    async with fake.running() as url, served(url) as runtime:
+        assert await runtime.adopt(Attempt("r", 1)) is None
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.5):
+                await runtime.wait(Attempt("r", 1))
+        fake.ping |= {"status": "Healthy"}
+        assert await ended(runtime, Attempt("r", 1)) == Exit()
 
 
 @pytest.mark.parametrize("by", ["the one that launched it", "another one"])

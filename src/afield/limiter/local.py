@@ -1,4 +1,4 @@
-"""What a limiter is; none at all; and one for the launches and stops of one event loop."""
+"""What a limiter is, and one for the launches and stops of one event loop."""
 
 from __future__ import annotations
 
@@ -22,21 +22,6 @@ class Limiter(Protocol):
     def throttled(self, retry_after_s: float | None) -> None:
         """The other side refused a call: slow down, and pause for as long as it asked."""
         ...
-
-
-class Unlimited:
-    """For places that take whatever comes."""
-
-    @asynccontextmanager
-    async def launching(self) -> AsyncIterator[None]:
-        yield
-
-    @asynccontextmanager
-    async def calling(self) -> AsyncIterator[None]:
-        yield
-
-    def throttled(self, retry_after_s: float | None) -> None:
-        pass
 
 
 class LocalLimiter:
@@ -93,6 +78,13 @@ class LocalLimiter:
             if self._rhythm.paused_until > due:
                 due = self._rhythm.reserve(_now(), self._given)
         self._rhythm.late(_now(), self._given)
+
+
+class Unlimited(LocalLimiter):
+    """Holds nothing back until the other side refuses a call, and then learns what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(Pace())
 
 
 def _now() -> float:

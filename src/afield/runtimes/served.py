@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import aiohttp
+from msgspec import Struct
 
 from afield.errors import AfieldError, InfrastructureFailure, RolloutFailure, Throttled, UsageError
 from afield.runtimes import contract
@@ -58,6 +59,19 @@ class Address:
         self.accepted.pop(session_id, None)
 
 
+class Sighting(Struct, frozen=True, kw_only=True):
+    """Where a session was seen; else which addresses were silent, and whether one did not tell."""
+
+    address: Address | None = None
+    instance: str = ""
+    silent: Sequence[str] = ()
+    vague: bool = False
+
+    @property
+    def gone(self) -> bool:
+        return not (self.address or self.silent or self.vague)
+
+
 class ServedRuntime:
     """`urls` without a path: `http://10.0.0.7:8080`. Closing it ends nothing that runs there."""
 
@@ -73,6 +87,7 @@ class ServedRuntime:
         self._attempts = Attempts()
         self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._polls: list[asyncio.Task[None]] = []
+        self._seeks: dict[str, asyncio.Task[None]] = {}
         self._open = False
 
     async def __aenter__(self) -> Self:
@@ -86,7 +101,7 @@ class ServedRuntime:
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
         try:
-            for task in (*self._launches.values(), *self._polls):
+            for task in (*self._launches.values(), *self._seeks.values(), *self._polls):
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
@@ -121,18 +136,19 @@ class ServedRuntime:
                 raise failure
 
     async def adopt(self, attempt: Attempt) -> bool | None:
+        """None while an address is silent or does not tell: `wait` then looks on until it is known."""
         session_id = attempt.session_id
         if self._attempts.running(session_id):
+            return None if session_id in self._seeks else True
+        sighting = await self._find(session_id)
+        if sighting.gone or not self._attempts.begin(session_id):
+            return self._attempts.running(session_id)
+        if sighting.address:
+            sighting.address.accept(session_id, sighting.instance)
             return True
-        answers = await asyncio.gather(*(self._look(address) for address in self._addresses))
-        known = True
-        for address, said in zip(self._addresses, answers, strict=True):
-            if said is not None and said.active is not None and session_id in said.active:
-                if self._attempts.begin(session_id):
-                    address.accept(session_id, said.instance)
-                return self._attempts.running(session_id)
-            known &= said is not None and (said.active is not None or said.status == "Healthy")
-        return False if known else None
+        self._seeks[session_id] = self._group.create_task(self._seek(session_id))
+        self._seeks[session_id].add_done_callback(lambda _: self._seeks.pop(session_id, None))
+        return None
 
     async def wait(self, attempt: Attempt) -> Exit:
         return await self._attempts.exit(attempt.session_id)
@@ -258,6 +274,36 @@ class ServedRuntime:
         for session_id in sessions:
             self._attempts.settle(session_id, broken(f"{said}; {session_id} ran there", Reason.DIED))
             address.leave(session_id)
+
+    async def _find(self, session_id: str) -> Sighting:
+        answers = await asyncio.gather(*(self._look(address) for address in self._addresses))
+        silent: list[str] = []
+        vague = False
+        for address, said in zip(self._addresses, answers, strict=True):
+            if said is None:
+                silent.append(address.url)
+            elif said.active is None:
+                vague |= said.status != "Healthy"
+            elif session_id in said.active:
+                return Sighting(address=address, instance=said.instance)
+        return Sighting(silent=silent, vague=vague)
+
+    async def _seek(self, session_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+        while self._attempts.running(session_id):
+            await asyncio.sleep(self._poll_s)
+            sighting = await self._find(session_id)
+            if sighting.address:
+                sighting.address.accept(session_id, sighting.instance)
+                return
+            if sighting.gone:
+                self._attempts.settle(session_id, Exit())
+            elif not sighting.silent:
+                heard_at = loop.time()
+            elif loop.time() - heard_at >= self._unreachable_s:
+                said = f"{session_id} is not to be found; silent: {', '.join(sighting.silent)}"
+                self._attempts.settle(session_id, broken(said, Reason.DIED))
 
     async def _look(self, address: Address) -> Said | None:
         """What an address said a moment ago, or says now: many who look at once ask once."""
