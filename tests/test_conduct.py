@@ -1,0 +1,330 @@
+"""One rollout to its end: deadlines, dead agents, cancelling, throttling, parts that go away, adoption."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afield.deadlines import Deadlines, Progress, overdue
+from afield.errors import Throttled, Unavailable
+from afield.limiter import LocalLimiter, Pace
+from afield.runtimes.inline import InlineRuntime
+from afield.sdk.context import Context
+from afield.seams import Exit, Fence, SessionState, Waiting
+from afield.transports.memory import MemoryTransport
+from afield.types import Attempt, FailureKind, Reason, Rollout, Sampling, Task
+from afield.wire import OutcomeRecord
+from collecting import ask_model, bench, good, waiting
+
+pytestmark = pytest.mark.anyio
+INFRA, POLICY = FailureKind.INFRASTRUCTURE, FailureKind.POLICY
+
+
+def rollout(name: str = "r", n: int = 0, **rest: Any) -> Rollout:
+    return Rollout(id=name, exp_id="exp", group_id="g", task=Task("t0", {"n": n}), **rest)
+
+
+# --- deadlines -----------------------------------------------------------------------------------
+
+
+def state(**known: Any) -> SessionState:
+    usual: dict[str, Any] = {"id": "r.1", "phase": "open", "rollout_id": "r", "attempt": 1, "group_id": "g"}
+    usual |= {"calls": 1, "turns": 1, "branches": 1, "tokens": {}, "dangling": 0, "versions": None}
+    return SessionState(**{**usual, "rewards": [], "created": 0.0, "last_activity": 0.0, **known})
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "progress", "seen", "now", "kind", "words"),
+    [
+        ({"life_s": 5}, {"born": 0}, None, 6, INFRA, "with all its attempts"),
+        ({"first_call_s": 5}, {"launched": 0}, {"calls": 0}, 6, INFRA, "no model call in the first 5 s"),
+        ({"silence_s": 5}, {"launched": 0}, {"idle_s": 5.5}, 50, INFRA, "no model call for"),
+        ({"run_s": 5}, {"launched": 0}, {"idle_s": 1}, 6, POLICY, "still being called"),
+        ({"run_s": 5}, {"launched": 0}, {"idle_s": 70}, 6, INFRA, "70 s ago"),
+        ({"run_s": 5}, {"launched": 0}, {"calls": 0}, 6, INFRA, "never called"),
+        ({"run_s": 5}, {"launched": 0}, None, 6, INFRA, "gateway cannot say"),
+        ({"grade_s": 5}, {"launched": 0, "completed": 1}, {}, 7, INFRA, "after the session was completed"),
+        ({"upload_s": 5}, {"launched": 0, "ended": 1}, {}, 7, INFRA, "ended without an outcome"),
+        ({"dead_s": 5}, {"launched": 0}, {"unseen_s": 6.0}, 7, INFRA, "no sign of life"),
+    ],
+)
+def test_each_deadline_is_kept_and_says_so(
+    deadlines: dict[str, float],
+    progress: dict[str, float],
+    seen: dict[str, Any] | None,
+    now: float,
+    kind: FailureKind,
+    words: str,
+) -> None:
+    limits = Deadlines(**{"run_s": 1000.0, **deadlines})
+    where = Progress(**{"born": 0.0, **progress})
+    looked = state(**seen) if seen is not None else None
+    failure = overdue(limits, where, looked, now)
+    assert failure and failure.kind is kind and words in failure.message
+    assert overdue(Deadlines(run_s=1000.0), where, state(), 4.0) is None
+
+
+def test_an_agent_in_the_middle_of_a_model_call_is_neither_silent_nor_dead() -> None:
+    limits = Deadlines(silence_s=1.0, dead_s=1.0, first_call_s=1.0)
+    busy = state(in_flight=1, idle_s=0.0, unseen_s=50.0)
+    assert overdue(limits, Progress(born=0.0, launched=0.0), busy, 60.0) is None
+
+
+async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_again(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        await ask_model(context)
+        if context.session_id.endswith(".1"):
+            await asyncio.sleep(3600)
+        return 1.0
+
+    async with bench(tmp_path, agent) as b, b.conducting(silence_s=0.4) as (_, conductor):
+        note = await conductor.run(rollout())
+        assert note.outcome.reward == 1.0 and note.attempts == 2
+        (first, _) = b.ledger.attempts("r")
+        assert first.failure and first.failure.reason is Reason.TIMEOUT
+        assert "no model call for" in first.failure.message
+        assert first.tokens > 0  # what it had sampled is known, and counted as wasted
+        assert b.ledger.wasted(["r"]) == first.tokens
+
+
+async def test_a_place_that_never_comes_free_is_a_failure_and_not_a_hang(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any]) -> float:
+        await asyncio.sleep(1.5)
+        return 1.0
+
+    async with bench(tmp_path, agent) as b, b.conducting(concurrency=1, queue_s=0.3) as (_, conductor):
+        first, second = await asyncio.gather(conductor.run(rollout("a")), conductor.run(rollout("b")))
+    assert first.outcome.reward == 1.0
+    assert second.outcome.failure and second.outcome.failure.reason is Reason.LAUNCH
+    assert "raise concurrency" in second.outcome.failure.message
+
+
+async def test_a_launch_that_hangs_is_cut_at_its_deadline(tmp_path: Path) -> None:
+    class Slow(InlineRuntime):
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            if attempt.n == 1:
+                await asyncio.sleep(3600)
+            await super().launch(attempt, payload)
+
+    async with (
+        bench(tmp_path, good) as b,
+        Slow(good, deliver=b.transport.deliver) as slow,
+        b.conducting(runtime=slow, start_s=0.3) as (_, conductor),
+    ):
+        note = await conductor.run(rollout())
+    assert note.outcome.reward == 1.0 and note.attempts == 2
+
+
+# --- cancelling ----------------------------------------------------------------------------------
+
+
+async def test_cancelling_ends_the_session_and_refuses_what_comes_late(tmp_path: Path) -> None:
+    began, go = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def agent(task: dict[str, Any]) -> float:  # in a thread, which nobody can end
+        loop.call_soon_threadsafe(began.set)
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result(20)
+        return 1.0
+
+    async with bench(tmp_path, agent) as b, b.conducting() as (_, conductor):
+        running = conductor.start(rollout())
+        await began.wait()
+        conductor.cancel("r", "no longer wanted")
+        note = await running
+        assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED
+        assert note.attempts == 1
+        assert (await b.up.client.state("r.1")).phase in ("aborted", "finalized")
+        go.set()
+        async with asyncio.timeout(10):
+            while not await b.transport.late("exp"):
+                await asyncio.sleep(0.02)
+        assert await b.transport.late("exp") == [Attempt("r", 1)]
+        assert isinstance(await b.transport.decision(waiting("r")), Fence)
+
+
+async def test_a_rollout_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b, b.conducting() as (_, conductor):
+        await conductor.run(rollout())
+        conductor.cancel("r", "too late")
+        assert (await conductor.run(rollout())).outcome.reward == 1.0
+
+
+# --- throttling ----------------------------------------------------------------------------------
+
+
+async def test_a_throttled_launch_is_tried_again_and_costs_the_rollout_nothing(tmp_path: Path) -> None:
+    class Picky(InlineRuntime):
+        refused = 0
+
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            if self.refused < 3:
+                Picky.refused += 1
+                raise Throttled("too many", 0.05)
+            await super().launch(attempt, payload)
+
+    limiter = LocalLimiter(Pace(rate_per_s=50.0))
+    async with (
+        bench(tmp_path, good) as b,
+        Picky(good, deliver=b.transport.deliver) as picky,
+        b.conducting(runtime=picky, limiter=limiter, retries={}) as (_, conductor),
+    ):
+        note = await conductor.run(rollout())
+    assert Picky.refused == 3
+    assert note.outcome.reward == 1.0 and note.attempts == 1
+
+
+# --- parts that go away --------------------------------------------------------------------------
+
+
+class Shaky(MemoryTransport):
+    """A store that cannot be reached for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = 0
+
+    def _gone(self) -> None:
+        if self.down:
+            self.down -= 1
+            raise Unavailable("the store does not answer; is the network up?")
+
+    async def decision(self, waiting: Waiting) -> OutcomeRecord | Fence | None:
+        self._gone()
+        return await super().decision(waiting)
+
+    async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+        self._gone()
+        return await super().fence(waiting, reason)
+
+
+async def test_a_store_that_goes_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transport = Shaky()
+
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        transport.down = 5
+        return await good(task, context)
+
+    async with (
+        bench(tmp_path, agent) as b,
+        transport,
+        InlineRuntime(agent, deliver=transport.deliver) as runtime,
+        b.conducting(runtime=runtime, transport=transport, retries={}) as (_, conductor),
+    ):
+        note = await conductor.run(rollout())
+    assert note.outcome.reward == 1.0 and note.attempts == 1
+    assert "is the network up?; tried again" in caplog.text
+
+
+async def test_a_store_that_stays_away_ends_the_work_with_its_name(tmp_path: Path) -> None:
+    transport = Shaky()
+
+    async def agent(task: dict[str, Any]) -> float:
+        transport.down = 10**6
+        return 1.0
+
+    runtime = InlineRuntime(agent, deliver=transport.deliver)
+    async with bench(tmp_path, agent) as b, transport, runtime:
+        with pytest.raises(Unavailable, match="the store does not answer"):
+            async with b.conducting(runtime=runtime, transport=transport, patience_s=0.5) as (_, conductor):
+                await conductor.run(rollout())
+        transport.down = 0
+        async with b.conducting(runtime=runtime, transport=transport) as (_, conductor):
+            note = await conductor.run(rollout())  # nothing was lost
+    assert note.outcome.reward == 1.0 and note.attempts == 1
+
+
+async def test_a_gateway_that_goes_away_for_a_moment_costs_nothing(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+
+        class Flaky:
+            left = 3
+
+            def __getattr__(self, name: str) -> Any:
+                if name in ("open", "finalize", "states") and self.left:
+                    Flaky.left -= 1
+                    return _unavailable
+                return getattr(b.up.client, name)
+
+        async with b.conducting(gateway=Flaky(), retries={}) as (_, conductor):
+            note = await conductor.run(rollout())
+    assert note.outcome.reward == 1.0 and note.attempts == 1
+
+
+async def _unavailable(*_: object) -> Any:
+    raise Unavailable("the gateway does not answer")
+
+
+async def test_a_session_that_the_gateway_forgot_is_no_reward(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        status, _ = await b.up.ask("DELETE", f"/sessions/{context.session_id}")
+        assert status == 200
+        return 1.0
+
+    async with bench(tmp_path, agent) as b, b.conducting(retries={}) as (_, conductor):
+        note = await conductor.run(rollout())
+    assert note.outcome.reward is None
+    assert note.outcome.failure and note.outcome.failure.kind is INFRA
+
+
+# --- after a crash -------------------------------------------------------------------------------
+
+
+class Elsewhere(InlineRuntime):
+    """Agents that outlive the collector; it can, or cannot, say which of them run."""
+
+    knows = True
+
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        return self._attempts.running(attempt.session_id) if self.knows else None
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        return await super().wait(attempt) if self.knows else await asyncio.Event().wait()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_an_agent_that_still_runs_is_adopted_after_a_crash(tmp_path: Path, knows: bool) -> None:
+    go, launched = asyncio.Event(), asyncio.Event()
+
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        reward = await good(task, context)
+        launched_there()
+        while not go.is_set():
+            await asyncio.sleep(0.02)
+        return reward
+
+    loop = asyncio.get_running_loop()
+
+    def launched_there() -> None:
+        loop.call_soon_threadsafe(launched.set)
+
+    async with bench(tmp_path, agent) as b, Elsewhere(agent, deliver=b.transport.deliver) as runtime:
+        runtime.knows = knows
+        with pytest.raises(RuntimeError, match="killed"):
+            async with b.conducting(runtime=runtime) as (_, conductor):
+                conductor.start(rollout())
+                await launched.wait()
+                raise RuntimeError("killed")
+        async with b.conducting(runtime=runtime) as (_, conductor):
+            running = conductor.start(rollout())
+            await asyncio.sleep(0.2)
+            assert not running.done()
+            go.set()
+            note = await running
+        assert note.outcome.reward == 1.0 and note.attempts == 1
+        assert len(b.ledger.attempts("r")) == 1
+
+
+# --- sampling of its own -------------------------------------------------------------------------
+
+
+async def test_a_greedy_rollout_is_sampled_greedily(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b, b.conducting() as (_, conductor):
+        await conductor.run(rollout(sampling=Sampling(temperature=0.0)))
+        await conductor.run(rollout("s"))
+    (greedy,) = b.spool.get("r").turns
+    (usual,) = b.spool.get("s").turns
+    assert (greedy.sampling.temperature, usual.sampling.temperature) == (0.0, 1.0)
