@@ -19,8 +19,10 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable
 from afield.gateway.client import HttpGateway
 from afield.gateway.shards import owner, route
-from afield.seams import SessionSpec
+from afield.seams import SessionSpec, Waiting
 from afield.seams.engine import Call
+from afield.transports.files import FilesTransport
+from afield.types import Attempt, Rollout, Task
 from fake_vllm import FakeVllm, serving
 from gateways import ADMIN, POLICY, vocabulary
 
@@ -40,6 +42,7 @@ async def gateway(store: Path, engine_url: str) -> AsyncIterator[tuple[str, int]
     """Its address and the id of its front process."""
     arguments = ["gateway", "--model", str(POLICY), "--engine", f"vllm={engine_url}", "--port", "0"]
     arguments += ["--processes", "2", "--store", str(store), "--json", "--exit-with-parent"]
+    arguments += ["--outcomes", f"files://{store / 'outcomes'}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -71,7 +74,7 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
         gateway(tmp_path, engine) as (url, pid),
         HttpGateway(url, ADMIN) as admin,
     ):
-        tickets = [await admin.open(SessionSpec(id=session)) for session in SESSIONS]
+        tickets = [await admin.open(spec_of(session)) for session in SESSIONS]
         async with aiohttp.ClientSession() as http:
             await asyncio.gather(*(talk(ticket.openai_base_url, ticket.api_key) for ticket in tickets))
             # One connection, all sessions: requests are passed on to where they belong.
@@ -99,8 +102,28 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
                 assert [s["id"] for s in (await listed.json())["sessions"]] == sorted(SESSIONS)
             await kill_one(pid)
             await asyncio.gather(*(until_there(admin, session) for session in SESSIONS))
+            for ticket in tickets:
+                key = {"authorization": f"Bearer {ticket.api_key}"}
+                async with http.post(
+                    f"{url}/s/{ticket.id}/outcome", json={"reward": 1}, headers=key
+                ) as answer:
+                    assert answer.status == 200
+        async with FilesTransport(tmp_path / "outcomes") as outcomes:
+            waiting = [Waiting(rollout_of(session), Attempt.from_session_id(session)) for session in SESSIONS]
+            assert len(await outcomes.sweep(waiting)) == 8
         records = [await admin.finalize(session) for session in SESSIONS]
         assert [len(record.turns) for record in records] == [3] * 8
+
+
+def rollout_of(session: str) -> Rollout:
+    return Rollout(id=session.partition(".")[0], exp_id="exp", group_id="g", task=Task("t", {}))
+
+
+def spec_of(session: str) -> SessionSpec:
+    rollout = rollout_of(session)
+    return SessionSpec(
+        id=session, rollout_id=rollout.id, attempt=1, group_id="g", exp_id=rollout.exp_id, input_id="t"
+    )
 
 
 async def talk(base_url: str, key: str) -> None:

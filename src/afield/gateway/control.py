@@ -119,8 +119,7 @@ async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[st
         raise bad_request(f"limit={asked['limit']} must be at least 1")
     if phase is not None and phase not in list(Phase):
         raise bad_request(f"unknown phase {phase!r}", f"choose one of: {', '.join(Phase)}")
-    states = gateway.sessions.list(phase, int(min(limit, 1000)), asked.get("after", ""))
-    return 200, {"sessions": states}
+    return 200, {"sessions": await gateway.listed(phase, int(min(limit, 1000)), asked.get("after", ""))}
 
 
 async def get_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:

@@ -191,6 +191,11 @@ class LocalGateway:
             states |= msgspec.json.decode(answer, type=dict[str, dict[str, SessionState]])["sessions"]
         return states
 
+    async def listed(self, phase: str | None, limit: int, after: str) -> list[SessionState]:
+        """Of all processes, by id."""
+        states = await self.states(self._store.session_ids(phase, limit, after))
+        return [states[session_id] for session_id in sorted(states)]
+
     async def version(self) -> int:
         return self.engine.stats()["version"]
 

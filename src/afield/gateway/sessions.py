@@ -106,18 +106,6 @@ class Sessions:
                 states[session_id] = self.get(session_id).state()
         return states
 
-    def list(self, phase: str | None, limit: int, after: str) -> list[SessionState]:
-        return [self._look(i).state() for i in self._store.session_ids(phase, limit, after)]
-
-    def _look(self, session_id: str) -> Session:
-        """To read only: a session of another process is not taken into this one's memory."""
-        if self._shard is None or self._shard.owns(session_id):
-            return self.get(session_id)
-        row = self._store.session(session_id)
-        if row is None:
-            raise Missing(f"there is no session {session_id!r}")
-        return Session(row, self._store.turns(session_id), self._clock)
-
     def _find(self, session_id: str) -> Session | None:
         if session := self._known.get(session_id):
             return session
@@ -207,6 +195,7 @@ class Sessions:
                 raise conflict(f"session {session.id} already has another {what}", "the first one counts")
             if known is None:
                 self._check_settles(session, what)
+                rewards = outcomes.with_rewards(session.row, statement.entries)
                 session.closed = True
                 changes: dict[str, Any] = {what: statement.said, "settled": self._clock()}
                 if session.phase is Phase.OPEN:
@@ -215,14 +204,13 @@ class Sessions:
                         "metrics": statement.metrics,
                         "tally": session.tally(),
                     }
-                rewards = outcomes.with_rewards(session.row, statement.entries)
                 await self._save(session, rewards=rewards, **changes)
         self._leave(session)
 
     def _check_settles(self, session: Session, what: str) -> None:
         if session.phase is Phase.FINALIZED:
             raise conflict(f"session {session.id} is finalized", f"an {what} comes before finalize")
-        if session.phase is Phase.ABORTED and not self._delivers:
+        if session.phase is Phase.ABORTED and not (self._delivers and outcomes.addressed(session.row)):
             raise conflict(f"session {session.id} is aborted")
         if session.row.delivery:
             raise conflict(f"session {session.id} already has an outcome", "the first one counts")
