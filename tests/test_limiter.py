@@ -492,6 +492,44 @@ def test_refusals_that_one_process_saw_slow_the_others_down(tmp_path: Path) -> N
     assert run(main()) == pytest.approx(5, abs=0.2)
 
 
+def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
+    async def main() -> float:
+        ahead_s = 3600.0
+        pace = Pace(rate_per_s=10, starting=1)
+        with closing(SharedLimiter(pace, tmp_path / "l", clock=lambda: now() + ahead_s)) as limiter:
+            lost = limiter.launching()
+            await lost.__aenter__()
+            limiter.throttled(30)
+        ahead_s = 0.0
+        began = now()
+        with closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as limiter:
+            for _ in range(10):
+                async with limiter.launching():
+                    pass
+        return now() - began
+
+    assert run(main()) <= 3
+
+
+def test_refusals_of_one_burst_that_several_processes_saw_count_once(tmp_path: Path) -> None:
+    async def main() -> float:
+        pace = Pace(rate_per_s=10)
+        # Its refusal is a little older than the cut it meets in the file.
+        behind = SharedLimiter(pace, tmp_path / "l", clock=lambda: now() - 0.01)
+        with closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as one, closing(behind) as other:
+            await asyncio.sleep(1)
+            one.throttled(None)
+            other.throttled(None)
+            began = now()
+            for _ in range(4):
+                async with one.calling():
+                    pass
+            return now() - began
+
+    # Three gaps at half the rate, which grows; at a quarter they would take twice as long.
+    assert 0.4 <= run(main()) <= 0.7
+
+
 def test_a_file_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     async def main(path: Path) -> None:
         with closing(SharedLimiter(Pace(), path)) as limiter:

@@ -54,7 +54,8 @@ class Rhythm(Struct):
 
     A cut rate grows in two straight lines: soon from `low` to `knee`, a little below where it was refused,
     then slowly to `aim`, and beyond where none is given. `low` None is a rate that was never cut. `free` is
-    when calls that were spaced without a burst would be made next.
+    when calls that were spaced without a burst would be made next. A time further ahead than any can be is of
+    a clock that was set back since.
     """
 
     low: float | None = None
@@ -73,7 +74,7 @@ class Rhythm(Struct):
     def rate(self, now: float, given: float | None) -> float | None:
         if self.low is None:
             return given
-        past = max(0.0, now - self.since)
+        past = abs(now - self.since)
         if past < SOON_S:
             grown = self.low + (self.knee - self.low) * past / SOON_S
         else:
@@ -84,12 +85,14 @@ class Rhythm(Struct):
         """Take the next turn; answers when it is."""
         self._learn(now)
         self._count(now)
+        if self.paused_until > now + LONGEST_PAUSE_S:
+            self.paused_until = now
         rate = self.rate(now, given)
         if rate is None:
             return max(now, self.paused_until)
         gap = 1 / rate
         if self.free > now + LONGEST_PAUSE_S + 1000 * gap:
-            self.free = now  # The clock was set back.
+            self.free = now
         early = gap * (max(1.0, rate * BURST_S) - 1)
         due = max(now, self.free - early, self.paused_until)
         self.free = max(due, self.free) + gap
@@ -107,7 +110,7 @@ class Rhythm(Struct):
         rate = self.rate(now, given)
         if rate is None:
             self._refuse(now)
-        elif self.low is None or now - self.since >= CUT_EVERY_S or now < self.since:
+        elif self.low is None or abs(now - self.since) >= CUT_EVERY_S:
             self._grow(now, max(rate / 2, (given or 1.0) / 64), KNEE * rate, given or PROBE * rate)
 
     def _refuse(self, now: float) -> None:
@@ -119,7 +122,7 @@ class Rhythm(Struct):
         self.refused += 1
 
     def _learn(self, now: float) -> None:
-        if self.taught_at is None or now < self.taught_at + CUT_EVERY_S:
+        if self.taught_at is None or 0 <= now - self.taught_at < CUT_EVERY_S:
             return
         sent = self.made + self.before * max(0.0, 1 - (self.taught_at - self.second))
         learned = max(1.0, sent - self.refused)
