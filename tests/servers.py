@@ -109,7 +109,7 @@ def seaweedfs(folder: Path) -> Iterator[Server]:
     parts = ["master", "volume", "filer", "s3"]
     ports = free_ports(2 * len(parts))
     command = [_program("seaweedfs", SEAWEEDFS, "weed"), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-    command += [f"-dir={folder}", "-s3", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
+    command += [f"-dir={folder}", "-s3", "-master.volumeSizeLimitMB=16", "-volume.max=2000"]
     for part, port, grpc in zip(parts, ports[::2], ports[1::2], strict=True):
         command += [f"-{part}.port={port}", f"-{part}.port.grpc={grpc}"]
     with _running(Server("http", ports[6], command, folder)) as server:

@@ -23,9 +23,9 @@ from afield.types import Attempt, Failure, Outcome, Rollout, Sampling, Task, che
 VERSION = 1
 MAX_PART = 200
 ROLLOUT_FIELD = "_rollout"
-COMMITS, LATE, ADOPTED = "commits", "late", "adopted"
+COMMITS, LATE, ADOPTED, FENCED = "commits", "late", "adopted", "fenced"
 HINT_SCHEMES = ("nats://", "tls://", "redis://", "rediss://")
-OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED})
+OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED, FENCED})
 T = TypeVar("T")
 
 
@@ -97,6 +97,11 @@ def commit_key(exp_id: str, session_id: str) -> str:
 def late_key(exp_id: str, session_id: str) -> str:
     """Where an outcome is kept that was refused."""
     return f"{exp_id}/{LATE}/{session_id}.json"
+
+
+def fenced_key(exp_id: str, session_id: str) -> str:
+    """Says that the attempt's commit is a fence, to whoever lists keys."""
+    return f"{exp_id}/{FENCED}/{session_id}.json"
 
 
 def adopted_key(exp_id: str, session_id: str) -> str:

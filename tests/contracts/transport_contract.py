@@ -51,7 +51,9 @@ async def every_hint(
 
 
 class TransportContract:
-    """Subclasses give a `backend` fixture."""
+    """Subclasses give a `backend` fixture. A lease of 1 s is the shortest that all queues know."""
+
+    lease_s = 1.0
 
     @pytest.fixture
     async def transport(self, backend: Backend) -> AsyncIterator[StoreTransport]:
@@ -207,17 +209,20 @@ class TransportContract:
 
     async def test_a_hint_comes_again_unless_it_is_acknowledged(self, backend: Backend) -> None:
         one, two = invocation(), invocation(n=2)
-        async with backend.transport(lease_s=1.0) as here, backend.transport(lease_s=1.0) as there:
+        async with (
+            backend.transport(lease_s=self.lease_s) as here,
+            backend.transport(lease_s=self.lease_s) as there,
+        ):
             await here.deliver(one, record(one))
             await here.deliver(two, record(two))
             assert await every_hint(here, 2) == {Attempt("r", 1), Attempt("r", 2)}
             await here.acknowledge(EXP, [Attempt("r", 1), Attempt("never-hinted", 1)])
             assert await every_hint(there, 1) == {Attempt("r", 2)}
             await there.acknowledge(EXP, [Attempt("r", 2)])
-            assert await there.hints(EXP, 2.5) == []
+            assert await there.hints(EXP, 2.5 * self.lease_s) == []
 
     async def test_doubled_and_reordered_hints_change_nothing(self, backend: Backend) -> None:
-        async with backend.transport(lease_s=1.0) as transport:
+        async with backend.transport(lease_s=self.lease_s) as transport:
             for n in (3, 1, 2, 3, 1):
                 await transport.notifier.send(EXP, hint(f"r.{n}"))
             found = await every_hint(transport, 3)
@@ -226,13 +231,15 @@ class TransportContract:
             one = invocation()
             await transport.deliver(one, record(one))
             await transport.acknowledge(EXP, sorted(found, key=lambda a: a.n))
-            assert set(await transport.hints(EXP, 3)) == set(), "doubles of what was acknowledged go as well"
+            assert set(await transport.hints(EXP, 3 * self.lease_s)) == set(), (
+                "doubles of what was acknowledged go as well"
+            )
 
     async def test_a_hint_that_is_late_for_a_fenced_attempt_goes_away(self, backend: Backend) -> None:
-        async with backend.transport(lease_s=1.0) as transport:
+        async with backend.transport(lease_s=self.lease_s) as transport:
             await transport.fence(waiting(), "deadline")
             await transport.notifier.send(EXP, hint("r.1"))
-            assert await transport.hints(EXP, 2.5) == []
+            assert await transport.hints(EXP, 2.5 * self.lease_s) == []
             assert await backend.dead_letters(transport, EXP) == []
 
     async def test_a_message_nobody_can_read_is_set_aside(
@@ -251,7 +258,7 @@ class TransportContract:
         assert "dead letter" in caplog.text
 
     async def test_a_message_nobody_acknowledges_is_set_aside_in_the_end(self, backend: Backend) -> None:
-        async with backend.transport(lease_s=1.0, times=2) as transport:
+        async with backend.transport(lease_s=self.lease_s, times=2) as transport:
             await transport.notifier.send(EXP, hint("lonely.1"))
             seen = 0
             with anyio.fail_after(30):

@@ -14,6 +14,8 @@ from afield.transports.store import Store
 from afield.types import Attempt
 from afield.wire import CommitRecord, OutcomeRecord
 
+MAX_KEY = 1024
+
 
 def commit_key(waiting: Waiting) -> str:
     return wire.commit_key(waiting.rollout.exp_id, waiting.attempt.session_id)
@@ -24,7 +26,10 @@ def result_keys(store: Store, waiting: Waiting) -> list[str]:
     exp_id, task_id = waiting.rollout.exp_id, waiting.rollout.task.id
     ours = wire.data_key(exp_id, task_id, waiting.attempt.session_id)
     plain = f"{exp_id}/{task_id}/{waiting.attempt.session_id}.json"
-    return [ours, plain] if store.foreign and plain != ours else [ours]
+    parts = task_id.split("/")
+    # S3 itself takes almost any key; others refuse to be asked for these.
+    odd = not {"", ".", ".."}.isdisjoint(parts) or parts[0] in wire.OWN_PARTS or len(plain.encode()) > MAX_KEY
+    return [ours, plain] if store.foreign and plain != ours and not odd else [ours]
 
 
 def decision(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
@@ -36,9 +41,12 @@ def decision(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
 
 def fence(store: Store, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
     commit = CommitRecord(session_id=waiting.attempt.session_id, fenced=reason)
-    if store.put_if_absent(commit_key(waiting), wire.encode(commit)):
-        return Fence(reason)
-    return _decided(store, waiting)
+    if not store.put_if_absent(commit_key(waiting), wire.encode(commit)):
+        return _decided(store, waiting)
+    if store.foreign:
+        # A result that a stranger puts later leaves no other trace; see `late`.
+        store.put_if_absent(wire.fenced_key(waiting.rollout.exp_id, waiting.attempt.session_id), b"{}")
+    return Fence(reason)
 
 
 def decidable(store: Store, waiting: Waiting) -> bool:
@@ -48,8 +56,13 @@ def decidable(store: Store, waiting: Waiting) -> bool:
 
 
 def late(store: Store, exp_id: str) -> list[Attempt]:
-    keys = (wire.read_key(key) for key in store.list(f"{exp_id}/{wire.LATE}/"))
-    return [Attempt.from_session_id(key[2]) for key in keys if key is not None]
+    prefix = f"{exp_id}/" if store.foreign else f"{exp_id}/{wire.LATE}/"
+    under: dict[str, set[str]] = {}
+    for key in filter(None, map(wire.read_key, store.list(prefix))):
+        _, part, session_id = key
+        under.setdefault(part if part in wire.OWN_PARTS else "results", set()).add(session_id)
+    unwanted = under.get(wire.FENCED, set()) & under.get("results", set())
+    return [Attempt.from_session_id(one) for one in sorted(under.get(wire.LATE, set()) | unwanted)]
 
 
 def _adopt(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:

@@ -15,7 +15,7 @@ from afield.errors import WireError
 from afield.types import Attempt
 
 Notice = tuple[str, Attempt]
-ASIDE = frozenset({wire.LATE, wire.ADOPTED})
+ASIDE = wire.OWN_PARTS - {wire.COMMITS}
 
 
 def read(body: bytes) -> list[Notice]:

@@ -127,7 +127,13 @@ class SqsNotifier:
 
     def _do(self, verb: str, url: str, **fields: Any) -> Any:
         method = getattr(self._sqs, verb)
-        return s3store.called(lambda: method(QueueUrl=url, **fields), f"the queue {url}")
+        try:
+            return s3store.called(lambda: method(QueueUrl=url, **fields), f"the queue {url}")
+        except Unavailable as error:
+            if "NonExistentQueue" in str(error) or "QueueDoesNotExist" in str(error):
+                # One that somebody removed is made again.
+                self._queues.clear()
+            raise
 
     def _send(self, exp_id: str, body: bytes) -> None:
         self._do("send_message", self._queue(exp_id), MessageBody=body.decode())
