@@ -192,14 +192,26 @@ class Ledger:
     @property
     def done(self) -> int:
         """The last step whose weights the engines sample with."""
-        row = self._one("SELECT value FROM facts WHERE key='done'")
-        return row[0] if row else 0
+        return self._fact("done")
 
     @done.setter
     def done(self, step: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", (step,))
 
+    @property
+    def late(self) -> int:
+        """Outcomes that came after their attempt had been given up, and were refused."""
+        return self._fact("late")
+
+    @late.setter
+    def late(self, number: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('late', ?)", (number,))
+
     # --- small things ----------------------------------------------------------------------------
+
+    def _fact(self, key: str) -> int:
+        row = self._one("SELECT value FROM facts WHERE key=?", key)
+        return row[0] if row else 0
 
     def _one(self, sql: str, *values: Any) -> Any:
         return self._db.execute(sql, values).fetchone()

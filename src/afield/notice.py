@@ -22,6 +22,7 @@ log = logging.getLogger("afield.collect")
 
 HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions in one question to the gateway
+LEASED_S = 12.0  # a collector that died held its hints no longer than this
 
 
 class Running:
@@ -57,17 +58,27 @@ class Noticer:
         self._ledger = ledger
         self.running: dict[str, Running] = {}
         self.used: list[Attempt] = []
+        self._until = 0.0
 
     def chores(self) -> tuple[Coroutine[None, None, None], ...]:
         """To be run for as long as anything is waited for."""
         return self._listen(), self._sweep(), self._watch()
 
+    def inherit(self) -> None:
+        """A collector before this one died, and may hold hints that come only when its lease has run out."""
+        self._until = max(self._until, asyncio.get_running_loop().time() + LEASED_S)
+
     async def flush(self) -> None:
-        """Acknowledge what was acted on, so that nothing of it comes again."""
+        """Acknowledge what was acted on, so that nothing of it is left behind."""
+        clock = asyncio.get_running_loop().time
         try:
-            self._sort(await self._transport.hints(self._plan.exp_id, 0))
-            used, self.used = self.used, []
-            await self._transport.acknowledge(self._plan.exp_id, used)
+            while True:
+                wait_s = max(0.0, min(HINT_WAIT_S, self._until - clock()))
+                self._sort(await self._transport.hints(self._plan.exp_id, wait_s))
+                used, self.used = self.used, []
+                await self._transport.acknowledge(self._plan.exp_id, used)
+                if clock() >= self._until:
+                    return
         except Unavailable as error:
             log.warning("hints that were acted on may come again: %s", error)
 

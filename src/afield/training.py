@@ -154,6 +154,10 @@ class Parts:
             validation=validation(self.config, self.run, val),
         )
 
+    async def gather(self, gatherer: Gatherer, carrier: Transport) -> None:
+        await gatherer.run()
+        self.ledger.late = len(await carrier.late(self.plan.exp_id))
+
     def learner(self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None]) -> Learner:
         return Learner(
             self.window,
@@ -196,7 +200,8 @@ async def training(
         gateway = await stack.enter_async_context(await gateway_of(config, child, admin_key))
         halves: list[Callable[[], Coroutine[None, None, None]]] = []
         if collecting:
-            halves.append((await parts.gatherer(gateway, *collecting, watcher, val_tasks)).run)
+            gatherer = await parts.gatherer(gateway, *collecting, watcher, val_tasks)
+            halves.append(lambda: parts.gather(gatherer, collecting[1]))
         if learning:
             halves.append(parts.learner(gateway, await learning, on_step).run)
         yield Training(halves, child)

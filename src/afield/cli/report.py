@@ -10,11 +10,14 @@ from typing import Any
 from msgspec import Struct
 
 from afield.config import TrainConfig
+from afield.ledger import Ledger
 from afield.rundir import RunDir
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """`first` is the mean reward of the first two steps, `last` of the last three."""
+    """`first` is the mean reward of the first two steps, `last` of the last three. `staleness` is the
+    greatest, in policy versions; `late` outcomes came after their attempt had been given up.
+    """
 
     run: str
     seed: int
@@ -29,6 +32,10 @@ class Summary(Struct, frozen=True, kw_only=True):
     turns_per_rollout: float
     tool_calls_per_rollout: float
     sampled_tokens: int
+    wasted_tokens: int
+    dropped_groups: int
+    staleness: int
+    late: int
     wall_s: float
 
 
@@ -53,8 +60,19 @@ def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
         turns_per_rollout=per_rollout("turns_per_rollout"),
         tool_calls_per_rollout=per_rollout("tool_calls_per_rollout"),
         sampled_tokens=sum(line["sampled_tokens"] for line in lines),
+        wasted_tokens=sum(line["wasted_tokens"] for line in lines),
+        dropped_groups=sum(len(line["dropped_groups"]) for line in lines),
+        staleness=max((line["staleness"] for line in lines), default=0),
+        late=_late(run),
         wall_s=round(wall_s, 1),
     )
+
+
+def _late(run: RunDir) -> int:
+    if not run.ledger.exists():
+        return 0
+    with Ledger(run.ledger) as ledger:
+        return ledger.late
 
 
 def _mean(lines: list[dict[str, Any]]) -> float | None:

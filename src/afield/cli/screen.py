@@ -96,6 +96,12 @@ class Screen:
             f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
+        for number, what in (
+            (summary.dropped_groups, "groups were dropped; metrics.jsonl says why"),
+            (summary.late, "outcomes came after their attempt had been given up, and were refused"),
+        ):
+            if number:
+                say(f"[yellow]{number} {what}[/]")
         if not summary.trained:
             say("[red]nothing was trained: no group had enough rewards[/]")
         say(f"everything is in {short(self._run.path)}")

@@ -14,6 +14,7 @@ from afield.cli.report import chart, me, summarise
 from afield.cli.train import saved_config
 from afield.config import Environment
 from afield.errors import UsageError
+from afield.ledger import Ledger
 from afield.rundir import RunDir, find_run
 from afield.types import FailureKind, Finished, Turn
 
@@ -24,6 +25,7 @@ def add(commands: Any) -> None:
     )
     command.add_argument("name", nargs="?", default="latest", metavar="RUN", help="id, path, or latest")
     command.add_argument("session", nargs="?", metavar="SESSION", help="a rollout or session id of it")
+    command.add_argument("--rollouts", action="store_true", help="a line for every rollout")
     command.add_argument("--tokens", action="store_true", help="every sampled token and its log-probability")
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run)
@@ -33,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     found = find_run(Environment.read().runs, args.name)
     if args.session:
         show_rollout(found, args)
+    elif args.rollouts:
+        list_rollouts(found, as_json=args.json)
     else:
         show_run(found, args)
     return 0
@@ -61,9 +65,39 @@ def show_run(run: RunDir, args: argparse.Namespace) -> None:
         failures.update(line["failures"])
     told = ", ".join(f"{kind} {count}" for kind, count in failures.items())
     print(f"failures {told or 'none'}")
+    for line in run.read_validation():
+        reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
+        print(f"validation after step {line['step']}: reward {reward} of {line['rollouts']} rollouts")
     if steps := run.steps():
         example = run.read_rollouts(steps[-1])[0].rollout.id
         print(f"one rollout, turn by turn: {me()} show {run.id} {example}")
+
+
+def list_rollouts(run: RunDir, *, as_json: bool) -> None:
+    """Step by step, as they were trained."""
+    for step in run.steps():
+        for finished in run.read_rollouts(step):
+            line = brief(step, finished)
+            if as_json:
+                print(json.dumps(line))
+                continue
+            came = f"reward {line['reward']:g}" if line["reward"] is not None else line["failure"]
+            tried = f"  {line['attempts']} attempts" if line["attempts"] > 1 else ""
+            print(f"step {step:4d}  {line['rollout']}  {came}  {line['turns']} turns{tried}")
+
+
+def brief(step: int, finished: Finished) -> dict[str, Any]:
+    outcome, failure = finished.outcome, finished.outcome.failure
+    return {
+        "step": step,
+        "rollout": finished.rollout.id,
+        "task": finished.rollout.task.id,
+        "reward": outcome.reward_or_floor(0.0),
+        "failure": f"{failure.kind}/{failure.reason}" if failure else None,
+        "attempts": finished.attempts,
+        "turns": len(finished.turns),
+        "sampled_tokens": sum(t.owned for t in finished.trajectories),
+    }
 
 
 def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
@@ -72,6 +106,7 @@ def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
         print(msgspec.json.encode(finished).decode())
         return
     outcome = finished.outcome
+    show_attempts(run, finished)
     print(f"rollout  {finished.rollout.id}  (step {step}, attempt {outcome.attempt} of {finished.attempts})")
     print(f"task     {json.dumps(finished.rollout.task.input, ensure_ascii=False)}")
     if outcome.failure:
@@ -92,6 +127,19 @@ def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
         print(f"\ntrains   {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
     for excluded in finished.excluded:
         print(f"excluded {excluded.turn}: {excluded.tokens} tokens, {excluded.reason}")
+
+
+def show_attempts(run: RunDir, finished: Finished) -> None:
+    """The attempts before the one that counts; what they sampled is in the gateway's store."""
+    if finished.attempts < 2 or not run.ledger.exists():
+        return
+    with Ledger(run.ledger) as ledger:
+        tried = ledger.attempts(finished.rollout.id)
+    for one in tried:
+        if one.failure:
+            first = (one.failure.message.strip().splitlines() or ["no message"])[0]
+            told = f"{one.failure.kind}/{one.failure.reason}: {first}"
+            print(f"before   {one.attempt.session_id}  {told} ({one.tokens} tokens sampled)")
 
 
 def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
