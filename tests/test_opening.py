@@ -40,7 +40,7 @@ def opened(there: Place, **names: Any) -> afield.RolloutClient:
 def test_a_named_agent_runs_in_processes_and_a_function_in_threads(there: Place) -> None:
     row = {"marks": str(there.root / "marks")}
     outcomes = there.root / "elsewhere"
-    with opened(there, agent=AGENT, workers=1, transport=outcomes.as_uri(), run_s=60) as client:
+    with opened(there, agent=AGENT, workers=1, transport=f"files://{outcomes}", run_s=60) as client:
         assert client.plan.deadlines.run_s == 60
         assert client.submit(row, input_id="a").result(60).outcome.reward == 1.0
     assert (outcomes / "exp" / "commits" / "exp-a-r0.1.json").exists()
