@@ -1,0 +1,111 @@
+"""An agent written with the published `agentcore-rl-toolkit`, unmodified, trained through S3.
+
+It is served by the wheel's own code in an environment of its own, puts one object, and knows nothing of
+commits or queues. S3 is moto's server, the model a real gateway in front of a scripted engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import servers
+from afield.conformance.environments import python_environment
+from afield.errors import Unavailable
+from afield.runtimes.served import ServedRuntime
+from afield.sdk import s3store
+from afield.transports.memory import MemoryNotifier
+from afield.transports.s3 import S3Outcomes
+from afield.transports.stored import StoreTransport
+from afield.types import FailureKind
+from client_places import place
+
+pytestmark = pytest.mark.real
+TOOLKIT = "agentcore-rl-toolkit[server]==0.2.0"
+PROGRAM = """
+import json, os, urllib.request
+from agentcore_rl_toolkit import AgentCoreRLApp
+
+app = AgentCoreRLApp()
+
+
+@app.rollout_entrypoint
+def agent(payload, context):
+    rollout = payload["_rollout"]
+    body = {"model": rollout["model_id"], "messages": [{"role": "user", "content": payload["question"]}]}
+    request = urllib.request.Request(
+        rollout["base_url"] + "/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": "Bearer " + rollout["api_key"]},
+    )
+    with urllib.request.urlopen(request) as response:
+        answer = json.load(response)["choices"][0]["message"]["content"]
+    if payload["question"] == "raise":
+        raise RuntimeError("the agent broke")
+    if payload["question"] == "silent":
+        return {"answer": answer}
+    return {"rewards": [0.0, float(answer == "Yes.")], "answer": answer}
+
+
+app.run(port=int(os.environ["AGENT_PORT"]), host="127.0.0.1")
+"""
+
+
+@pytest.fixture
+def bucket(server: Callable[[str], servers.Server], monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in {**servers.KEYS, "AWS_ENDPOINT_URL": server("moto").url}.items():
+        monkeypatch.setenv(name, value)
+    name = f"b-{uuid.uuid4().hex[:12]}"
+    s3store.client("s3").create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def agent_url(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    try:
+        python = python_environment(servers.CACHE, "toolkit", [TOOLKIT], python=sys.executable)
+    except Unavailable as error:
+        pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    [port] = servers.free_ports(1)
+    monkeypatch.setenv("AGENT_PORT", str(port))
+    served = servers.Server("http", port, [str(python), str(tmp_path / "program.py")], tmp_path / "agent")
+    try:
+        served.start()
+        yield served.url
+    finally:
+        served.stop()
+
+
+def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
+    bucket: str, agent_url: str, tmp_path: Path
+) -> None:
+    transport = StoreTransport(S3Outcomes(bucket), MemoryNotifier())
+    runtime = ServedRuntime([agent_url], poll_s=0.2)
+    with (
+        place(tmp_path) as there,
+        there.client(runtime=runtime, transport=transport, sweep_s=0.5, exp_id="toolkit") as client,
+    ):
+        good = client.submit({"question": "Is it so?"}, input_id="a b/ü")
+        broken = client.submit({"question": "raise"}, input_id="broken")
+        silent = client.submit({"question": "silent"}, input_id="silent")
+        finished = good.result(60)
+        failures = [future.finished(60).outcome.failure for future in (broken, silent)]
+    assert finished.outcome.reward == 1.0 and finished.outcome.rewards == {"0": 0.0, "1": 1.0}
+    assert len(finished.turns) == 1 and finished.trajectories
+    assert [failure.kind for failure in failures if failure] == [FailureKind.TASK, FailureKind.VERIFIER]
+    assert failures[0] and "the agent broke" in failures[0].traceback
+    s3 = s3store.client("s3")
+    keys = {one["Key"] for one in s3.list_objects_v2(Bucket=bucket)["Contents"]}
+    session = f"{good.rollout.id}.1.json"
+    assert keys >= {f"toolkit/a b/ü/{session}", f"toolkit/commits/{session}", f"toolkit/adopted/{session}"}
+    kept = s3.get_object(Bucket=bucket, Key=f"toolkit/adopted/{session}")["Body"].read()
+    theirs = s3.get_object(Bucket=bucket, Key=f"toolkit/a b/ü/{session}")["Body"].read()
+    key = json.loads(theirs)["payload"]["_rollout"]["api_key"]
+    assert key.encode() not in kept and json.loads(kept)["payload"] == {"question": "Is it so?"}
