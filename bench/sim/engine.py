@@ -45,6 +45,13 @@ class Engine:
             return 0.0
         return self.sampled / (self.total * (self.last - self.first))
 
+    def busy_until(self, end: float) -> float:
+        """The same up to a moment, to the second."""
+        if self.first is None or int(end) <= int(self.first):
+            return 0.0
+        seconds = self.served[int(self.first) : int(end)]
+        return sum(seconds) / (self.total * len(seconds))
+
     @property
     def rate(self) -> float:
         """Tokens per second that each call gets now."""

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from msgspec import Struct, field
-from sim.engine import Engine
-from sim.life import Habits, life_of
 
 from afield import assembly, wire
 from afield.errors import Conflict, Missing, Unavailable
@@ -43,6 +40,8 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
+from sim.engine import Engine
+from sim.life import Habits, life_of
 
 IDS = tuple(range(1, 1001))
 LOGPROBS = (-1.0,) * 1000
@@ -187,8 +186,8 @@ class SimulatedRuntime:
         self._gateway, self._transport = gateway, transport
         self._attempts = Attempts()
         self._agents: dict[str, asyncio.Task[None]] = {}
-        self.running_by_second: list[int] = []
-        self.launched = self.died = 0
+        self.launched = self.died = self.lost = 0  # attempts, those that died, and what those had sampled
+        self.last_first = 0.0  # when the last rollout began, retries not counted
 
     async def __aenter__(self) -> Self:
         return self
@@ -205,6 +204,8 @@ class SimulatedRuntime:
         if not self._attempts.begin(attempt.session_id):
             return
         self.launched += 1
+        if attempt.n == 1:
+            self.last_first = asyncio.get_running_loop().time()
         invocation = wire.read_payload(payload)
         agent = asyncio.create_task(self._live(invocation), name=f"agent {attempt.session_id}")
         self._agents[attempt.session_id] = agent
@@ -222,10 +223,6 @@ class SimulatedRuntime:
             await asyncio.wait([agent])
         self._attempts.settle(attempt.session_id, broken("stopped", Reason.CANCELLED))
 
-    @property
-    def running(self) -> int:
-        return len(self._agents)
-
     def _gone(self, session_id: str) -> None:
         del self._agents[session_id]
         self._attempts.settle(session_id, broken(f"{session_id} was ended", Reason.CANCELLED))
@@ -238,8 +235,9 @@ class SimulatedRuntime:
                 if left is not None and left <= turn:
                     await self._gateway.call(invocation.session_id, left, dying=True)
                     self.died += 1
-                    exit = broken(f"the sandbox of {invocation.session_id} died", Reason.DIED)
-                    return self._attempts.settle(invocation.session_id, exit)
+                    self.lost += life.dies_after or 0
+                    died = broken(f"the sandbox of {invocation.session_id} died", Reason.DIED)
+                    return self._attempts.settle(invocation.session_id, died)
                 left = None if left is None else left - turn
                 await self._gateway.call(invocation.session_id, turn)
                 await asyncio.sleep(tool)
@@ -256,6 +254,7 @@ class Step(Struct, frozen=True, kw_only=True):
     at: float
     version: int
     groups: tuple[str, ...]
+    rollouts: tuple[str, ...]
     lengths: tuple[int, ...]
     stalest: int
 
@@ -266,26 +265,24 @@ class SimulatedTrainer:
     def __init__(self, seconds: float, engine: Engine, spend: Callable[[float], None]) -> None:
         self._seconds, self._engine, self._spend = seconds, engine, spend
         self.steps: list[Step] = []
-        self.rollouts: Counter[str] = Counter()
         self.tokens = 0
 
     def step(self, groups: Sequence[Group]) -> StepReport:
         version = self._engine.version
         trained = [f for g in groups for f in g.finished if f.outcome.reward_or_floor(0.0) is not None]
-        lengths = tuple(sum(t.owned for t in f.trajectories) for f in trained)
         lows = [span.low for f in trained for t in f.trajectories for span in t.versions]
-        self.rollouts.update(f.rollout.id for f in trained)
-        self.tokens += sum(lengths)
         step = Step(
             at=self._engine.now,
             version=version,
             groups=tuple(g.id for g in groups),
-            lengths=lengths,
+            rollouts=tuple(f.rollout.id for f in trained),
+            lengths=tuple(sum(t.owned for t in f.trajectories) for f in trained),
             stalest=version - min(lows, default=version),
         )
         self.steps.append(step)
+        self.tokens += sum(step.lengths)
         self._spend(self._seconds)
-        return StepReport(rollouts=len(trained), tokens=sum(lengths))
+        return StepReport(rollouts=len(trained), tokens=sum(step.lengths))
 
     def export(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
