@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +15,12 @@ import pytest
 
 from afield.client import RolloutTimeout
 from afield.errors import Conflict, PolicyFailure, TaskFailure, UsageError, VerifierFailure
+from afield.ledger import Ledger
+from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.types import FailureKind, Reason, Sampling, Split, Task
+from afield.seams import Exit
+from afield.transports.memory import MemoryTransport
+from afield.types import Attempt, FailureKind, Reason, Sampling, Split, Task
 from client_places import Gate, Place, place, yes
 
 
@@ -196,6 +201,33 @@ def test_awaiting_that_is_cut_short_ends_the_remote_session(there: Place, gate: 
             await asyncio.to_thread(there.ends, "exp-q-r0.1")
 
     asyncio.run(program())
+
+
+def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_found_again(
+    there: Place, gate: Gate
+) -> None:
+    looking, found = threading.Event(), threading.Event()
+
+    class Elsewhere(InlineRuntime):
+        """Finds one attempt running, and takes its time to."""
+
+        async def adopt(self, attempt: Attempt) -> bool | None:
+            looking.set()
+            return await asyncio.to_thread(found.wait, 30)
+
+        async def wait(self, attempt: Attempt) -> Exit:
+            return await (asyncio.Future() if "old" in attempt.rollout_id else super().wait(attempt))
+
+    transport = MemoryTransport()
+    client = there.client(runtime=Elsewhere(yes, transport.deliver), transport=transport, concurrency=1)
+    with Ledger(client.rundir.ledger) as ledger:
+        ledger.begin(Attempt("exp-old-r0", 1))
+    with client:
+        future = client.submit({"id": "old"})
+        assert looking.wait(20)
+        future.cancel()
+        found.set()
+        assert client.submit({"id": "new"}).result(20).outcome.reward == 1.0
 
 
 # --- batches -------------------------------------------------------------------------------------

@@ -321,6 +321,8 @@ class Conductor:
     async def _await_outcome(self, running: Running) -> Failure | None:
         """None once the attempt is decided; else why it is given up."""
         self._notice.running[running.session_id] = running
+        if failure := self._cancelled.get(running.waiting.rollout.id):
+            running.give_up(failure)
         exiting = asyncio.create_task(self._runtime.wait(running.waiting.attempt))
         exiting.add_done_callback(lambda _: running.news.set())
         try:

@@ -31,7 +31,7 @@ from afield.plan import Plan, Watcher
 from afield.rundir import RunDir
 from afield.seams import Gateway, Runtime, Transport
 from afield.spool import Spool
-from afield.types import Finished, Group, Outcome, Reason, Rollout, Sampling, Split
+from afield.types import FailureKind, Finished, Group, Outcome, Reason, Rollout, Sampling, Split
 
 T = TypeVar("T")
 CLOSED = "the client is closed; open another one, on the same directory it goes on where this one was"
@@ -349,8 +349,11 @@ class RolloutClient:
             return
         if error := task.exception():
             future.fail(error)
-        else:
-            future.settle(task.result())
+            return
+        note = task.result()
+        failure = note.outcome.failure
+        if not future.settle(note) and failure and failure.kind is not FailureKind.POLICY:
+            self._ledger.forget(future.rollout.id)  # nobody waited: it ended because of that, or might have
 
     def _end(self, future: RolloutFuture, why: str) -> None:
         """From any thread: give up what nobody waits for."""
