@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from afield import wire
@@ -82,7 +83,7 @@ class Conductor:
         """What still runs is left undecided: another conductor of the same ledger goes on with it."""
         if exc[0] is None:
             if self._endings:
-                await asyncio.wait(self._endings, timeout=self._plan.deadlines.teardown_s)
+                await asyncio.wait(self._endings)  # each has a deadline of its own
             await self._notice.flush()
         for task in (*self._chores, *self._runs.values(), *self._endings):
             task.cancel()
@@ -374,33 +375,33 @@ class Conductor:
 
     async def _conclude(self, running: Running, failure: Failure | None, delivered: bool) -> None:
         """End what is left of an attempt that is decided; its agent in the background."""
-        attempt = running.waiting.attempt
         if failure:
-            await self._abort(attempt, failure.message)
-        linger_s = LINGER_S if delivered and running.exit is None else 0.0
-        ending = self._tasks.create_task(self._tear_down(attempt, linger_s))
+            await self._abort(running.waiting.attempt, failure.message)
+        ending = self._tasks.create_task(self._tear_down(running, LINGER_S if delivered else 0.0))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
-    async def _tear_down(self, attempt: Attempt, linger_s: float) -> None:
+    async def _tear_down(self, running: Running, linger_s: float) -> None:
         """End the agent's session wherever it runs; one that has just delivered may end by itself first."""
-        if linger_s:
-            await asyncio.wait(
-                [waiting := asyncio.create_task(self._runtime.wait(attempt))], timeout=linger_s
-            )
-            waiting.cancel()
-        teardown_s = self._plan.deadlines.teardown_s
+        attempt = running.waiting.attempt
+        left = running.exit
+        if left is None and linger_s:
+            with suppress(TimeoutError):
+                left = await asyncio.wait_for(self._runtime.wait(attempt), linger_s)
+        if left and not left.failure and not left.lingers:
+            return
         try:
-            async with asyncio.timeout(teardown_s):
-                await self._stop(attempt)
+            await self._stop(attempt)
         except TimeoutError:
+            teardown_s = self._plan.deadlines.teardown_s
             log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
         except AfieldError as error:
             log.warning("%s could not be stopped: %s", attempt.session_id, error)
 
     async def _stop(self, attempt: Attempt) -> None:
+        """Waiting for its turn does not count against the deadline."""
         while True:
-            async with self._limiter.calling():
+            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_s):
                 try:
                     return await self._runtime.stop(attempt)
                 except Throttled as error:

@@ -23,6 +23,7 @@ from afield.errors import Unavailable, UsageError, first_cause
 from afield.gather import Gatherer, Schedule, Validation
 from afield.learn import Learner, Recipe, StepLine, mean_metrics
 from afield.ledger import Ledger
+from afield.limiter import SharedLimiter
 from afield.plan import Watcher
 from afield.rundir import RunDir
 from afield.seams import Gateway, Runtime, Trainer, Transport
@@ -134,6 +135,9 @@ class Parts:
         self, gateway: Gateway, agents: Runtime, carrier: Transport, watcher: Watcher, val: Sequence[Task]
     ) -> Gatherer:
         await agents.check()
+        limiter = wiring.limiter(self.config)
+        if isinstance(limiter, SharedLimiter):
+            self.stack.callback(limiter.close)
         conductor = Conductor(
             self.plan,
             gateway=gateway,
@@ -142,7 +146,7 @@ class Parts:
             ledger=self.ledger,
             spool=self.spool,
             watcher=watcher,
-            limiter=wiring.limiter(self.config),
+            limiter=limiter,
         )
         await self.stack.enter_async_context(conductor)
         return Gatherer(

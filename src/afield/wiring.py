@@ -15,7 +15,7 @@ from typing import Any
 from afield.config import TrainConfig, agent_environment
 from afield.deadlines import Deadlines
 from afield.errors import UsageError
-from afield.limiter import Limiter, LocalLimiter, Pace, SharedLimiter, Unlimited
+from afield.limiter import LocalLimiter, Pace, SharedLimiter
 from afield.plan import Plan
 from afield.rundir import RunDir
 from afield.seams import Engine, EngineInfo, Runtime, Trainer, Transport
@@ -165,11 +165,11 @@ def transport(config: TrainConfig, run: RunDir) -> Transport:
     return made() if config.transport == "memory" else made(run.outcomes)
 
 
-def limiter(config: TrainConfig) -> Limiter:
+def limiter(config: TrainConfig) -> LocalLimiter | SharedLimiter:
     pace = Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
     if config.limiter_file:
         return SharedLimiter(pace, Path(config.limiter_file))
-    return LocalLimiter(pace) if pace != Pace() else Unlimited()
+    return LocalLimiter(pace)
 
 
 def trainer(config: TrainConfig) -> Trainer:

@@ -10,10 +10,13 @@ from afield.types import Attempt, Failure
 
 
 class Exit(Struct, frozen=True):
-    """An attempt no longer runs. `failure` is set when the place it ran in broke."""
+    """An attempt no longer runs. `failure` is set when the place it ran in broke; `lingers` when that
+    place is still there and costs something until it is stopped.
+    """
 
     failure: Failure | None = None
     log: str = ""
+    lingers: bool = False
 
 
 class Runtime(Protocol):
