@@ -46,7 +46,7 @@ from sim.life import Habits, life_of
 IDS = tuple(range(1, 1001))
 LOGPROBS = (-1.0,) * 1000
 PROMPT, REPLY = 32, 16  # tokens of a first prompt, and of what a tool answers
-REMEMBERED = 1000
+REMEMBERED = 100
 SAMPLING = Sampling()
 
 

@@ -44,6 +44,10 @@ class Setting(Struct, frozen=True, kw_only=True):
     straggler_s: float | None = 15.0
     habits: Habits = Habits()
 
+    def __post_init__(self) -> None:
+        if self.quorum > self.rollouts:
+            raise ValueError(f"a quorum of {self.quorum} of {self.rollouts} rollouts drops every group")
+
     @property
     def places(self) -> int:
         """Rollouts at once: all of a step where a step is waited for, else just enough to fill the engine.
