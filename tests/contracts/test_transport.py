@@ -138,6 +138,27 @@ async def test_losing_the_hints_loses_no_outcome(
     assert "found by a sweep" in caplog.text
 
 
+async def test_hints_that_a_killed_collector_had_leased_go_with_the_attempts_decision(tmp_path: Path) -> None:
+    one = invocation()
+    async with FilesTransport(tmp_path) as killed, FilesTransport(tmp_path) as next_one:
+        await killed.deliver(one, record(one))
+        assert await killed.hints(EXP, 1.0) == [Attempt("r", 1)]
+        await next_one.fence(waiting(), "restarted")
+        with contextlib.closing(filestore.open_hints(tmp_path)) as db:
+            assert db.execute("SELECT count(*) FROM notices").fetchone() == (0,)
+
+
+async def test_a_refused_outcome_gives_no_hint(files: FilesTransport) -> None:
+    one = invocation()
+    await files.fence(waiting(), "deadline")
+    assert not await files.deliver(one, record(one))
+    assert not deliver(
+        wire.convert(wire.to_builtins(one) | files.address(EXP), wire.Invocation, "it"), record(one)
+    )
+    with contextlib.closing(filestore.open_hints(file_root(files.address(EXP)["outcome_url"]))) as db:
+        assert db.execute("SELECT count(*) FROM notices").fetchone() == (0,)
+
+
 async def test_a_busy_hint_file_is_asked_again(files: FilesTransport) -> None:
     one = invocation()
     await files.deliver(one, record(one))

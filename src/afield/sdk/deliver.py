@@ -68,9 +68,10 @@ def _deliver_once(invocation: Invocation, record: OutcomeRecord) -> bool:
             stands = outcomes.deliver(store, invocation, record)
     else:
         stands = outcomes.deliver(filestore.FileStore(file_root(url)), invocation, record)
-        if not invocation.hint_url:
+        if stands and not invocation.hint_url:
             filestore.hint(file_root(url), invocation.exp_id, hint)
-    notify(invocation, hint)
+    if stands:  # nobody waits for one that was refused
+        notify(invocation, hint)
     return stands
 
 

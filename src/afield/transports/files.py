@@ -111,6 +111,10 @@ class SqliteNotifier:
         gone = [(one.receipt,) for one in leased]
         self._do(lambda db: db.executemany("DELETE FROM notices WHERE id = ?", gone))
 
+    async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
+        gone = [(exp_id, body.decode()) for body in bodies]
+        self._do(lambda db: db.executemany("DELETE FROM notices WHERE exp_id = ? AND body = ?", gone))
+
     async def dead(self, letter: Leased, reason: str) -> None:
         row = letter.exp_id, letter.body.decode("utf-8", "replace"), reason, self._clock()
 

@@ -8,7 +8,7 @@ nothing: the store is the truth.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
@@ -49,4 +49,17 @@ class Notifier(Protocol):
 
     async def dead(self, letter: Leased, reason: str) -> None:
         """Put it where dead letters lie, and take it out of the queue."""
+        ...
+
+
+@runtime_checkable
+class Clearing(Protocol):
+    """A notifier that can take out messages it has not handed out to us.
+
+    A collector that was killed holds leases; without this they run out after its work is done, and their
+    messages stay where nobody asks for them any more.
+    """
+
+    async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
+        """Messages of these very words are gone, whoever has leased them. Repeating it is harmless."""
         ...

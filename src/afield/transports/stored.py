@@ -20,7 +20,7 @@ from afield.errors import Unavailable, UsageError, WireError
 from afield.sdk import outcomes
 from afield.seams.transport import Fence, Waiting
 from afield.transports import decide, notices
-from afield.transports.notifier import Leased, Notifier
+from afield.transports.notifier import Clearing, Leased, Notifier
 from afield.transports.store import Store
 from afield.types import Attempt
 from afield.wire import Hint, Invocation, OutcomeRecord
@@ -99,9 +99,10 @@ class StoreTransport:
 
     async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
         stands = await self._call(outcomes.deliver, self.store, invocation, record)
-        hint = wire.encode(Hint(exp_id=invocation.exp_id, session_id=invocation.session_id))
+        if not stands:
+            return False
         try:
-            await self.notifier.send(invocation.exp_id, hint)
+            await self.notifier.send(invocation.exp_id, _hint(invocation.exp_id, invocation.session_id))
         except Unavailable as error:
             log.warning("no hint for %s (%s); it will be found by a sweep", invocation.session_id, error)
         return stands
@@ -162,6 +163,8 @@ class StoreTransport:
         done = [leased for attempt in attempts for leased in self._settle((exp_id, attempt))]
         try:
             await self.notifier.ack(done)
+            if isinstance(self.notifier, Clearing):
+                await self.notifier.clear(exp_id, [_hint(exp_id, attempt.session_id) for attempt in attempts])
         except Unavailable as error:
             self._queue_is_lost(error)
 
@@ -210,3 +213,7 @@ class StoreTransport:
         if not self._queue_lost:
             log.warning("no hints for now (%s); sweeps find what they would tell", error)
         self._queue_lost = True
+
+
+def _hint(exp_id: str, session_id: str) -> bytes:
+    return wire.encode(Hint(exp_id=exp_id, session_id=session_id))
