@@ -48,7 +48,7 @@ class Size(Struct, frozen=True, kw_only=True):
     batch: int = 10  # groups a step
     staleness: int = 2
     concurrency: int = 32
-    step_s: float = 0.8
+    step_s: float = 2.5
     work_s: float = 0.8  # of an agent between two calls, on average
     delay_s: float = 0.02  # of the engine before each chunk
     limit_s: float = 240.0
