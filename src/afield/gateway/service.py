@@ -237,12 +237,16 @@ class LocalGateway:
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)
-        await self._store.put_policy(Published(policy.version, path))
+        await self._store.put_policy(Published(self.tokens.name, policy.version, path))
 
     async def _serve_published(self) -> None:
         """After a restart an engine may have other weights than those that were published last."""
         published = self._store.policy
         if published is None or published.version == await self.version():
+            return
+        if published.model != self.tokens.name:
+            told = "version %d of %s was published here before; %s is another model and starts as it is"
+            log.warning(told, published.version, published.model, self.tokens.name)
             return
         try:
             await self.engine.load(published.version, published.path)

@@ -86,6 +86,9 @@ class SessionRow(Struct, frozen=True, kw_only=True):
 
 
 class Published(Struct, frozen=True):
+    """Weights of a model, and where they were read from."""
+
+    model: str
     version: int
     path: str
 
