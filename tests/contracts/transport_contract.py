@@ -3,7 +3,9 @@
 A backend is a place: each `transport()` is another door to it, as another process would open one.
 """
 
+import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -142,7 +144,7 @@ class TransportContract:
                         group.start_soon(commit, here if reward % 2 else there, float(reward))
                 standing = await here.decision(waiting(f"race-{i}"))
                 assert isinstance(standing, OutcomeRecord)
-                assert won in ([standing.outcome.reward], [])
+                assert won == [standing.outcome.reward]
 
     @pytest.mark.parametrize(
         "input_id",
@@ -238,6 +240,19 @@ class TransportContract:
     async def test_a_hint_that_is_late_for_a_fenced_attempt_goes_away(self, backend: Backend) -> None:
         async with backend.transport(lease_s=self.lease_s) as transport:
             await transport.fence(waiting(), "deadline")
+            await transport.notifier.send(EXP, hint("r.1"))
+            assert await transport.hints(EXP, 2.5 * self.lease_s) == []
+            assert await backend.dead_letters(transport, EXP) == []
+
+    async def test_a_hint_that_comes_long_after_a_sweep_is_not_handed_out(self, backend: Backend) -> None:
+        one = invocation()
+        async with backend.transport(lease_s=self.lease_s) as transport:
+            transport.store.put_if_absent(one.data_key, wire.encode(record(one)))
+            commit = wire.CommitRecord(session_id="r.1", data_key=one.data_key)
+            transport.store.put_if_absent(one.commit_key, wire.encode(commit))
+            assert await transport.sweep([waiting()]) == [Attempt("r", 1)]
+            assert await transport.decision(waiting()) == record(one)
+            await transport.acknowledge(EXP, [Attempt("r", 1)])
             await transport.notifier.send(EXP, hint("r.1"))
             assert await transport.hints(EXP, 2.5 * self.lease_s) == []
             assert await backend.dead_letters(transport, EXP) == []
@@ -365,3 +380,38 @@ class AgentsContract:
             assert not await anyio.to_thread.run_sync(sdk_deliver, one, record(one, 0.0))
             assert await anyio.to_thread.run_sync(sdk_deliver, one, record(one, 0.75))
             assert await transport.late(EXP) == [Attempt("r", 1)]
+
+    async def test_of_several_processes_one_wins(self, backend: Backend) -> None:
+        async with backend.transport() as transport:
+            where = {"outcome_url": None, **transport.address(EXP)}
+            tried = [invocation(f"race-{i}", **where) for i in range(4)]
+            documents = [wire.encode(one).decode() for one in tried]
+            said = await asyncio.gather(*(_committer(float(n), documents) for n in range(4)))
+            standing = [await transport.decision(waiting(f"race-{i}")) for i in range(4)]
+        for i, one in enumerate(standing):
+            assert isinstance(one, OutcomeRecord) and one.outcome.reward is not None
+            won = [float(n) for n, answers in enumerate(said) if answers[i]]
+            assert won == [one.outcome.reward]
+
+
+COMMITTER = """
+import json, sys
+from afield import wire
+from afield.sdk.deliver import deliver
+from afield.types import Outcome
+
+reward, documents = json.load(sys.stdin)
+answers = []
+for document in documents:
+    one = wire.decode(document, wire.Invocation, "test")
+    outcome = Outcome(rollout_id=one.rollout_id, attempt=one.attempt, reward=reward)
+    answers.append(deliver(one, wire.OutcomeRecord.of(one, outcome)))
+print(json.dumps(answers))
+"""
+
+
+async def _committer(reward: float, documents: list[str]) -> list[bool]:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", COMMITTER, stdin=pipe, stdout=pipe)
+    out, _ = await asyncio.wait_for(process.communicate(json.dumps([reward, documents]).encode()), 60)
+    return json.loads(out)

@@ -7,24 +7,40 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import anyio
 import pytest
 
 import servers
+from afield import wire
+from afield.errors import Unavailable
 from afield.sdk import s3store
+from afield.sdk.deliver import deliver
+from afield.seams.transport import Waiting
 from afield.transports.files import FilesStore
 from afield.transports.nats import NatsNotifier
 from afield.transports.redis import RedisNotifier
 from afield.transports.s3 import S3Outcomes
 from afield.transports.sqs import SqsNotifier
 from afield.transports.stored import StoreTransport
-from contracts.transport_contract import AgentsContract, Backend, TransportContract
+from afield.types import Attempt
+from agents.invoking import EXP, invocation, record
+from contracts.transport_contract import (
+    AgentsContract,
+    Backend,
+    TransportContract,
+    every_hint,
+    hint,
+    waiting,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 REGION = "us-east-1"
+T = TypeVar("T")
 Get = Callable[[str], servers.Server]
 
 
@@ -106,3 +122,167 @@ class TestRealServers(TransportContract, AgentsContract):
         self, request: pytest.FixtureRequest, server: Get, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> Backend:
         return make(request.param, server, monkeypatch, tmp_path)
+
+
+# --- S3 and SQS: what only they have ------------------------------------------------------------------
+
+
+@pytest.fixture
+def cloud(server: Get, monkeypatch: pytest.MonkeyPatch) -> Cloud:
+    url = server("moto").url
+    point_agents(monkeypatch, url, url)
+    return Cloud("moto", url, url)
+
+
+def queue(cloud: Cloud, name: str) -> str:
+    sqs = s3store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
+    return sqs.create_queue(QueueName=f"{cloud.prefix}-{name}")["QueueUrl"]
+
+
+def on_queue(cloud: Cloud, url: str, **rest: Any) -> StoreTransport:
+    notifier = SqsNotifier(url, endpoint=cloud.sqs_url, region=REGION, lease_s=1, **rest)
+    return StoreTransport(S3Outcomes(cloud.bucket, endpoint=cloud.s3_url, region=REGION), notifier)
+
+
+async def test_events_of_the_bucket_are_hints(cloud: Cloud) -> None:
+    """The agent sends no message: the bucket does, for its data and for its commit."""
+    url = queue(cloud, "events")
+    s3 = s3store.client("s3", endpoint=cloud.s3_url, region=REGION)
+    arn = f"arn:aws:sqs:{REGION}:123456789012:{cloud.prefix}-events"
+    events = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"]}]}
+    s3.put_bucket_notification_configuration(Bucket=cloud.bucket, NotificationConfiguration=events)
+    async with on_queue(cloud, url) as transport:
+        one = invocation(outcome_url=None, s3_bucket=cloud.bucket, input_id="a b/ü+c")
+        assert await anyio.to_thread.run_sync(deliver, one, record(one))
+        assert await every_hint(transport, 1) == {Attempt("r", 1)}
+        assert await transport.decision(waiting(input_id="a b/ü+c")) == record(one)
+        await transport.acknowledge(EXP, [Attempt("r", 1)])
+        assert await transport.hints(EXP, 2.5) == []
+
+
+async def test_a_shared_queue_leaves_each_experiment_its_own(cloud: Cloud) -> None:
+    url = queue(cloud, "shared")
+    async with on_queue(cloud, url) as here, on_queue(cloud, url) as there:
+        await here.notifier.send("theirs", hint("r.1", "theirs"))
+        await here.notifier.send(EXP, hint("r.2"))
+        found = await every_hint(here, 1)
+        assert found == {Attempt("r", 2)}
+        await here.acknowledge(EXP, list(found))
+        assert await here.hints(EXP, 1) == []
+        with anyio.fail_after(20):
+            while not (theirs := await there.hints("theirs", 1)):
+                pass
+        assert theirs == [Attempt("r", 1)]
+
+
+@pytest.mark.parametrize("how", ["told", "redrive"])
+async def test_dead_letters_go_where_the_queue_says(cloud: Cloud, how: str) -> None:
+    url, dead = queue(cloud, "live"), queue(cloud, "dead")
+    sqs = s3store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
+    if how == "redrive":
+        arn = sqs.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
+        policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 50})
+        sqs.set_queue_attributes(QueueUrl=url, Attributes={"RedrivePolicy": policy})
+    async with on_queue(cloud, url, dead_url=dead if how == "told" else None) as transport:
+        await transport.notifier.send(EXP, b"gibberish")
+        assert await transport.hints(EXP, 2) == []
+    [letter] = sqs.receive_message(QueueUrl=dead, MessageAttributeNames=["All"])["Messages"]
+    assert letter["Body"] == "gibberish" and "reason" in letter["MessageAttributes"]
+
+
+async def test_a_letter_without_a_place_is_kept_and_blocks_nobody(
+    cloud: Cloud, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with on_queue(cloud, queue(cloud, "bare")) as transport:
+        await transport.notifier.send(EXP, b"gibberish")
+        await transport.notifier.send(EXP, hint("r.1"))
+        assert await every_hint(transport, 1) == {Attempt("r", 1)}
+    assert "give it a redrive policy" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["moto", "seaweedfs"])
+async def test_thousands_of_attempts_are_listed_in_pages(
+    name: str, server: Get, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    backend = make(name, server, monkeypatch, tmp_path)
+    every = [waiting(f"r{i}") for i in range(2100)]
+    async with backend.transport() as transport:
+
+        def put(one: Waiting) -> None:
+            commit = wire.CommitRecord(session_id=one.attempt.session_id, fenced="old")
+            transport.store.put_if_absent(wire.commit_key(EXP, one.attempt.session_id), wire.encode(commit))
+
+        with ThreadPoolExecutor(16) as pool:
+            await anyio.to_thread.run_sync(lambda: list(pool.map(put, every[:2050])))
+        assert await transport.sweep(every) == [one.attempt for one in every[:2050]]
+
+
+# --- servers that go away ------------------------------------------------------------------------------
+
+
+async def patiently(call: Callable[[], Awaitable[T]], seconds: float = 60) -> T:
+    """As a collector does: tried again until the store is back."""
+    with anyio.fail_after(seconds):
+        while True:
+            try:
+                return await call()
+            except Unavailable:
+                await anyio.sleep(0.5)
+
+
+async def test_a_store_that_goes_away_is_named_and_waited_for(
+    server: Get, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    backend = make("seaweedfs", server, monkeypatch, tmp_path)
+    one, two = invocation(), invocation(n=2)
+    async with backend.transport() as transport:
+        assert await transport.deliver(one, record(one))
+        server("seaweedfs").stop()
+        try:
+            for call in (
+                lambda: transport.decision(waiting()),
+                lambda: transport.deliver(two, record(two)),
+                lambda: transport.fence(waiting(n=3), "late"),
+                lambda: transport.sweep([waiting()]),
+            ):
+                with pytest.raises(Unavailable, match=f"{server('seaweedfs').url}.*is the endpoint right"):
+                    await call()
+        finally:
+            server("seaweedfs").start()
+        assert await patiently(lambda: transport.deliver(two, record(two)))
+        assert await patiently(lambda: transport.decision(waiting())) == record(one)
+        assert await transport.decision(waiting(n=2)) == record(two)
+        assert await transport.decision(waiting(n=3)) is None
+
+
+@pytest.mark.parametrize("name", ["nats", "redis"])
+async def test_a_queue_that_goes_away_costs_hints_and_no_outcome(
+    name: str,
+    server: Get,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = make(name, server, monkeypatch, tmp_path)
+    one, two = invocation(), invocation(n=2)
+    async with backend.transport() as transport:
+        assert await transport.hints(EXP, 0) == []
+        server(f"{name}_server").stop()
+        try:
+            assert await transport.deliver(one, record(one))
+            assert await transport.hints(EXP, 1) == []
+            assert await transport.sweep([waiting()]) == [Attempt("r", 1)]
+            assert await transport.decision(waiting()) == record(one)
+        finally:
+            server(f"{name}_server").start()
+        assert "found by a sweep" in caplog.text and "no hints for now" in caplog.text
+        await anyio.sleep(3)
+        assert await transport.deliver(two, record(two))
+        assert Attempt("r", 2) in await every_hint(transport, 1)
+
+
+async def test_a_queue_that_is_not_there_is_named_at_the_start(tmp_path: Path) -> None:
+    [port] = servers.free_ports(1)
+    for notifier in (NatsNotifier(f"nats://127.0.0.1:{port}"), RedisNotifier(f"redis://127.0.0.1:{port}")):
+        with pytest.raises(Unavailable, match=rf"127\.0\.0\.1:{port}.*server running there"):
+            await StoreTransport(FilesStore(tmp_path), notifier).__aenter__()

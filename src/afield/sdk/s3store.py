@@ -7,6 +7,7 @@ endpoint boto3 looks for one itself: AWS_ENDPOINT_URL, a profile, or AWS.
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -33,7 +34,6 @@ _making = threading.Lock()
 def client(service: str, *, endpoint: str | None = None, region: str | None = None, pool: int = 4) -> Any:
     """boto3 clients have no static types."""
     try:
-        import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
@@ -45,14 +45,22 @@ def client(service: str, *, endpoint: str | None = None, region: str | None = No
         max_pool_connections=pool,
     )
     try:
-        # Sessions are not safe to make clients from several threads at once.
         with _making:
-            session = boto3.Session(region_name=region)
-            return session.client(service, endpoint_url=endpoint, config=config)
+            return _session(region).client(service, endpoint_url=endpoint, config=config)
+    except ImportError as error:
+        raise UsageError(f"{service} needs boto3: pip install 'afield[aws]'") from error
     except (BotoCoreError, ValueError) as error:
         raise UsageError(
             f"no {service} client: {error}; set AWS_REGION, or give region and endpoint"
         ) from error
+
+
+@functools.cache
+def _session(region: str | None) -> Any:
+    """One for all: it remembers what takes long to load. Clients are made from it one at a time."""
+    import boto3
+
+    return boto3.Session(region_name=region)
 
 
 def called(call: Callable[[], T], what: str) -> T:
