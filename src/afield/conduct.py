@@ -213,9 +213,11 @@ class Conductor:
 
     async def _resume(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome | None:
         """An attempt somebody before us began: its outcome if it has one or gets one, else it is given up."""
-        self._notice.inherit()
         running = Running(rollout, attempt, born)
-        if await self._decision(running.waiting) is None and await self._lives(attempt):
+        decided = await self._decision(running.waiting)
+        if not isinstance(decided, Fence):  # nobody tells of a fence
+            self._notice.inherit()
+        if decided is None and await self._lives(attempt):
             log.info("%s still runs and is waited for", attempt.session_id)
             running.progress.launched = _now()
             return await self._decide(running, await self._await_outcome(running))
