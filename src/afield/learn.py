@@ -125,6 +125,7 @@ class Learner:
             if barren == PATIENCE:
                 often = usual_failure(batch.finished)
                 raise Fruitless(f"{PATIENCE} steps without a single reward; most often: {often}")
+            del batch  # or it would be held while the next one is read
 
     def _restore(self) -> StepState:
         state = self._run.last_state()

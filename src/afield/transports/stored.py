@@ -31,6 +31,7 @@ FEW = 64
 TIMES = 10
 AWAY_S = 2.0
 REMEMBERED = 50_000
+SETTLED = 4_096  # a hint for one that is forgotten again is told once more, and acknowledged then
 P = ParamSpec("P")
 T = TypeVar("T")
 Named = tuple[str, Attempt]
@@ -201,7 +202,7 @@ class StoreTransport:
     def _settle(self, named: Named) -> list[Leased]:
         """Nobody needs a hint for this one any more; gives back the message that waited for it alone."""
         self._settled[named] = None
-        while len(self._settled) > REMEMBERED:
+        while len(self._settled) > SETTLED:
             self._settled.popitem(last=False)
         held = self._held.pop(named, None)
         if held is None:
