@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from sim.checks import fairness, latest, problems
@@ -38,8 +40,7 @@ def run_all(seed: int) -> dict[str, Result]:
     results: dict[str, Result] = {}
     for name, setting in SETTINGS.items():
         began = time.monotonic()
-        values = {field: getattr(setting, field) for field in setting.__struct_fields__}
-        results[name] = simulate(Setting(**values | {"seed": seed}))
+        results[name] = simulate(structs.replace(setting, seed=seed))
         print(f"  seed {seed}, {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return results
 
@@ -96,7 +97,7 @@ def met(told: dict[str, Any]) -> bool:
 
 
 def table(results: dict[str, Result]) -> list[str]:
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for name, run in results.items():
         numbers = (f"{run.seconds:.1f}", f"{run.rate:.3f}", f"{run.busy:.1%}", f"{run.filled:.1%}")
         rows.append((name, *numbers, f"{run.waste:.2%}", f"{run.floor:.2%}", str(run.stalest), str(run.cut)))

@@ -6,20 +6,16 @@ from collections import Counter
 
 from ks import p_value
 
-from afield.gather import Schedule
-from afield.types import Task
 from sim.life import life_of
-from sim.run import Result
+from sim.run import Result, schedule_of
 
 FRESH = 1_000_003  # a seed whose lives nobody has lived
 
 
 def wishes(result: Result) -> list[str]:
     """The groups of the data set, in their order."""
-    setting = result.setting
-    tasks = [Task(f"t{n}", {}) for n in range(setting.groups)]
-    schedule = Schedule(tasks, "sim", setting.seed)
-    return [schedule.wish(n).id for n in range(setting.groups)]
+    schedule = schedule_of(result.setting)
+    return [schedule.wish(n).id for n in range(result.setting.groups)]
 
 
 def problems(result: Result) -> list[str]:

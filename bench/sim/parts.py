@@ -263,16 +263,16 @@ class SimulatedTrainer:
     """Looks at what it is given and lets the time of a step pass. `spend` blocks the thread for it."""
 
     def __init__(self, seconds: float, engine: Engine, spend: Callable[[float], None]) -> None:
-        self._seconds, self._engine, self._spend = seconds, engine, spend
+        self.engine, self._seconds, self._spend = engine, seconds, spend
         self.steps: list[Step] = []
         self.tokens = 0
 
     def step(self, groups: Sequence[Group]) -> StepReport:
-        version = self._engine.version
+        version = self.engine.version
         trained = [f for g in groups for f in g.finished if f.outcome.reward_or_floor(0.0) is not None]
         lows = [span.low for f in trained for t in f.trajectories for span in t.versions]
         step = Step(
-            at=self._engine.now,
+            at=self.engine.now,
             version=version,
             groups=tuple(g.id for g in groups),
             rollouts=tuple(f.rollout.id for f in trained),

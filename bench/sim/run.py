@@ -26,6 +26,7 @@ from sim.life import Habits
 from sim.parts import SimulatedGateway, SimulatedRuntime, SimulatedTrainer, Step
 from virtual_time import VirtualLoop, run
 
+OnStep = Callable[[StepLine, RunDir, SimulatedTrainer], None]
 RUNNING_PER_CALL = 1.7  # a rollout is at its tools for 35 % of its life, at full speed
 
 
@@ -115,18 +116,13 @@ def simulate(
     setting: Setting,
     *,
     transport: Callable[[Path], Transport] = lambda _: MemoryTransport(),
-    on_step: Callable[[StepLine, RunDir, SimulatedTrainer], None] = lambda *_: None,
+    on_step: OnStep = lambda *_: None,
 ) -> Result:
     with tempfile.TemporaryDirectory(prefix="afield-") as directory:
         return run(_simulate(setting, RunDir(Path(directory)), transport(Path(directory)), on_step))
 
 
-async def _simulate(
-    setting: Setting,
-    record: RunDir,
-    transport: Transport,
-    on_step: Callable[[StepLine, RunDir, SimulatedTrainer], None],
-) -> Result:
+async def _simulate(setting: Setting, record: RunDir, transport: Transport, on_step: OnStep) -> Result:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     engine = Engine(setting.total, setting.each)
@@ -134,30 +130,13 @@ async def _simulate(
     runtime = SimulatedRuntime(setting.habits, setting.seed, gateway, transport)
     trainer = SimulatedTrainer(setting.step_s, engine, loop.spend)
     counting = Counting()
+    plan, spool, schedule = plan_of(setting), Spool(record.spool), schedule_of(setting)
     window = Window(
         mode=setting.mode, groups=setting.groups, batch=setting.batch, staleness=setting.staleness
     )
-    tasks = [Task(f"t{n}", {}) for n in range(setting.groups)]
-    schedule = Schedule(tasks, "sim", setting.seed)
-    plan = Plan(
-        exp_id="sim",
-        model_id="policy",
-        rollouts=setting.rollouts,
-        quorum=setting.quorum,
-        straggler_s=setting.straggler_s,
-        concurrency=setting.places,
-    )
-    spool = Spool(record.spool)
     with Ledger(record.ledger) as ledger:
-        conductor = Conductor(
-            plan,
-            gateway=gateway,
-            runtime=runtime,
-            transport=transport,
-            ledger=ledger,
-            spool=spool,
-            watcher=counting,
-        )
+        parts = {"gateway": gateway, "runtime": runtime, "transport": transport}
+        conductor = Conductor(plan, **parts, ledger=ledger, spool=spool, watcher=counting)
         learner = Learner(
             window,
             Recipe(policy="policy"),
@@ -176,6 +155,28 @@ async def _simulate(
                 halves.create_task(gatherer.run())
                 halves.create_task(learner.run())
             seconds = loop.time()
+    return result_of(setting, seconds, runtime, trainer, counting.cut)
+
+
+def schedule_of(setting: Setting) -> Schedule:
+    return Schedule([Task(f"t{n}", {}) for n in range(setting.groups)], "sim", setting.seed)
+
+
+def plan_of(setting: Setting) -> Plan:
+    return Plan(
+        exp_id="sim",
+        model_id="policy",
+        rollouts=setting.rollouts,
+        quorum=setting.quorum,
+        straggler_s=setting.straggler_s,
+        concurrency=setting.places,
+    )
+
+
+def result_of(
+    setting: Setting, seconds: float, runtime: SimulatedRuntime, trainer: SimulatedTrainer, cut: int
+) -> Result:
+    engine = trainer.engine
     return Result(
         setting=setting,
         seconds=seconds,
@@ -186,9 +187,9 @@ async def _simulate(
         trained=trainer.tokens,
         attempts=runtime.launched,
         died=runtime.died,
-        cut=counting.cut,
+        lost=runtime.lost,
+        cut=cut,
         stalest=max((step.stalest for step in trainer.steps), default=0),
         steps=trainer.steps,
-        lost=runtime.lost,
         served=engine.served,
     )
