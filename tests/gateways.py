@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -68,9 +69,10 @@ async def running(
     *,
     tries: int = 1,
     outlet: Transport | None = None,
+    listener: socket.socket | None = None,
 ) -> AsyncIterator[Running]:
     """A gateway that is served. `tries` is how often a call may break before it fails."""
-    listener = listen("127.0.0.1", 0)
+    listener = listener or listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     tokens = ChatTokens.load(model)
     pool = Pool({"engine": engine}, tries=tries)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import shutil
 import sqlite3
 import sys
 import threading
@@ -27,6 +28,7 @@ from afield.gateway.service import LocalGateway
 from afield.gateway.store import Store
 from afield.sdk.alive import Alive
 from afield.sdk.entry import entry_of
+from afield.sdk.listen import listen
 from afield.sdk.runner import Runner
 from afield.seams import Call, Chunk, SessionSpec, SessionState
 from afield.tokens import ChatTokens
@@ -264,6 +266,30 @@ async def test_a_server_that_does_not_know_the_route_is_left_alone(status: int, 
         server.server_close()
 
 
+async def test_signs_of_life_go_on_after_a_gateway_was_away(tmp_path: Path) -> None:
+    alive = Alive(first_s=0.0, every_s=0.05)
+    listener = listen("127.0.0.1", 0)
+    try:
+        async with running(yes(), tmp_path, listener=listener) as up:
+            for n in range(40):
+                ticket = await up.client.open(SessionSpec(id=f"r{n}.1"))
+                made = structs.replace(invocation(f"r{n}"), base_url=ticket.base_url, api_key=ticket.api_key)
+                alive.keep(made)
+
+            async def all_seen() -> bool:
+                states = await up.client.states([f"r{n}.1" for n in range(40)])
+                return all(s.unseen_s is not None and s.unseen_s < 0.5 for s in states.values())
+
+            await until(all_seen)
+            port = listener.getsockname()[1]
+        await asyncio.sleep(0.2)
+        async with running(yes(), tmp_path, listener=listen("127.0.0.1", port)) as up:
+            await until(all_seen)
+    finally:
+        for n in range(40):
+            alive.drop(f"r{n}.1")
+
+
 # --- weights, failures, memory --------------------------------------------------------------------
 
 
@@ -278,6 +304,20 @@ async def test_the_published_policy_is_served_again_after_a_restart(tmp_path: Pa
         agent = await up.agent()
         await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
         assert (await state_of(up)).versions == (7, 7)
+
+
+async def test_weights_of_another_model_are_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "another-model"
+    await asyncio.to_thread(shutil.copytree, POLICY, other)
+    async with running(yes(), tmp_path) as up:
+        await up.client.publish(Policy("p", 7), "weights/7")
+    engine = yes()
+    async with running(engine, tmp_path, other) as up:
+        assert engine.loaded == []
+        assert await up.client.version() == 0
+    assert any("another-model is another model" in r.getMessage() for r in caplog.records)
 
 
 class Strict(ScriptedEngine):

@@ -1,6 +1,6 @@
 """Signs of life: while an agent runs, its session is told so every few seconds.
 
-One daemon thread does it for all sessions of the process, over one connection per gateway. Nothing here
+One daemon thread does it for all sessions of the process, over a few connections per gateway. Nothing here
 ever disturbs an agent: a gateway that does not answer is asked again later, and whoever does not know the
 route (a server that is no afield gateway) is left alone after its first answer. A session that the
 gateway gave up is logged once.
@@ -12,6 +12,8 @@ import http.client
 import logging
 import threading
 import time
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +25,8 @@ log = logging.getLogger("afield.sdk")
 FIRST_S = 1.0  # sessions that are over sooner cost nothing
 EVERY_S = 3.0
 TIMEOUT_S = 2.0
+AT_ONCE = 16
+Place = tuple[str, str]  # scheme and host
 
 
 class _Watched:
@@ -31,7 +35,7 @@ class _Watched:
         self.session_id = invocation.session_id
         self.gateway = (parts.scheme, parts.netloc)
         self.path = f"{parts.path.rstrip('/')}/alive"
-        self.key = invocation.api_key
+        self.headers = {"Authorization": f"Bearer {invocation.api_key}", "Content-Type": "application/json"}
         self.due = due
 
 
@@ -44,7 +48,7 @@ class Alive:
         self._changed = threading.Condition()
         self._kept: dict[str, _Watched] = {}
         self._thread: threading.Thread | None = None
-        self._links: dict[tuple[str, str], http.client.HTTPConnection] = {}
+        self._links: dict[Place, list[http.client.HTTPConnection]] = {}
 
     def keep(self, invocation: Invocation) -> None:
         with self._changed:
@@ -62,15 +66,30 @@ class Alive:
 
     def _post_all(self) -> None:
         while True:
-            silent: set[tuple[str, str]] = set()
-            for watched in self._take_due():
-                if watched.gateway in silent or self._kept.get(watched.session_id) is not watched:
-                    continue
+            due = sorted(self._take_due(), key=attrgetter("gateway"))
+            for gateway, group in groupby(due, key=attrgetter("gateway")):
                 try:
-                    self._heard(watched, *self._post(watched))
+                    self._post_group(gateway, list(group))
                 except (OSError, http.client.HTTPException):
-                    self._hang_up(watched.gateway)
-                    silent.add(watched.gateway)
+                    self._hang_up(gateway)  # it does not answer; all of them are due again soon
+
+    def _post_group(self, gateway: Place, group: list[_Watched]) -> None:
+        """Several are asked before the first answer is awaited, so that a far gateway is no slow one."""
+        for start in range(0, len(group), AT_ONCE):
+            kept = [w for w in group[start : start + AT_ONCE] if self._kept.get(w.session_id) is w]
+            links = self._links.setdefault(gateway, [])
+            fresh = len(kept) - len(links)
+            links += [_link(gateway) for _ in range(fresh)]
+            asked = [(w, link, _ask(w, link)) for w, link in zip(kept, links, strict=False)]
+            for n, (watched, link, sent) in enumerate(asked):
+                answer = _answer(link) if sent else None
+                if answer is None:  # the connection was closed while nobody used it
+                    link.close()
+                    links[n] = link = _link(gateway)
+                    link.request("POST", watched.path, b"{}", watched.headers)
+                    response = link.getresponse()
+                    answer = response.status, response.read()
+                self._heard(watched, *answer)
 
     def _take_due(self) -> list[_Watched]:
         """Waits until some are due."""
@@ -84,22 +103,8 @@ class Alive:
                 dues = [watched.due for watched in self._kept.values()]
                 self._changed.wait(min(dues) - now if dues else None)
 
-    def _post(self, watched: _Watched) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {watched.key}", "Content-Type": "application/json"}
-        fresh = watched.gateway not in self._links
-        link = self._links[watched.gateway] = self._links.get(watched.gateway) or _link(watched.gateway)
-        try:
-            link.request("POST", watched.path, b"{}", headers)
-            response = link.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            if fresh:
-                raise
-        self._hang_up(watched.gateway)  # it was closed while nobody used it
-        return self._post(watched)
-
-    def _hang_up(self, gateway: tuple[str, str]) -> None:
-        if link := self._links.pop(gateway, None):
+    def _hang_up(self, gateway: Place) -> None:
+        for link in self._links.pop(gateway, ()):
             link.close()
 
     def _heard(self, watched: _Watched, status: int, body: bytes) -> None:
@@ -119,10 +124,32 @@ class Alive:
 PROCESS = Alive()
 
 
-def _link(gateway: tuple[str, str]) -> http.client.HTTPConnection:
+def _link(gateway: Place) -> http.client.HTTPConnection:
     scheme, place = gateway
     made = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
     return made(place, timeout=TIMEOUT_S)
+
+
+def _ask(watched: _Watched, link: http.client.HTTPConnection) -> bool:
+    """Whether it went out; not so over a connection that was closed meanwhile. Raises if nobody is there."""
+    new = link.sock is None
+    try:
+        link.request("POST", watched.path, b"{}", watched.headers)
+    except (OSError, http.client.HTTPException):
+        if new:
+            raise
+        return False
+    return True
+
+
+def _answer(link: http.client.HTTPConnection) -> tuple[int, bytes] | None:
+    try:
+        response = link.getresponse()
+        return response.status, response.read()
+    except TimeoutError:
+        raise
+    except (OSError, http.client.HTTPException):
+        return None
 
 
 def _phase(body: bytes) -> str:
