@@ -135,6 +135,7 @@ class Learner:
             return StepState(0, 0, (), {})
         self._trainer.restore(self._run.checkpoint(state.step))
         self._ledger.take(state.step, state.groups, state.trained)
+        self._drop(state.groups)  # unless it was killed before it could
         return state
 
     async def _step(self, step: int) -> Batch:
@@ -212,11 +213,15 @@ class Learner:
         partial.rename(final)
         self._ledger.take(step, groups, trained)
         self._run.append_metrics(state.metrics)
-        for group in batch.groups:
-            for finished in everyone(group):
-                self._spool.drop(finished.rollout.id)
+        self._drop(groups)
         recipe = self._recipe
         self._run.prune(keep_checkpoints=recipe.keep_checkpoints, keep_weights=recipe.keep_weights)
+
+    def _drop(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            members, baseline = self._ledger.members(group_id)
+            for rollout_id in (*members, *([baseline] if baseline else [])):
+                self._spool.drop(rollout_id)
 
     async def _publish(self, step: int, version: int) -> None:
         path = self._run.weights(version)
