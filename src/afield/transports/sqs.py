@@ -76,9 +76,12 @@ class SqsNotifier:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
             self._sqs.close()
+            self._sqs = None
 
     def address(self, exp_id: str) -> dict[str, Any]:
         """Makes the queue at the first time, which takes a moment."""
+        if self._sqs is None:
+            raise UsageError("a transport is used before 'async with' or after it")
         return {"sqs_url": self._queue(exp_id)}
 
     async def send(self, exp_id: str, body: bytes) -> None:
