@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from afield.deadlines import Deadlines, Progress, overdue
 from afield.errors import Throttled, Unavailable
-from afield.limiter import LocalLimiter, Pace
+from afield.limiter import LocalLimiter, Pace, Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
 from afield.seams import Exit, Fence, SessionState, Waiting
@@ -144,6 +146,38 @@ async def test_cancelling_ends_the_session_and_refuses_what_comes_late(tmp_path:
                 await asyncio.sleep(0.02)
         assert await b.transport.late("exp") == [Attempt("r", 1)]
         assert isinstance(await b.transport.decision(waiting("r")), Fence)
+
+
+async def test_cancelling_does_not_wait_for_a_turn_or_for_a_launch(tmp_path: Path) -> None:
+    class Stuck(InlineRuntime):
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            launching.set()
+            await asyncio.Event().wait()
+
+    class One(Unlimited):
+        """The next turn never comes."""
+
+        @asynccontextmanager
+        async def launching(self) -> AsyncIterator[None]:
+            if launching.is_set():
+                await asyncio.Event().wait()
+            yield
+
+    launching = asyncio.Event()
+    transport = MemoryTransport()
+    async with (
+        bench(tmp_path, good) as b,
+        Stuck(good, transport.deliver) as stuck,
+        b.conducting(runtime=stuck, limiter=One()) as (_, conductor),
+    ):
+        first = conductor.start(rollout("first"))
+        await launching.wait()
+        second = conductor.start(rollout("second"))
+        for name, running in (("first", first), ("second", second)):
+            conductor.cancel(name, "no longer wanted")
+            note = await asyncio.wait_for(running, 10)
+            assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED
+        assert (await b.up.client.state("first.1")).phase != "open"
 
 
 async def test_a_rollout_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:

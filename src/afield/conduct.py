@@ -261,14 +261,15 @@ class Conductor:
         deadlines = self._plan.deadlines
         try:
             while True:
-                async with asyncio.timeout(deadlines.queue_s) as queueing, self._limiter.launching():
+                async with running.bounded(deadlines.queue_s) as queueing, self._limiter.launching():
                     queueing.reschedule(None)
                     try:
                         return await self._start(running)
                     except Throttled as error:
                         self._limiter.throttled(error.retry_after_s)
         except TimeoutError:
-            return _broken(f"it was not launched within {deadlines.queue_s:g} s", Reason.LAUNCH)
+            late = _broken(f"it was not launched within {deadlines.queue_s} s", Reason.LAUNCH)
+            return running.verdict or late
         except RolloutFailure as error:
             return error.failure
         except Unavailable:
@@ -283,10 +284,11 @@ class Conductor:
             return running.verdict
         start_s = self._plan.deadlines.start_s
         try:
-            async with asyncio.timeout(start_s):
+            async with running.bounded(start_s):
                 await self._runtime.launch(attempt, payload)
         except TimeoutError:
-            return _broken(f"the agent had not taken its payload after {start_s:g} s", Reason.TIMEOUT)
+            late = _broken(f"the agent had not taken its payload after {start_s:g} s", Reason.TIMEOUT)
+            return running.verdict or late
         except Unavailable as error:
             return _broken(str(error), Reason.LAUNCH)
         running.progress.launched = _now()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 
 from afield.deadlines import Progress, overdue
 from afield.errors import Unavailable
@@ -34,6 +35,7 @@ class Running:
         self.news = asyncio.Event()
         self.exit: Exit | None = None
         self.verdict: Failure | None = None
+        self._limit: asyncio.Timeout | None = None
 
     @property
     def launched(self) -> bool:
@@ -46,6 +48,18 @@ class Running:
     def give_up(self, failure: Failure) -> None:
         self.verdict = self.verdict or failure
         self.news.set()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    @asynccontextmanager
+    async def bounded(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+        """`asyncio.timeout` that giving the attempt up cuts short."""
+        async with asyncio.timeout(seconds) as limit:
+            outer, self._limit = self._limit, limit
+            try:
+                yield limit
+            finally:
+                self._limit = outer
 
 
 class Noticer:
