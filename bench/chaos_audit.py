@@ -135,6 +135,40 @@ def died_with_agents(kills: Iterable[Kill], decided: dict[str, Decided]) -> set[
     return dead
 
 
+def selection(
+    trained: Sequence[Trained], decided: dict[str, Decided], dead: set[str], notes: Path
+) -> dict[str, Any]:
+    """Whether anything but kills of agents chose among attempts, and how long attempts meant to be.
+
+    `discarded` delivered an outcome that was not trained; `given_up` were fenced though their agent lived.
+    """
+    meant = {
+        line["session"]: int(line["turns"])
+        for path in notes.glob("agents-*.jsonl")
+        for line in _lines(path)
+        if line["what"] == "began"
+    }
+    counted = {t.session_id for t in trained}
+    return {
+        "discarded": sum(not d.fenced and session not in counted for session, d in decided.items()),
+        "given_up": sum(bool(d.fenced) and session not in dead for session, d in decided.items()),
+        "turns_meant": mean([n for session, n in meant.items() if session.endswith(".1")]),
+        "turns_meant_by_dead": mean([n for session, n in meant.items() if session in dead]),
+        "turns": mean([len(t.calls) for t in trained]),
+        "tokens": mean([t.tokens for t in trained]),
+    }
+
+
+def mean(values: Sequence[int]) -> float | None:
+    return round(sum(values) / len(values), 3) if values else None
+
+
+def in_steps(kills: Iterable[Kill]) -> int:
+    """Kills that met the trainer half way through a step."""
+    last = [(_lines(kill.notes) or [{"what": "none"}])[-1] for kill in kills if kill.kind == "trainer"]
+    return sum(line["what"] == "began" for line in last)
+
+
 def reused(
     kills: Iterable[Kill], sampled: Sequence[Sampled], trained: Sequence[Trained], dead: set[str]
 ) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chaos_audit import LEARNT
-from chaos_parts import STEP_S
+from chaos_parts import NOTES, STEP_S
 
 from afield import wiring
 from afield.cli.main import main
@@ -31,9 +31,11 @@ class Remembering:
     def step(self, groups: Sequence[Group]) -> StepReport:
         trained = [f for g in groups for f in g.finished if f.outcome.reward_or_floor(0.0) is not None]
         half = len(trained) // 2
+        note("began")
         self._learnt += [f.rollout.id for f in trained[:half]]
         time.sleep(self._step_s)
         self._learnt += [f.rollout.id for f in trained[half:]]
+        note("ended")
         return StepReport(rollouts=len(trained), tokens=sum(t.owned for f in trained for t in f.trajectories))
 
     def export(self, directory: Path) -> None:
@@ -45,6 +47,11 @@ class Remembering:
 
     def restore(self, directory: Path) -> None:
         self._learnt = json.loads((directory / LEARNT).read_text())
+
+
+def note(what: str) -> None:
+    with Path(os.environ[NOTES]).open("a") as file:
+        file.write(json.dumps({"what": what, "at": time.time()}) + "\n")
 
 
 def remembering(*_: object) -> Trainer:

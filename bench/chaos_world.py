@@ -30,7 +30,7 @@ POLICY = BENCH.parent / "src" / "afield" / "demo" / "policy"
 ADMIN = "chaos-admin-key"
 EXP = "chaos"
 KINDS: tuple[str, ...] = ("collector", "gateway", "trainer", "agents")
-HOSTS = 4
+HOSTS = 3
 SETTLES_S = 30.0  # how long what winds up may take; leases of hints run out within it
 FIRST, LAST = 0.03, 0.90  # of the work: when the first and the last kill may come
 WAITS_S = 1.2  # a kill comes up to this much after its point
@@ -52,6 +52,7 @@ class Size(Struct, frozen=True, kw_only=True):
     work_s: float = 0.8  # of an agent between two calls, on average
     delay_s: float = 0.02  # of the engine before each chunk
     limit_s: float = 240.0
+    deliver: str = "store"  # or "gateway", which then writes the store
 
     @property
     def steps(self) -> int:
@@ -115,7 +116,9 @@ class World:
 
     def _gateway_command(self, port: int) -> list[object]:
         engine = ("--engine", f"scripted={self.place / 'script.jsonl'}", "--engine-ledger", self.ledger)
-        store = ("--store", self.place / "gateway", "--port", port, "--json")
+        store = ["--store", self.place / "gateway", "--port", port, "--json"]
+        if self.size.deliver == "gateway":
+            store += ["--outcomes", self.outcomes.as_uri()]
         return [sys.executable, "-m", "afield", "gateway", "--model", POLICY, *engine, *store]
 
     def _host_command(self, port: int) -> list[object]:
@@ -130,6 +133,7 @@ class World:
             "model": POLICY,
             "gateway": self._gateway,
             "runtime": "served=" + ",".join(self._hosts),
+            "deliver": size.deliver,
             "mode": "async",
             "max-staleness": size.staleness,
             "steps": size.steps,
