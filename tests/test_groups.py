@@ -15,7 +15,7 @@ from afield.learn import Learner, Recipe, StepLine
 from afield.rundir import RunDir
 from afield.sdk.context import Context
 from afield.seams import StepReport
-from afield.types import FailureKind, Finished, Reason, Sampling, Split, Task
+from afield.types import FailureKind, Finished, Policy, Reason, Sampling, Split, Task
 from afield.window import Mode, Window
 from collecting import Bench, ask_model, bench, good
 
@@ -164,6 +164,16 @@ async def test_tokens_sampled_under_old_weights_are_dropped_with_a_reason(tmp_pa
         batch = learner._read(b.ledger.untaken())
     assert set(batch.dropped.values()) == {"sampled 5 versions ago; the bound is 0"}
     assert batch.usable == [] and batch.wasted > 0
+
+
+async def test_a_gateway_that_served_another_run_counts_on(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        await b.up.client.publish(Policy("policy", 7), "somewhere")
+        halves = Halves(b, tmp_path / "run", "async", groups=6)
+        await halves.both(rollouts=2)
+        assert [line.version for line in halves.lines] == [9, 10, 11]
+        assert await b.up.client.version() == 11
+        assert max(line.staleness for line in halves.lines) <= 2
 
 
 async def test_the_halves_may_live_apart_and_die_apart(tmp_path: Path) -> None:

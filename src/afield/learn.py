@@ -116,7 +116,7 @@ class Learner:
     async def run(self) -> None:
         """From wherever the run directory says we are, to the last step."""
         state = await asyncio.to_thread(self._restore)
-        await self._publish(state.step, state.version)
+        await self._begin(state)
         barren = 0
         for step in range(state.step + 1, self._window.steps + 1):
             batch = await self._step(step)
@@ -126,6 +126,16 @@ class Learner:
                 often = usual_failure(batch.finished)
                 raise Fruitless(f"{PATIENCE} steps without a single reward; most often: {often}")
             del batch  # or it would be held while the next one is read
+
+    async def _begin(self, state: StepState) -> None:
+        """Publish the weights we are at. A gateway that served another run counts on from there."""
+        if self._ledger.base is None:
+            served = await self._gateway.version()
+            self._ledger.base = served + 1 if served else 0
+        await self._publish(state.step, self._version_of(state.step))
+
+    def _version_of(self, step: int) -> int:
+        return (self._ledger.base or 0) + (0 if self._recipe.frozen else step)
 
     def _restore(self) -> StepState:
         state = self._run.last_state()
@@ -148,7 +158,7 @@ class Learner:
             report = await self._working(lambda: self._trainer.step(batch.usable))
         line = describe(
             step=step,
-            version=0 if self._recipe.frozen else step,
+            version=self._version_of(step),
             batch=batch,
             report=report,
             seconds=(collected - began, clock() - collected),
@@ -204,7 +214,7 @@ class Learner:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._trainer.save(partial)
-        if version == step:
+        if not self._recipe.frozen:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
             self._trainer.export(self._run.weights(version))
         groups = tuple(group.id for group in batch.groups)

@@ -199,6 +199,16 @@ class Ledger:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", (step,))
 
     @property
+    def base(self) -> int | None:
+        """The policy version that the run began with; None before it was chosen."""
+        row = self._one("SELECT value FROM facts WHERE key='base'")
+        return row[0] if row else None
+
+    @base.setter
+    def base(self, version: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('base', ?)", (version,))
+
+    @property
     def late(self) -> int:
         """Outcomes that came after their attempt had been given up, and were refused."""
         return self._fact("late")
