@@ -59,6 +59,10 @@ class Place:
     def state(self, session_id: str) -> SessionState:
         return self._portal.call(self._up.client.state, session_id)
 
+    def phase(self, session_id: str) -> str | None:
+        found = self._portal.call(self._up.client.states, [session_id])
+        return found[session_id].phase if session_id in found else None
+
     def ends(self, session_id: str) -> None:
         """Until the gateway takes no more calls in a session."""
         until(lambda: self.state(session_id).phase != "open", f"{session_id} is ended", 20)

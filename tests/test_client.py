@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import threading
 import time
 from collections import Counter
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from afield.client import RolloutTimeout
+from afield.client import RolloutFuture, RolloutTimeout
 from afield.errors import Conflict, PolicyFailure, TaskFailure, UsageError, VerifierFailure
 from afield.ledger import Ledger
 from afield.runtimes.inline import InlineRuntime
@@ -22,6 +24,7 @@ from afield.seams import Exit
 from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason, Sampling, Split, Task
 from client_places import Gate, Place, place, yes
+from processes import until
 
 
 @pytest.fixture
@@ -350,3 +353,42 @@ def test_validation_has_its_own_ids_and_greedy_reaches_the_session(there: Place)
     assert (train.rollout.id, item.finished.rollout.id) == ("exp-q-r0", "exp-q-v0")
     assert item.finished.rollout.split is Split.VAL
     assert [turn.sampling.temperature for turn in (*train.turns, *item.finished.turns)] == [1.0, 0.0]
+
+
+def test_whatever_callers_do_at_once_every_future_ends_and_no_session_stays_open(there: Place) -> None:
+    def agent(task: dict[str, Any], rollout: Context) -> float:
+        working.add(rollout.session_id)
+        try:
+            yes(task, rollout)
+            time.sleep(task["s"])
+        finally:
+            working.discard(rollout.session_id)
+        return 1.0
+
+    futures: list[RolloutFuture] = []
+    working: set[str] = set()
+
+    def caller(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(20):
+            n = rng.randrange(24)
+            future = client.submit({"s": (0.0, 0.05, 0.3)[n % 3]}, rollout_id=f"x{n}")
+            futures.append(future)
+            time.sleep(rng.random() * 0.1)
+            if rng.random() < 0.3:
+                future.cancel()
+            elif rng.random() < 0.3:
+                with contextlib.suppress(CancelledError):
+                    future.exception(timeout=rng.random() * 0.1)
+
+    with there.client(agent, concurrency=6) as client:
+        threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(futures) == 120
+    assert all(future.done() for future in futures)
+    for session_id in {f"x{n}.{k}" for n in range(24) for k in range(1, 30)}:
+        assert there.phase(session_id) in (None, "finalized", "aborted", "completed")
+    until(lambda: not working, "the threads of agents that were stopped are done")
