@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import random
 import statistics
@@ -100,6 +101,8 @@ def main() -> int:
     parser.add_argument("--dropped", type=int, default=40, help="rollouts whose messages are all dropped")
     parser.add_argument("--json", action="store_true", help="only the numbers")
     args = parser.parse_args()
+    # Agents that linger are cut off in the end, and would say so.
+    logging.getLogger("afield.sdk").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder, servers.moto(Path(folder) / "moto") as moto:
         os.environ.update({**servers.KEYS, "AWS_ENDPOINT_URL": moto.url})
         s3store.client("s3").create_bucket(Bucket="outcomes")

@@ -281,6 +281,30 @@ async def test_a_queue_that_goes_away_costs_hints_and_no_outcome(
         assert Attempt("r", 2) in await every_hint(transport, 1)
 
 
+async def test_a_queue_that_was_lost_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, server: Get
+) -> None:
+    """moto forgets its queues when it stops."""
+    server("moto")
+    with servers.moto(tmp_path / "moto") as moto:
+        point_agents(monkeypatch, moto.url, moto.url)
+        queues = SqsNotifier(queue_prefix="lost", endpoint=moto.url, region=REGION, lease_s=1)
+        one, two = invocation(), invocation(n=2)
+        async with StoreTransport(FilesStore(tmp_path / "store"), queues) as transport:
+            where = transport.address(EXP)
+            moto.stop()
+            try:
+                assert await transport.deliver(one, record(one))
+                assert await transport.hints(EXP, 1) == []
+            finally:
+                moto.start()
+            assert "found by a sweep" in caplog.text and "no hints for now" in caplog.text
+            assert await transport.hints(EXP, 1) == []
+            assert transport.address(EXP) == where
+            assert await transport.deliver(two, record(two))
+            assert await every_hint(transport, 1) == {Attempt("r", 2)}
+
+
 async def test_a_queue_that_is_not_there_is_named_at_the_start(tmp_path: Path) -> None:
     [port] = servers.free_ports(1)
     for notifier in (NatsNotifier(f"nats://127.0.0.1:{port}"), RedisNotifier(f"redis://127.0.0.1:{port}")):
