@@ -50,7 +50,7 @@ class Place:
         values = {"exp_id": "exp", "model_id": "m", "retries": {}, "deadlines": deadlines, **plan}
         return RolloutClient(
             Plan(**values),
-            gateway=HttpGateway(self.url, ADMIN),
+            gateway=HttpGateway(self.url, ADMIN, patience_s=1.0),
             runtime=runtime or InlineRuntime(agent or yes, deliver=transport.deliver),
             transport=transport,
             run=RunDir(self.root / run),

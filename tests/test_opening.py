@@ -23,6 +23,7 @@ from gateways import ADMIN
 from processes import AGENTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "client.md"
+EXAMPLE = PAGE.parent.parent / "examples" / "client" / "best_of.py"
 AGENT = f"{AGENTS / 'leaving_marks.py'}:agent"
 
 
@@ -106,6 +107,20 @@ def test_the_code_of_the_page_runs(there: Place) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^[01] (?:lamp|chair) [01] \S+ s 0\.0 1$", done.stdout, re.M)) == 4
+
+
+def test_the_example_runs_and_goes_on_where_it_was(there: Place) -> None:
+    command = [sys.executable, EXAMPLE, there.url, "--rollouts"]
+    environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
+    for rollouts in ("2", "3"):
+        done = subprocess.run(
+            [*command, rollouts], env=environment, cwd=there.root, capture_output=True, text=True, timeout=120
+        )
+        told = f": mean 0.00, best 0.00; {rollouts} of {rollouts} rollouts"
+        assert done.returncode == 0 and done.stdout.count(told) == 2, done.stdout + done.stderr
+    for name in ("lamp", "chair"):
+        phases = [there.phase(f"best-of-{name}-r{k}.{n}") for n in (1, 2) for k in range(4)]
+        assert phases == ["finalized"] * 3 + [None] * 5
 
 
 def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
