@@ -23,6 +23,7 @@ log = logging.getLogger("afield.collect")
 
 HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions in one question to the gateway
+SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to read is within it
 LEASED_S = 12.0  # a collector that died held its hints no longer than this
 
 
@@ -120,7 +121,7 @@ class Noticer:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(self._plan.sweep_s)
+            await asyncio.sleep(SWEEPING * self._plan.sweep_s)
             waiting = [r.waiting for r in self.running.values() if r.launched]
             try:
                 found = await self._transport.sweep(waiting) if waiting else []

@@ -16,13 +16,12 @@ from typing import Any, Self, TypeVar
 
 from afield.errors import Unavailable, UsageError
 from afield.sdk import filestore
-from afield.transports.notifier import Leased
+from afield.transports.notifier import LEASE_S, Leased
 from afield.transports.stored import StoreTransport
 
 POLL_S = 0.02
 BATCH = 1000
 BUSY_S = 0.05
-LEASE_S = 30.0
 T = TypeVar("T")
 Row = tuple[int, str, int]
 TAKE = """UPDATE notices SET leased_until = ?, times = times + 1 WHERE id IN

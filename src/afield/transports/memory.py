@@ -7,11 +7,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, Self
 
-from afield.transports.notifier import Leased
+from afield.transports.notifier import LEASE_S, Leased
 from afield.transports.store import MemoryStore
 from afield.transports.stored import StoreTransport
-
-LEASE_S = 30.0
 
 
 class MemoryNotifier:

@@ -13,9 +13,8 @@ from typing import Any, Self
 
 from afield.errors import Unavailable, UsageError
 from afield.sdk.notify import CONNECT_S, Place, nats_library, shown
-from afield.transports.notifier import Leased
+from afield.transports.notifier import LEASE_S, Leased
 
-LEASE_S = 30.0
 LEAST_S = 0.1
 MORE_S = 1.0
 BATCH = 256

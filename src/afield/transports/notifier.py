@@ -12,6 +12,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
+LEASE_S = 10.0  # using a hint takes milliseconds; a collector that died holds its own no longer than this
+
 
 class Leased(Struct, frozen=True, kw_only=True):
     """A message that is ours for a while. `times` counts how often it was handed out, this time included."""

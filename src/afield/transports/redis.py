@@ -14,9 +14,8 @@ from typing import Any, Self
 
 from afield.errors import Unavailable, UsageError
 from afield.sdk.notify import CONNECT_S, MESSAGE, Place, redis_library, shown
-from afield.transports.notifier import Leased
+from afield.transports.notifier import LEASE_S, Leased
 
-LEASE_S = 30.0
 LOOK_S = 0.5
 BATCH = 500
 GROUP = "collectors"

@@ -20,12 +20,11 @@ from typing import Any, Self, TypeVar
 
 from afield.errors import Unavailable, UsageError
 from afield.sdk import s3store
-from afield.transports.notifier import Leased
+from afield.transports.notifier import LEASE_S, Leased
 
 log = logging.getLogger("afield.transports")
 T = TypeVar("T")
 
-LEASE_S = 30.0
 POLL_S = 2
 BATCH = 10
 PORTIONS = 20
