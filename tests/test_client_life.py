@@ -238,10 +238,10 @@ def test_a_client_that_breaks_says_why_to_every_future_and_when_it_is_closed(the
         future.result(60)
     with pytest.raises(UsageError, match="the client is closed"):
         client.submit({})
-    gate.opened.set()
     with pytest.raises(UsageError, match="the queue was deleted"):
         client.close()
     client.close()
+    gate.opened.set()
 
 
 def test_the_base_install_has_the_client_without_what_it_needs_to_run() -> None:
