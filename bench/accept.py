@@ -115,9 +115,7 @@ def gateway(bars: Bars, cwd: Path) -> dict[str, Any]:
         ("bad input", "tests/test_bad_input.py"),
         ("real vLLM", "tests/real/test_vllm.py"),
     ):
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "real or not real", file]
-        done = subprocess.run(command, cwd=ROOT, check=False)
-        bars.check(name, done.returncode, done.returncode == 0, "pass")
+        passes(bars, name, file)
     runs["cost"] = cost(bars)
     return runs
 
@@ -144,6 +142,47 @@ def cost(bars: Bars) -> dict[str, Any]:
     return told
 
 
+# --- collection ----------------------------------------------------------------------------------
+
+
+def collection(bars: Bars, cwd: Path) -> dict[str, Any]:
+    """Never lost, never counted twice: real stores and queues, kills of everything, asynchrony, memory."""
+    runs: dict[str, Any] = {}
+    passes(bars, "transports, memory and files", "tests/contracts/test_transport.py")
+    passes(bars, "transports on moto, SeaweedFS, NATS, Redis", "tests/real/test_transports.py")
+    passes(bars, "the AgentCore toolkit's wheel as agent", "tests/real/test_toolkit.py")
+    told = runs["delivery"] = last_line([sys.executable, "bench/delivery.py", "--json"], ROOT)
+    bars.check("commit to future, median s", told["median_s"], told["median_s"] < 0.5, "< 0.5")
+    slowest, sweep_s = told["dropped_max_s"], told["sweep_s"]
+    bars.check("... every message dropped, slowest s", slowest, slowest < sweep_s, f"< {sweep_s}")
+    told = runs["throughput"] = last_line([sys.executable, "bench/collect.py", "--json"], ROOT)
+    bars.check("engine busy, asynchronous", told["busy"], told["busy"] >= 0.9, ">= 0.9")
+    ratio = told["async_over_sync"]
+    bars.check("asynchronous over synchronous rate", ratio, ratio >= 2, ">= 2")
+    bars.check("tokens wasted", told["waste"], told["waste"] <= 0.05, "<= 0.05")
+    bars.check("greatest staleness", told["max_staleness"], told["max_staleness"] <= 2, "<= 2")
+    told = runs["memory"] = last_line([sys.executable, "bench/collect.py", "--memory", "--json"], ROOT)
+    bars.check("memory over 20,000 rollouts", told, bool(told["ok"]), "flat")
+    told = runs["chaos"] = last_line([sys.executable, "bench/chaos.py", "--json"], ROOT)
+    bars.check("kills", told["kills"], told["kills"] >= 40, ">= 40")
+    exact = told["trained_equals_dataset"] is True
+    bars.check("trained groups equal the data set", told["trained_equals_dataset"], exact, "exactly")
+    for name in ("duplicates", "orphans"):
+        bars.check(name, told[name], told[name] == 0, "0")
+    bars.check("tokens reused after kills", told["reused"], told["reused"] >= 0.95, ">= 0.95")
+    bars.check("lengths as without kills, KS p", told["ks_p"], told["ks_p"] >= 0.01, ">= 0.01")
+    for mode in ("one-step-off", "async"):
+        told = runs[mode] = demo(cwd, "--mode", mode)
+        bars.check(f"demo in mode {mode}: last", told["last"], told["last"] >= 0.8, ">= 0.8")
+    return runs
+
+
+def passes(bars: Bars, name: str, file: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "real or not real", file]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    bars.check(name, done.returncode, done.returncode == 0, "pass")
+
+
 def last_line(command: list[str], cwd: Path) -> dict[str, Any]:
     """What a command says in its last line; it may take long, so its progress is shown."""
     done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
@@ -153,7 +192,11 @@ def last_line(command: list[str], cwd: Path) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {"loop": loop, "gateway": gateway}
+PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {
+    "loop": loop,
+    "gateway": gateway,
+    "collect": collection,
+}
 
 
 def commit() -> str:
