@@ -32,6 +32,7 @@ lint: .venv/.ready
 check: lint test
 
 test-real: .venv/.ready
+	@bash scripts/services.sh
 	@$(BIN)/python -m pytest tests/real -m real --timeout 900
 
 accept: .venv/.ready
