@@ -92,6 +92,17 @@ async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_aga
         assert b.ledger.wasted(["r"]) == first.tokens
 
 
+async def test_a_rollout_whose_life_is_over_is_not_tried_again(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any]) -> float:
+        await asyncio.sleep(3600)
+        return 1.0
+
+    async with bench(tmp_path, agent) as b, b.conducting(life_s=0.5) as (_, conductor):
+        note = await conductor.run(rollout())
+    assert note.attempts == 1
+    assert note.outcome.failure and "with all its attempts" in note.outcome.failure.message
+
+
 async def test_a_place_that_never_comes_free_is_a_failure_and_not_a_hang(tmp_path: Path) -> None:
     async def agent(task: dict[str, Any]) -> float:
         await asyncio.sleep(1.5)

@@ -160,7 +160,8 @@ class Conductor:
             if outcome is None:
                 n += 1
                 outcome = await self._attempt(rollout, Attempt(rollout.id, n), born)
-            note = None if self._will_retry(rollout, outcome, spent) else await self._end(rollout, outcome, n)
+            again = self._will_retry(rollout, outcome, spent, born)
+            note = None if again else await self._end(rollout, outcome, n)
             if note is not None:
                 return note
             assert outcome.failure is not None
@@ -169,8 +170,13 @@ class Conductor:
             self._ledger.fail(attempt, outcome.failure, await self._sampled(attempt))
             outcome = None
 
-    def _will_retry(self, rollout: Rollout, outcome: Outcome, spent: Counter[FailureKind]) -> bool:
+    def _will_retry(
+        self, rollout: Rollout, outcome: Outcome, spent: Counter[FailureKind], born: float
+    ) -> bool:
         if outcome.failure is None or outcome.failure.kind not in RETRIED or rollout.id in self._cancelled:
+            return False
+        life_s = self._plan.deadlines.life_s
+        if life_s is not None and _now() - born > life_s:
             return False
         kind = outcome.failure.kind
         spent[kind] += 1
