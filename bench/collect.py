@@ -126,8 +126,8 @@ def explain(told: dict[str, Any]) -> list[str]:
     setting, sync = SETTINGS["async"], SETTINGS["sync"]
     return [
         "",
-        "busy: tokens sampled / (20,000 x seconds from the first token to the last); before the drain: only to"
-        " the moment the last rollout began.",
+        "busy: tokens sampled / (20,000 x seconds from the first token to the last); before the drain: only"
+        " to the moment the last rollout began.",
         "limit: the engine 100 % busy with all that was sampled, and one step after it.",
         f"rollouts at once: {setting.places}, which keeps 100 calls in the engine while the others are at"
         f" their tools; {sync.places} (the whole step) in sync.",
