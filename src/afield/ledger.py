@@ -9,15 +9,17 @@ has its name. Noting the same thing again changes nothing; `rewind` goes back to
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 from msgspec import Struct
 
-from afield.errors import UsageError
+from afield.errors import Unavailable, UsageError
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason
 
 SCHEMA = """
@@ -64,8 +66,11 @@ class Tried(Struct, frozen=True):
 
 
 class Ledger:
+    """Used from any thread: the loop notes attempts while a thread notes a step."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
         try:
@@ -79,14 +84,15 @@ class Ledger:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._db.close()
+        with self._lock:
+            self._db.close()
 
     # --- attempts and rollouts -------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
         """Before it is launched."""
         sql = "INSERT OR IGNORE INTO attempts (rollout_id, n, began) VALUES (?,?,?)"
-        self._db.execute(sql, (attempt.rollout_id, attempt.n, time.time()))
+        self._write(sql, (attempt.rollout_id, attempt.n, time.time()))
 
     def begun(self, attempt: Attempt) -> bool:
         sql = "SELECT 1 FROM attempts WHERE rollout_id=? AND n=?"
@@ -96,7 +102,7 @@ class Ledger:
         """An attempt failed and another one may follow: what it spent, of retries and tokens, is kept."""
         sql = "UPDATE attempts SET kind=?, reason=?, message=?, tokens=? WHERE rollout_id=? AND n=?"
         told = (str(failure.kind), str(failure.reason), failure.message[:2000], tokens)
-        self._db.execute(sql, (*told, attempt.rollout_id, attempt.n))
+        self._write(sql, (*told, attempt.rollout_id, attempt.n))
 
     def attempts(self, rollout_id: str) -> list[Tried]:
         """In their order."""
@@ -108,12 +114,12 @@ class Ledger:
                 Failure(FailureKind(kind), Reason(reason), message) if kind else None,
                 tokens,
             )
-            for n, began, kind, reason, message, tokens in self._db.execute(sql, (rollout_id,))
+            for n, began, kind, reason, message, tokens in self._all(sql, rollout_id)
         ]
 
     def finish(self, rollout_id: str, note: Note) -> None:
         body = msgspec.msgpack.encode(note)
-        self._db.execute("INSERT OR IGNORE INTO finished VALUES (?,?)", (rollout_id, body))
+        self._write("INSERT OR IGNORE INTO finished VALUES (?,?)", (rollout_id, body))
 
     def finished(self, rollout_id: str) -> Note | None:
         row = self._one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
@@ -121,22 +127,22 @@ class Ledger:
 
     def forget(self, rollout_id: str) -> None:
         """How it ended no longer counts: it was cancelled, and is wanted after all. Its attempts are kept."""
-        self._db.execute("DELETE FROM finished WHERE rollout_id=?", (rollout_id,))
+        self._write("DELETE FROM finished WHERE rollout_id=?", (rollout_id,))
 
     def wasted(self, rollout_ids: Sequence[str]) -> int:
         """Tokens of attempts that came to nothing."""
         sql = f"SELECT coalesce(sum(tokens), 0) FROM attempts WHERE rollout_id IN ({_marks(rollout_ids)})"
-        return self._db.execute(sql, tuple(rollout_ids)).fetchone()[0]
+        return self._one(sql, *rollout_ids)[0]
 
     # --- groups ----------------------------------------------------------------------------------
 
     def admit(self, group_id: str, position: int, born: int) -> None:
         sql = "INSERT OR IGNORE INTO groups (id, position, born) VALUES (?,?,?)"
-        self._db.execute(sql, (group_id, position, born))
+        self._write(sql, (group_id, position, born))
 
     def admitted(self) -> int:
         """How many groups were begun; the next one has this position."""
-        return self._db.execute("SELECT coalesce(max(position), -1) + 1 FROM groups").fetchone()[0]
+        return self._one("SELECT coalesce(max(position), -1) + 1 FROM groups")[0]
 
     def ready(self, group_id: str, members: Sequence[str], baseline: str | None, dropped: str | None) -> None:
         """All rollouts of a group have ended and lie in the spool; `dropped` says why it cannot train."""
@@ -144,17 +150,16 @@ class Ledger:
         rows += [(group_id, BASELINE, baseline)] if baseline else []
         with self._transaction():
             self._db.executemany("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
-            self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", (dropped, group_id))
+            self._write("UPDATE groups SET ready=1, dropped=? WHERE id=?", (dropped, group_id))
 
     def untaken(self) -> list[Entry]:
         """Groups that were begun and that no step has taken, in the order they were begun."""
         sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
-        return [Entry(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._db.execute(sql)]
+        return [Entry(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._all(sql)]
 
     def members(self, group_id: str) -> tuple[list[str], str | None]:
         """The rollouts of a group that is ready, and its baseline."""
-        rows = self._db.execute("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", (group_id,))
-        found = dict(rows.fetchall())
+        found = dict(self._all("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", group_id))
         baseline = found.pop(BASELINE, None)
         return list(found.values()), baseline
 
@@ -172,22 +177,22 @@ class Ledger:
                     if known and known[0] not in (None, step):
                         raise ValueError(f"{one} was taken by step {known[0]}, not {step}")
                     if table == "groups":
-                        self._db.execute("UPDATE groups SET step=? WHERE id=?", (step, one))
+                        self._write("UPDATE groups SET step=? WHERE id=?", (step, one))
                     else:
-                        self._db.execute("INSERT OR IGNORE INTO trained VALUES (?,?)", (one, step))
+                        self._write("INSERT OR IGNORE INTO trained VALUES (?,?)", (one, step))
 
     def rewind(self, step: int) -> None:
         """Forget training after this step: the weights that had it are gone."""
         with self._transaction():
-            self._db.execute("DELETE FROM trained WHERE step > ?", (step,))
-            self._db.execute("UPDATE groups SET step=NULL WHERE step > ?", (step,))
+            self._write("DELETE FROM trained WHERE step > ?", (step,))
+            self._write("UPDATE groups SET step=NULL WHERE step > ?", (step,))
 
     def trained(self) -> dict[str, int]:
-        return dict(self._db.execute("SELECT rollout_id, step FROM trained"))
+        return dict(self._all("SELECT rollout_id, step FROM trained"))
 
     def taken(self) -> int:
         """How many groups the steps have taken."""
-        return self._db.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone()[0]
+        return self._one("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0]
 
     @property
     def done(self) -> int:
@@ -196,7 +201,7 @@ class Ledger:
 
     @done.setter
     def done(self, step: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", (step,))
+        self._write("INSERT OR REPLACE INTO facts VALUES ('done', ?)", (step,))
 
     @property
     def base(self) -> int | None:
@@ -206,7 +211,7 @@ class Ledger:
 
     @base.setter
     def base(self, version: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('base', ?)", (version,))
+        self._write("INSERT OR REPLACE INTO facts VALUES ('base', ?)", (version,))
 
     @property
     def late(self) -> int:
@@ -215,7 +220,7 @@ class Ledger:
 
     @late.setter
     def late(self, number: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('late', ?)", (number,))
+        self._write("INSERT OR REPLACE INTO facts VALUES ('late', ?)", (number,))
 
     # --- small things ----------------------------------------------------------------------------
 
@@ -224,21 +229,36 @@ class Ledger:
         return row[0] if row else 0
 
     def _one(self, sql: str, *values: Any) -> Any:
-        return self._db.execute(sql, values).fetchone()
+        with self._lock, self._told():
+            return self._db.execute(sql, values).fetchone()
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
+    def _all(self, sql: str, *values: Any) -> list[Any]:
+        with self._lock, self._told():
+            return self._db.execute(sql, values).fetchall()
 
+    def _write(self, sql: str, values: Sequence[Any]) -> None:
+        with self._lock, self._told():
+            self._db.execute(sql, values)
 
-class _Transaction:
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    @contextmanager
+    def _transaction(self) -> Generator[None]:
+        """All of it or nothing, and nobody else's words in between."""
+        with self._lock, self._told():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
 
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
+    @contextmanager
+    def _told(self) -> Generator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            told = f"the run's ledger {self._path} cannot be used: {error}"
+            raise Unavailable(f"{told}; make room or free it, and go on where it was") from error
 
 
 def _marks(values: Sequence[str]) -> str:
