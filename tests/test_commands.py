@@ -178,3 +178,14 @@ def test_answers_are_not_held_back_by_the_network_stack() -> None:
         assert listener.proto == socket.IPPROTO_TCP  # asyncio's condition for TCP_NODELAY
     with pytest.raises(UsageError, match="99999"):
         listen("127.0.0.1", 99999)
+
+
+def test_two_runs_that_share_a_store_do_not_see_each_others_outcomes(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    for name in ("one", "two"):
+        more = ("--transport", f"files://{shared}", "--run", name, "--steps", 1, "--json")
+        code, out, err = afield(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *more))
+        assert code == 0, err
+        assert (summary(out)["late"], summary(out)["failed"]) == (0, 0)
+    commits = {name: len(list((shared / name / "commits").iterdir())) for name in ("one", "two")}
+    assert commits["one"] == commits["two"] > 0

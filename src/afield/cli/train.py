@@ -170,7 +170,11 @@ def create(
 ) -> tuple[RunDir, TrainConfig, list[Task]]:
     from afield import wiring
 
-    config = train_config(args.config, given(args), **defaults)
+    named = {key: value for key, value in defaults.items() if key != "exp_id"}
+    config = train_config(args.config, given(args), **named)
+    # Rollouts of the same name are sampled alike. Where other runs may be met, names are the run's own.
+    if not (config.exp_id or config.gateway or "://" in config.transport):
+        config = structs.replace(config, exp_id=defaults["exp_id"])
     tasks = make_tasks(config)
     if config.epochs is not None:
         steps = -(-config.epochs * len(tasks) // config.tasks_per_step)
