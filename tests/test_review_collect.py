@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from afield.cli.main import main
 from afield.errors import Unavailable
 from afield.ledger import Ledger
-from afield.types import Attempt
+from afield.rundir import RunDir
+from afield.spool import Spool
+from afield.types import Attempt, Finished, Outcome, Rollout, Task
+from gateways import POLICY
+from processes import AGENTS, write_tasks
 
 pytestmark = pytest.mark.anyio
+
+
+def rollout(name: str = "r", **rest: Any) -> Rollout:
+    return Rollout(id=name, exp_id="exp", group_id="g", task=Task("t0", {"n": 0}), **rest)
+
+
+def outcome(name: str = "r", attempt: int = 1) -> Outcome:
+    return Outcome(rollout_id=name, attempt=attempt, reward=1.0)
 
 
 # --- the ledger ----------------------------------------------------------------------------------
@@ -54,3 +68,22 @@ def test_a_ledger_that_cannot_be_written_says_so_with_the_remedy(tmp_path: Path)
             ledger.ready("g", ["r"], None, None)
         ledger._db.execute("PRAGMA query_only = 0")
         assert not ledger._db.in_transaction
+
+
+# --- a run on disk -------------------------------------------------------------------------------
+
+
+def test_what_a_collector_has_collected_survives_a_wrong_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AFIELD_ADMIN_KEY", raising=False)
+    write_tasks(tmp_path / "tasks.jsonl", [{"id": "q"}])
+    made = ["train", f"{AGENTS / 'slow_agent.py'}:agent", "--tasks", "tasks.jsonl", "--model", str(POLICY)]
+    made += ["--run", "one", "--gateway", "http://127.0.0.1:9"]
+    assert main([*made, "--part", "collect"]) == 2  # no admin key
+    run = RunDir(tmp_path / "runs" / "one")
+    Spool(run.spool).put(Finished(rollout=rollout("one-e0-q-r0"), outcome=outcome("one-e0-q-r0")))
+    assert main([*made]) == 2
+    assert "AFIELD_ADMIN_KEY" in capsys.readouterr().err
+    assert len(Spool(run.spool)) == 1

@@ -92,8 +92,9 @@ class RunDir:
 
     @property
     def began(self) -> bool:
-        """Whether anything was attempted: the loop's first act is to write its metrics, empty as they are."""
-        return self.metrics.exists()
+        """Whether there is anything to lose: learning begins by writing its metrics, empty as they are, and
+        collecting leaves rollouts in the spool."""
+        return self.metrics.exists() or self.spool.exists()
 
     @property
     def summary(self) -> Path:
