@@ -33,7 +33,7 @@ SETTINGS = {
 }
 BARS = {"busy": 0.90, "async_over_sync": 2.0, "waste": 0.05, "max_staleness": 2}
 LIKELY = 0.01
-UNSEEN = 100  # places, quorum and patience with stragglers were chosen on seeds 0 to 4
+UNSEEN = 100  # places and patience with stragglers were chosen on seeds 0 to 4
 COLUMNS = ("", "seconds", "groups/s", "busy", "before the drain", "waste", "unavoidable", "stalest", "cut")
 
 
@@ -131,10 +131,10 @@ def explain(told: dict[str, Any]) -> list[str]:
         "limit: the engine 100 % busy with all that was sampled, and one step after it.",
         f"rollouts at once: {setting.places}, which keeps 100 calls in the engine while the others are at"
         f" their tools; {sync.places} (the whole step) in sync.",
-        f"cut: in every mode a rollout is given up {setting.straggler_s:g} s after {setting.quorum} of its"
-        " 8 are done; its group trains without it. One tool that takes half a minute at the very end"
+        f"cut: in every mode a rollout is given up {setting.straggler_s:g} s after"
+        f" {setting.straggler_after} of its 8 are done; its group trains without it. One tool that takes half a minute at the very end"
         f" costs a tenth of this run: with nothing cut the worst is {told['busy_nothing_cut']:.1%}.",
-        "places, quorum and patience were chosen on seeds 0 to 4; these are"
+        "places and patience were chosen on seeds 0 to 4; these are"
         f" {told['seeds'][0]} to {told['seeds'][-1]}.",
         f"unavoidable waste: what the {setting.habits.failing:.0%} of attempts that died had sampled.",
         f"every group trained once, at most {told['steps_late']} steps after its turn; lengths:",

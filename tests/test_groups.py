@@ -59,7 +59,7 @@ async def test_stragglers_are_cut_some_time_after_a_quorum(tmp_path: Path) -> No
         return await good(task, rollout)
 
     async with bench(tmp_path, agent) as b:
-        (group,) = await b.collect(rollouts=4, quorum=2, straggler_s=0.5)
+        (group,) = await b.collect(rollouts=4, straggler_after=2, straggler_s=0.5)
     assert [f.outcome.reward for f in group.finished] == [1.0, 1.0, 1.0, None]
 
 

@@ -41,13 +41,9 @@ class Setting(Struct, frozen=True, kw_only=True):
     total: float = 20_000.0
     each: float = 200.0
     concurrency: int | None = None
-    quorum: int = 7
+    straggler_after: int = 7
     straggler_s: float | None = 15.0
     habits: Habits = Habits()
-
-    def __post_init__(self) -> None:
-        if self.quorum > self.rollouts:
-            raise ValueError(f"a quorum of {self.quorum} of {self.rollouts} rollouts drops every group")
 
     @property
     def places(self) -> int:
@@ -167,7 +163,7 @@ def plan_of(setting: Setting) -> Plan:
         exp_id="sim",
         model_id="policy",
         rollouts=setting.rollouts,
-        quorum=setting.quorum,
+        straggler_after=setting.straggler_after,
         straggler_s=setting.straggler_s,
         concurrency=setting.places,
     )

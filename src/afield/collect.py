@@ -115,7 +115,7 @@ class Collector:
             left = None if cut_at is None else max(0.0, cut_at - loop.time())
             _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             rewarded = sum(_rewarded(task) for task in running.values())
-            if plan.straggler_s is not None and cut_at is None and rewarded >= plan.quorum:
+            if plan.straggler_s is not None and cut_at is None and rewarded >= plan.enough:
                 cut_at = loop.time() + plan.straggler_s
             enough = plan.extra > 0 and rewarded >= plan.rollouts
             if pending and (enough or (cut_at is not None and loop.time() >= cut_at)):

@@ -32,7 +32,7 @@ AMOUNTS = (
 COUNTS = (
     *("steps", "epochs", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"),
     *("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots", "launching"),
-    *("val_every", "val_rollouts"),
+    *("val_every", "val_rollouts", "straggler_after"),
 )
 NOT_NEGATIVE = ("kl", "cold_start_s", "val_temperature", "extra")
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
@@ -79,6 +79,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     quorum: int = 2
     extra: int = 0
     straggler_s: float | None = None
+    straggler_after: int | None = None
     # how fast agents are launched and stopped
     launch_rate: float | None = None
     cold_start_s: float = 0.0

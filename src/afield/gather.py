@@ -12,6 +12,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -39,14 +40,17 @@ class Schedule(Struct, frozen=True):
 
     def wish(self, position: int) -> GroupWish:
         epoch, index = divmod(position, len(self.tasks))
-        task = self.tasks[self._order(epoch)[index]]
+        seed = f"{self.seed}/{epoch}" if self.shuffle else None
+        task = self.tasks[_order(len(self.tasks), seed)[index]]
         return GroupWish(f"{self.exp_id}-e{epoch}-{slug(task.id)}", task, epoch)
 
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self.tasks)))
-        if self.shuffle:
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+
+@lru_cache(maxsize=8)
+def _order(number: int, seed: str | None) -> list[int]:
+    order = list(range(number))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    return order
 
 
 class Validation(Struct, frozen=True, kw_only=True):

@@ -18,9 +18,10 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     `rollouts` of a task make a group, `val_rollouts` in validation. `extra` ones are begun beyond that,
     and what is still running when enough have a reward is cut. With `straggler_s`, rollouts that are
-    still running so long after `quorum` of their group have a reward are cut. Both favour short
-    rollouts, so both are off unless asked for. With `baseline` a group has one greedy rollout more, to
-    be measured against. Agents deliver to the store, or to their gateway, which writes the store.
+    still running so long after `straggler_after` of their group have a reward are cut (all but one,
+    unless told otherwise). Both favour short rollouts, so both are off unless asked for. With
+    `baseline` a group has one greedy rollout more, to be measured against. Agents deliver to the store,
+    or to their gateway, which writes the store.
     """
 
     exp_id: str
@@ -30,6 +31,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     quorum: int = 2
     extra: int = 0
     straggler_s: float | None = None
+    straggler_after: int | None = None
     baseline: bool = False
     concurrency: int = 64
     deadlines: Deadlines = Deadlines()
@@ -40,6 +42,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     sweep_s: float = 5.0
     watch_s: float = 1.0
     patience_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        after = self.straggler_after
+        if after is not None and not 1 <= after <= self.rollouts:
+            raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")
+
+    @property
+    def enough(self) -> int:
+        """How many rewards of a group start the clock of its stragglers."""
+        return self.straggler_after or max(1, self.rollouts - 1)
 
 
 class Watcher(Protocol):

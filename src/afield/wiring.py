@@ -198,6 +198,7 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         quorum=config.quorum,
         extra=config.extra,
         straggler_s=config.straggler_s,
+        straggler_after=config.straggler_after,
         baseline=config.advantage == "remax",
         concurrency=config.concurrency,
         deadlines=deadlines(config),
