@@ -132,7 +132,8 @@ def explain(told: dict[str, Any]) -> list[str]:
         f"rollouts at once: {setting.places}, which keeps 100 calls in the engine while the others are at"
         f" their tools; {sync.places} (the whole step) in sync.",
         f"cut: in every mode a rollout is given up {setting.straggler_s:g} s after"
-        f" {setting.straggler_after} of its 8 are done; its group trains without it. One tool that takes half a minute at the very end"
+        f" {setting.straggler_after} of its 8 are done; its group trains without it. One tool"
+        " that takes half a minute at the very end"
         f" costs a tenth of this run: with nothing cut the worst is {told['busy_nothing_cut']:.1%}.",
         "places and patience were chosen on seeds 0 to 4; these are"
         f" {told['seeds'][0]} to {told['seeds'][-1]}.",
