@@ -63,7 +63,7 @@ def audit(world: World, whole: bool, left: Left) -> dict[str, Any]:
         "kills_by_kind": dict(Counter(kill.kind for kill in world.kills)),
         "kills_in_starts": sum(kill.age_s < STARTING_S for kill in world.kills),
         "kills_in_steps": in_steps(world.kills),
-        "trained_equals_dataset": whole and told.pop("equal"),
+        "trained_equals_dataset": told.pop("equal") and whole,
         **told,
         "orphans": left.orphans,
         "left": {

@@ -151,7 +151,7 @@ def selection(
     counted = {t.session_id for t in trained}
     return {
         "discarded": sum(not d.fenced and session not in counted for session, d in decided.items()),
-        "given_up": sum(bool(d.fenced) and session not in dead for session, d in decided.items()),
+        "given_up": sum(bool(d.fenced) and s in meant and s not in dead for s, d in decided.items()),
         "turns_meant": mean([n for session, n in meant.items() if session.endswith(".1")]),
         "turns_meant_by_dead": mean([n for session, n in meant.items() if session in dead]),
         "turns": mean([len(t.calls) for t in trained]),

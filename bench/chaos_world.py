@@ -33,6 +33,7 @@ KINDS: tuple[str, ...] = ("collector", "gateway", "trainer", "agents")
 HOSTS = 3
 SETTLES_S = 30.0  # how long what winds up may take; leases of hints run out within it
 FIRST, LAST = 0.03, 0.90  # of the work: when the first and the last kill may come
+ASKED = 25  # times, 0.2 s apart
 WAITS_S = 1.2  # a kill comes up to this much after its point
 CONFIG = """[train]
 exp_id = "{exp}"
@@ -118,7 +119,7 @@ class World:
         engine = ("--engine", f"scripted={self.place / 'script.jsonl'}", "--engine-ledger", self.ledger)
         store = ["--store", self.place / "gateway", "--port", port, "--json"]
         if self.size.deliver == "gateway":
-            store += ["--outcomes", self.outcomes.as_uri()]
+            store += ["--outcomes", f"files://{self.outcomes}"]
         return [sys.executable, "-m", "afield", "gateway", "--model", POLICY, *engine, *store]
 
     def _host_command(self, port: int) -> list[object]:
@@ -245,7 +246,7 @@ class World:
 
 async def _ask(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     """Until it answers: it may just have been killed. One that never does has nothing to tell."""
-    for _ in range(100):
+    for _ in range(ASKED):
         try:
             async with http.get(url) as response:
                 response.raise_for_status()
