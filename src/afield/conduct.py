@@ -18,21 +18,13 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from afield import wire
-from afield.errors import (
-    RETRIED,
-    AfieldError,
-    Missing,
-    RolloutFailure,
-    Throttled,
-    Unavailable,
-    WireError,
-    first_cause,
-)
+from afield.errors import RETRIED, AfieldError, Missing, WireError, first_cause
+from afield.launch import Launcher, broken, now, patiently
 from afield.ledger import Ledger, Note
 from afield.limiter import Limiter, Unlimited
 from afield.notice import Noticer, Running
 from afield.plan import Plan, Watcher
-from afield.seams import Fence, Gateway, Record, Runtime, SessionSpec, Transport, Waiting
+from afield.seams import Fence, Gateway, Record, Runtime, Transport, Waiting
 from afield.spool import Spool
 from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout
 from afield.wire import OutcomeRecord
@@ -40,8 +32,6 @@ from afield.wire import OutcomeRecord
 log = logging.getLogger("afield.collect")
 
 LINGER_S = 5.0  # an agent that has delivered is given this long to end by itself
-RECALL_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
-GATEWAY_SLACK_S = 3_600.0
 T = TypeVar("T")
 
 
@@ -67,7 +57,9 @@ class Conductor:
         self._ledger = ledger
         self._spool = spool
         self._watcher = watcher
-        self._limiter = limiter or Unlimited()
+        self._launcher = Launcher(
+            plan, gateway=gateway, runtime=runtime, transport=transport, limiter=limiter or Unlimited()
+        )
         self._slots = asyncio.Semaphore(plan.concurrency)
         self._notice = Noticer(plan, gateway, transport, ledger)
         self._runs: dict[str, asyncio.Task[Note]] = {}
@@ -128,12 +120,12 @@ class Conductor:
             if not self._spool.holds(rollout.id):
                 await self._patiently(lambda: self._keep(rollout, note.outcome, note.attempts))
             return note
-        born = _now()
+        born = now()
         try:
             if not await self._enters():
                 waited_s, others = self._plan.deadlines.queue_s, self._plan.concurrency
                 told = f"no place in {waited_s:g} s beside {others} others; raise concurrency or queue_s"
-                self._cancelled[rollout.id] = _broken(told, Reason.LAUNCH)
+                self._cancelled[rollout.id] = broken(told, Reason.LAUNCH)
                 return await self._until_it_counts(rollout, born)
             try:
                 return await self._until_it_counts(rollout, born)
@@ -176,7 +168,7 @@ class Conductor:
         if outcome.failure is None or outcome.failure.kind not in RETRIED or rollout.id in self._cancelled:
             return False
         life_s = self._plan.deadlines.life_s
-        if life_s is not None and _now() - born > life_s:
+        if life_s is not None and now() - born > life_s:
             return False
         kind = outcome.failure.kind
         spent[kind] += 1
@@ -195,7 +187,7 @@ class Conductor:
         except Missing as error:
             record = Record(trajectories=(), excluded=())
             if outcome.failure is None:
-                outcome = wire.failed(rollout.id, outcome.attempt, _broken(str(error), Reason.ENGINE))
+                outcome = wire.failed(rollout.id, outcome.attempt, broken(str(error), Reason.ENGINE))
         finished = Finished(
             rollout=rollout,
             outcome=outcome,
@@ -225,9 +217,9 @@ class Conductor:
             self._notice.inherit()
         if decided is None and await self._lives(attempt):
             log.info("%s still runs and is waited for", attempt.session_id)
-            running.progress.launched = _now()
+            running.progress.launched = now()
             return await self._decide(running, await self._await_outcome(running))
-        given_up = _broken("the collector was restarted", Reason.DIED)
+        given_up = broken("the collector was restarted", Reason.DIED)
         try:
             stands = await self._fence(running.waiting, given_up.message)
         except WireError:  # what it left behind cannot be read; the next attempt takes its place
@@ -256,78 +248,11 @@ class Conductor:
         failure = self._cancelled.get(rollout.id)
         if failure is None:
             self._notice.running[attempt.session_id] = running  # a cancel reaches it from here on
-            failure = await self._launch(running)
+            failure = await self._launcher.launch(running)
         if failure is None:
             failure = await self._await_outcome(running)
         self._notice.running.pop(attempt.session_id, None)
         return await self._decide(running, failure)
-
-    async def _launch(self, running: Running) -> Failure | None:
-        """None once the agent has its payload; a launch that failed is known at once."""
-        deadlines = self._plan.deadlines
-        try:
-            while True:
-                async with running.bounded(deadlines.queue_s) as queueing, self._limiter.launching():
-                    queueing.reschedule(None)
-                    try:
-                        return await self._start(running)
-                    except Throttled as error:
-                        self._limiter.throttled(error.retry_after_s)
-        except TimeoutError:
-            late = _broken(f"it was not launched within {deadlines.queue_s} s", Reason.LAUNCH)
-            return running.verdict or late
-        except RolloutFailure as error:
-            return error.failure
-        except Unavailable:
-            raise
-        except AfieldError as error:
-            return _broken(f"{type(error).__name__}: {error}", Reason.LAUNCH)
-
-    async def _start(self, running: Running) -> Failure | None:
-        rollout, attempt = running.waiting.rollout, running.waiting.attempt
-        payload = await self._payload(rollout, attempt)
-        if running.verdict:
-            return running.verdict
-        start_s = self._plan.deadlines.start_s
-        try:
-            async with running.bounded(start_s):
-                await self._runtime.launch(attempt, payload)
-        except TimeoutError:
-            late = _broken(f"the agent had not taken its payload after {start_s:g} s", Reason.TIMEOUT)
-            return running.verdict or late
-        except Unavailable as error:
-            return _broken(str(error), Reason.LAUNCH)
-        running.progress.launched = _now()
-        return None
-
-    async def _payload(self, rollout: Rollout, attempt: Attempt) -> dict[str, Any]:
-        sampling = rollout.sampling or self._plan.sampling
-        spec = SessionSpec(
-            id=attempt.session_id,
-            rollout_id=rollout.id,
-            attempt=attempt.n,
-            group_id=rollout.group_id,
-            exp_id=rollout.exp_id,
-            input_id=rollout.task.id,
-            split=rollout.split,
-            sampling=sampling,
-            budget=self._plan.budget,
-            ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
-        )
-        ticket = await self._patiently(lambda: self._gateway.open(spec))
-        where = self._transport.address(rollout.exp_id)
-        if self._plan.deliver == "gateway":
-            where = {"outcome_url": f"{ticket.base_url}/outcome"}
-        invocation = wire.invocation_for(
-            rollout,
-            attempt,
-            base_url=ticket.base_url,
-            api_key=ticket.api_key,
-            model_id=self._plan.model_id,
-            sampling=sampling,
-            **where,
-        )
-        return wire.build_payload(rollout.task, invocation)
 
     async def _await_outcome(self, running: Running) -> Failure | None:
         """None once the attempt is decided; else why it is given up."""
@@ -342,7 +267,7 @@ class Conductor:
                 running.news.clear()
                 if running.exit is None and exiting.done():
                     running.exit = exiting.result()
-                    running.progress.ended = None if running.exit.failure else _now()
+                    running.progress.ended = None if running.exit.failure else now()
                 if await self._decision(running.waiting) is not None:
                     return None
                 if running.exit and running.exit.failure:
@@ -369,12 +294,12 @@ class Conductor:
         try:
             stands = await self._fence(running.waiting, reason)
         except WireError as error:
-            stands, failure = None, _broken(f"its outcome cannot be read: {error}", Reason.UPLOAD)
+            stands, failure = None, broken(f"its outcome cannot be read: {error}", Reason.UPLOAD)
         if isinstance(stands, OutcomeRecord):
             outcome = _checked(stands.outcome, running.waiting.attempt)
         else:
             attempt = running.waiting.attempt
-            outcome = wire.failed(attempt.rollout_id, attempt.n, failure or _broken(reason, Reason.DIED))
+            outcome = wire.failed(attempt.rollout_id, attempt.n, failure or broken(reason, Reason.DIED))
         await self._conclude(running, outcome.failure, isinstance(stands, OutcomeRecord))
         return outcome
 
@@ -400,22 +325,7 @@ class Conductor:
                 left = await asyncio.wait_for(self._runtime.wait(attempt), linger_s)
         if left and not left.failure and not left.lingers:
             return
-        try:
-            await self._stop(attempt)
-        except TimeoutError:
-            teardown_s = self._plan.deadlines.teardown_s
-            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
-        except AfieldError as error:
-            log.warning("%s could not be stopped: %s", attempt.session_id, error)
-
-    async def _stop(self, attempt: Attempt) -> None:
-        """Waiting for its turn does not count against the deadline."""
-        while True:
-            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_s):
-                try:
-                    return await self._runtime.stop(attempt)
-                except Throttled as error:
-                    self._limiter.throttled(error.retry_after_s)
+        await self._launcher.stop(attempt)
 
     async def _abort(self, attempt: Attempt, reason: str) -> None:
         """A session that was never opened has nothing to abort."""
@@ -431,29 +341,7 @@ class Conductor:
         return state.tokens.get("sampled", 0) if state else 0
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask a store or a gateway until it answers, or until patience ends."""
-        end = _now() + self._plan.patience_s
-        pause_s, longest_s = RECALL_S
-        told = False
-        while True:
-            try:
-                return await ask()
-            except Unavailable as error:
-                if _now() > end:
-                    raise
-                if not told:
-                    log.warning("%s; tried again for up to %g s", error, self._plan.patience_s)
-                    told = True
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _broken(message: str, reason: Reason) -> Failure:
-    return Failure(FailureKind.INFRASTRUCTURE, reason, message)
+        return await patiently(ask, self._plan.patience_s)
 
 
 def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:

@@ -35,6 +35,7 @@ class Running:
         self.progress = Progress(born=born)
         self.news = asyncio.Event()
         self.exit: Exit | None = None
+        self.asked = False  # the runtime, to launch it
         self.verdict: Failure | None = None
         self._limit: asyncio.Timeout | None = None
 

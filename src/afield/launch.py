@@ -1,0 +1,158 @@
+"""How an attempt gets to its agent, and how its agent is ended: sessions, payloads, and the limiter's turns.
+
+A launch that failed is known at once. A place that takes no more for now is asked again, more slowly,
+and no rollout pays for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from afield import wire
+from afield.errors import AfieldError, RolloutFailure, Throttled, Unavailable
+from afield.limiter import Limiter
+from afield.notice import Running
+from afield.plan import Plan
+from afield.seams import Gateway, Runtime, SessionSpec, Transport
+from afield.types import Attempt, Failure, FailureKind, Reason, Rollout
+
+log = logging.getLogger("afield.collect")
+
+RECALL_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
+GATEWAY_SLACK_S = 3_600.0
+T = TypeVar("T")
+
+
+class Launcher:
+    def __init__(
+        self, plan: Plan, *, gateway: Gateway, runtime: Runtime, transport: Transport, limiter: Limiter
+    ) -> None:
+        self._plan = plan
+        self._gateway = gateway
+        self._runtime = runtime
+        self._transport = transport
+        self._limiter = limiter
+
+    async def launch(self, running: Running) -> Failure | None:
+        """None once the agent has its payload; else why it has not."""
+        queue_s = self._plan.deadlines.queue_s
+        end = None if queue_s is None else now() + queue_s
+        try:
+            while running.verdict is None:
+                left = None if end is None else end - now()
+                async with running.bounded(left) as queueing, self._limiter.launching():
+                    queueing.reschedule(None)
+                    try:
+                        return await self._start(running)
+                    except Throttled as error:
+                        self._limiter.throttled(error.retry_after_s)
+                if end is not None and now() >= end:
+                    raise TimeoutError
+            return running.verdict
+        except TimeoutError:
+            late = f"it was not launched within {queue_s} s; raise queue_s, or the rate of launches"
+            return running.verdict or broken(late, Reason.LAUNCH)
+        except RolloutFailure as error:
+            return error.failure
+        except Unavailable:
+            raise
+        except AfieldError as error:
+            return broken(f"{type(error).__name__}: {error}", Reason.LAUNCH)
+
+    async def _start(self, running: Running) -> Failure | None:
+        rollout, attempt = running.waiting.rollout, running.waiting.attempt
+        payload = await self._payload(rollout, attempt)
+        if running.verdict:
+            return running.verdict
+        start_s = self._plan.deadlines.start_s
+        running.asked = True
+        try:
+            async with running.bounded(start_s):
+                await self._runtime.launch(attempt, payload)
+        except TimeoutError:
+            late = f"the agent had not taken its payload after {start_s:g} s; raise start_s if it may"
+            return running.verdict or broken(late, Reason.TIMEOUT)
+        except Unavailable as error:
+            return broken(str(error), Reason.LAUNCH)
+        running.progress.launched = now()
+        return None
+
+    async def _payload(self, rollout: Rollout, attempt: Attempt) -> dict[str, Any]:
+        sampling = rollout.sampling or self._plan.sampling
+        spec = SessionSpec(
+            id=attempt.session_id,
+            rollout_id=rollout.id,
+            attempt=attempt.n,
+            group_id=rollout.group_id,
+            exp_id=rollout.exp_id,
+            input_id=rollout.task.id,
+            split=rollout.split,
+            sampling=sampling,
+            budget=self._plan.budget,
+            ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
+        )
+        ticket = await patiently(lambda: self._gateway.open(spec), self._plan.patience_s)
+        where = self._transport.address(rollout.exp_id)
+        if self._plan.deliver == "gateway":
+            where = {"outcome_url": f"{ticket.base_url}/outcome"}
+        invocation = wire.invocation_for(
+            rollout,
+            attempt,
+            base_url=ticket.base_url,
+            api_key=ticket.api_key,
+            model_id=self._plan.model_id,
+            sampling=sampling,
+            **where,
+        )
+        return wire.build_payload(rollout.task, invocation)
+
+    async def stop(self, attempt: Attempt) -> None:
+        """End an agent wherever it runs; one that cannot be ended is told of in the log."""
+        try:
+            await self._stop(attempt)
+        except TimeoutError:
+            teardown_s = self._plan.deadlines.teardown_s
+            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
+        except AfieldError as error:
+            log.warning("%s could not be stopped: %s", attempt.session_id, error)
+
+    async def _stop(self, attempt: Attempt) -> None:
+        """Waiting for its turn does not count against the deadline."""
+        end = now() + self._plan.patience_s
+        while True:
+            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_s):
+                try:
+                    return await self._runtime.stop(attempt)
+                except Throttled as error:
+                    self._limiter.throttled(error.retry_after_s)
+                    if now() > end:
+                        raise
+
+
+async def patiently(ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Ask a store or a gateway until it answers, or until patience ends."""
+    end = now() + patience_s
+    pause_s, longest_s = RECALL_S
+    told = False
+    while True:
+        try:
+            return await ask()
+        except Unavailable as error:
+            if now() > end:
+                raise
+            if not told:
+                log.warning("%s; tried again for up to %g s", error, patience_s)
+                told = True
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def broken(message: str, reason: Reason) -> Failure:
+    return Failure(FailureKind.INFRASTRUCTURE, reason, message)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
