@@ -1,20 +1,45 @@
-"""docs/benchmarks.md, written from a saved run so that it says what was measured."""
+"""docs/benchmarks.md, written from saved runs so that it says what was measured: `python bench/page.py`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import collected
 from charts import LABELS
 
-TEMPLATE = Path(__file__).parent / "page.md"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+
+
+def rewrite() -> None:
+    write(saved(), PAGE)
+
+
+def saved() -> dict[str, Any]:
+    return json.loads((RESULTS / "gateway.json").read_text())
 
 
 def write(run: dict[str, Any], path: Path) -> None:
+    path.write_text(text(run))
+
+
+def text(run: dict[str, Any]) -> str:
+    """The whole page: this run of the gateway's benchmark, and the newest saved one of collection."""
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("collect-*.json")]
+    newest = max(found, key=lambda one: one["ended"], default=None)
+    return _gateway(run) + (HERE / "collection.md").read_text().format(**collected.sections(newest))
+
+
+def _gateway(run: dict[str, Any]) -> str:
     servers, line = run["servers"], run["summary"]
     mine = servers["afield"]
-    path.write_text(
-        TEMPLATE.read_text().format(
+    return (
+        (HERE / "page.md")
+        .read_text()
+        .format(
             commit=run["commit"],
             load=run["load_15m"],
             wall=round(run["wall_s"] / 60, 1),
@@ -90,3 +115,7 @@ def _verdicts(servers: dict[str, Any], line: dict[str, Any]) -> str:
     for name, seen, most in verdicts(line):
         rows.append(f"| {name} | {seen:.3g} | {most:g} | {'met' if seen <= most else '**missed**'} |")
     return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    rewrite()

@@ -17,16 +17,24 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from msgspec import NODEFAULT, Struct, structs
 
 from afield.cli.main import parser
+from afield.cli.report import Summary
+from afield.cli.train import OVERRIDABLE
+from afield.config import TrainConfig, from_file, train_config
 from afield.conformance.client import Command, Stage
 from afield.conformance.clients import CLIENTS
+from afield.deadlines import Deadlines
 from afield.gateway import control, dialects, lineage, sessions
+from afield.learn import StepLine
+from afield.plan import DEFAULT_RETRIES, Plan
 from afield.seams import SessionSpec, SessionState
 from afield.tokens.chat import THINKING
 from afield.tokens.escape import POLICIES
 from afield.tokens.formats import FORMATS, HARMONY
-from afield.types import Budget, Link, Sampling, Turn
+from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
+from afield.window import Mode
 from gateways import ADMIN, POLICY
 from processes import afield, finish, start, summary
 
@@ -66,7 +74,13 @@ def named(page: Path, heading: str, column: int = 0) -> list[str]:
 
 # --- what runs -----------------------------------------------------------------------------------
 
-PYTHON = [(page, code) for page in PAGES if page.name not in LIVE | APART for code in blocks(page, "python")]
+PYTHON = [
+    (page, code)
+    for page in PAGES
+    if page.name not in LIVE | APART
+    for code in blocks(page, "python")
+    if ADDRESS not in code
+]
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{p.name}-{n}" for n, (p, _) in enumerate(PYTHON)])
@@ -89,10 +103,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finish(process)
 
 
-def run_there(gateway: str, words: list[str], code: str) -> str:
+def run_there(gateway: str, words: list[str], code: str, folder: Path | None = None) -> str:
     environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
-    code = code.replace(ADDRESS, gateway)
-    done = subprocess.run([*words, code], env=environment, capture_output=True, text=True, timeout=120)
+    command = [*words, code.replace(ADDRESS, gateway)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -123,6 +137,17 @@ def test_the_readmes_own_agent_and_tasks_train(tmp_path: Path) -> None:
     code, out, err = afield(tmp_path, *arguments, *sizes)
     assert code == 0, err
     assert summary(out)["rollouts"] == 4
+
+
+def test_the_readmes_own_agent_gives_rollouts_to_a_program(gateway: str, tmp_path: Path) -> None:
+    agent, program = blocks(ROOT / "README.md", "python")
+    rows = blocks(ROOT / "README.md", "json")[0]
+    (tmp_path / "my_agent.py").write_text(agent)
+    (tmp_path / "tasks.jsonl").write_text(rows)
+    told = run_there(gateway, [sys.executable, "-c"], program, tmp_path).splitlines()
+    assert len(told) == 8 * len(rows.splitlines())
+    assert {line.split()[0] for line in told} == {json.loads(row)["id"] for row in rows.splitlines()}
+    assert all(int(line.split()[-1]) > 0 for line in told)
 
 
 def test_what_certify_is_said_to_print_is_what_it_prints() -> None:
@@ -268,6 +293,106 @@ def test_the_gateway_page_lists_the_engines() -> None:
     assert set(get_args(get_type_hints(control.PauseBody)["in_flight"])) <= set(
         named(DOCS / "gateway.md", "Weights")
     )
+
+
+# --- collecting ----------------------------------------------------------------------------------
+
+COLLECT = DOCS / "collect.md"
+CONFIG = DOCS / "config.md"
+NONE = "none"
+SECTIONS = (
+    *("What is trained", "Collecting", "Launching", "Validation", "Sampling", "Learning"),
+    "Gateway and engine",
+)
+
+
+def fields(holder: type[Struct]) -> dict[str, Any]:
+    """The fields of a struct with their defaults."""
+    return {field.name: field.default for field in structs.fields(holder)}
+
+
+def written(value: Any) -> str:
+    """A default as the tables have it."""
+    if value is None or value is NODEFAULT:
+        return NONE if value is None else "needed"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def keys_of(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)(?: = [^`]+)?`", cell)
+
+
+def test_the_page_on_collecting_lists_every_deadline_with_its_default_and_key() -> None:
+    rows = table(COLLECT, "Deadlines")
+    assert [row[0].strip("`") for row in rows] == list(Deadlines.__struct_fields__)
+    for row, default in zip(rows, fields(Deadlines).values(), strict=True):
+        assert row[4] == written(default), row[0]
+        assert set(keys_of(row[5])) <= set(TrainConfig.__struct_fields__), row[0]
+        assert keys_of(row[5]), row[0]
+    assert fields(TrainConfig)["deadline_s"] == float(rows[4][5].split()[1])
+    assert all(f"`{deadline}`" in (DOCS / "client.md").read_text() for deadline in fields(Deadlines))
+
+
+def test_the_page_on_collecting_lists_every_field_of_a_plan() -> None:
+    rows = table(COLLECT, "Groups")
+    assert [row[0].strip("`") for row in rows] == list(Plan.__struct_fields__)
+    for row, (name, default) in zip(rows, fields(Plan).items(), strict=True):
+        if not isinstance(default, bool | Struct) and name != "retries":
+            assert row[1].strip("`") == written(default), name
+        assert set(keys_of(row[2])) <= set(TrainConfig.__struct_fields__), name
+    assert fields(TrainConfig)["rollouts"] == int(rows[2][2].split()[1])
+
+
+def test_the_page_on_collecting_lists_failures_modes_and_retries() -> None:
+    rows = table(COLLECT, "Failures and retries")
+    assert [row[0].strip("`") for row in rows] == list(FailureKind)
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert told == set(Reason)
+    for kind, number in DEFAULT_RETRIES.items():
+        key = f"retries_{kind}"
+        assert fields(TrainConfig)[key] == number
+        assert f"`{key}`, {number}" in next(row[2] for row in rows if row[0] == f"`{kind}`")
+    assert [row[0].split("`")[1] for row in table(COLLECT, "Modes")] == list(get_args(Mode))
+
+
+def test_the_page_on_collecting_lists_what_is_written_about_steps_and_runs() -> None:
+    assert named(COLLECT, "A line of `metrics.jsonl`") == list(StepLine.__struct_fields__)
+    assert set(named(COLLECT, "`summary.json`")) == set(Summary.__struct_fields__)
+
+
+def test_the_page_on_configuration_lists_every_key_with_its_default() -> None:
+    rows = [row for heading in SECTIONS for row in table(CONFIG, heading)]
+    assert [row[0].strip("`") for row in rows] == list(TrainConfig.__struct_fields__)
+    for row, default in zip(rows, fields(TrainConfig).values(), strict=True):
+        if default is None or default is NODEFAULT:
+            assert row[1] == written(default), row[0]
+        else:
+            assert tomllib.loads(f"value = {row[1].strip('`')}")["value"] == default, row[0]
+
+
+def test_the_page_on_configuration_knows_the_options_and_what_may_change() -> None:
+    text = section(CONFIG, "On the command line")
+    listed = set(re.findall(r"`(\w+)`", text.partition("The others")[0])) - {"agent"}
+    told = {f"--{name.replace('_', '-')}" for name in listed - {"_"}}
+    told |= {name.split()[0] for name in named(CONFIG, "On the command line")}
+    assert told == shown("train")
+    assert set(re.findall(r"`(\w+)`", section(CONFIG, "When a run goes on"))) == set(OVERRIDABLE)
+
+
+def test_the_configuration_that_is_shown_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text(blocks(CONFIG, "toml")[0])
+    config = train_config(tmp_path / "train.toml", {"agent": "my_agent.py:agent"})
+    assert config.tasks == str(tmp_path / "tasks.jsonl")
+    assert config.mode == "async" and config.staleness == 2
+    assert set(from_file(tmp_path / "train.toml")) <= set(TrainConfig.__struct_fields__)
+
+
+def test_the_page_of_benchmarks_says_what_was_saved() -> None:
+    sys.path.append(str(ROOT / "bench"))
+    import page
+
+    told = (DOCS / "benchmarks.md").read_text()
+    assert told == page.text(page.saved()), "write it anew with: python bench/page.py"
 
 
 # --- tokens --------------------------------------------------------------------------------------
