@@ -92,4 +92,4 @@ def _memory(told: dict[str, Any]) -> str:
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |".replace("|  |", "| |") for line in lines)
+    return "\n".join("".join(f"| {cell} " if cell != "" else "| " for cell in line) + "|" for line in lines)
