@@ -1,8 +1,9 @@
-"""The agent of bench/chaos.py: some turns with the model, a little work between them, a random reward.
+"""The agent of bench/chaos.py: it talks with the model until that has enough, and works a little in between.
 
-How many turns it takes, how much it asks for in each and how long it works is drawn anew in every
-attempt. A model that does not answer is asked again for a minute, as a client with retries does. What it
-began and ended is written to a file of its process, so that the bench knows what died with one.
+How long it takes is the model's to say, and drawn as a model's words are drawn; its own work and its
+reward are drawn from the rollout's seed. A model that does not answer is asked again for a minute, as a
+client with retries does. What it began and ended is written to a file of its process, so that the bench
+knows what died with one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from chaos_script import MAX_TURNS, MAX_WORDS, question
+from chaos_script import ENOUGH, question
 
 import afield
 
@@ -31,14 +32,14 @@ class Cut(Exception):
 
 @afield.agent
 def run(task: dict[str, Any], rollout: afield.Context) -> dict[str, Any]:
-    rng = random.Random(f"{task['seed']}/{rollout.session_id}")
-    turns = rng.randint(1, MAX_TURNS)
-    note("began", rollout.session_id, turns=turns)
+    rng = random.Random(rollout.seed)
+    note("began", rollout.session_id)
     messages: list[dict[str, str]] = []
-    for turn in range(1, turns + 1):
-        asked = question(turn, rng.randint(1, MAX_WORDS))
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": answer(rollout, messages, stream=turn % 2 == 0)})
+    turns = 0
+    while not messages or not messages[-1]["content"].startswith(ENOUGH):
+        turns += 1
+        messages.append({"role": "user", "content": question(turns)})
+        messages.append({"role": "assistant", "content": answer(rollout, messages, stream=turns % 2 == 0)})
         time.sleep(rng.expovariate(1 / task["work_s"]))
     note("ended", rollout.session_id, turns=turns)
     return {"reward": rng.random(), "metrics": {"turns": turns}}

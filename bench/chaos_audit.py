@@ -138,12 +138,12 @@ def died_with_agents(kills: Iterable[Kill], decided: dict[str, Decided]) -> set[
 def selection(
     trained: Sequence[Trained], decided: dict[str, Decided], dead: set[str], notes: Path
 ) -> dict[str, Any]:
-    """Whether anything but kills of agents chose among attempts, and how long attempts meant to be.
+    """Whether anything but kills of agents chose among attempts.
 
     `discarded` delivered an outcome that was not trained; `given_up` were fenced though their agent lived.
     """
-    meant = {
-        line["session"]: int(line["turns"])
+    began = {
+        line["session"]
         for path in notes.glob("agents-*.jsonl")
         for line in _lines(path)
         if line["what"] == "began"
@@ -151,9 +151,7 @@ def selection(
     counted = {t.session_id for t in trained}
     return {
         "discarded": sum(not d.fenced and session not in counted for session, d in decided.items()),
-        "given_up": sum(bool(d.fenced) and s in meant and s not in dead for s, d in decided.items()),
-        "turns_meant": mean([n for session, n in meant.items() if session.endswith(".1")]),
-        "turns_meant_by_dead": mean([n for session, n in meant.items() if session in dead]),
+        "given_up": sum(bool(d.fenced) and s in began and s not in dead for s, d in decided.items()),
         "turns": mean([len(t.calls) for t in trained]),
         "tokens": mean([t.tokens for t in trained]),
     }

@@ -1,4 +1,4 @@
-"""What the model of bench/chaos.py says: as many words as its last question asks for."""
+"""What the model of bench/chaos.py says: a few words, and when it has enough, after 1 to 8 turns alike."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from pathlib import Path
 MAX_TURNS = 8
 MAX_WORDS = 16
 CHUNK = 4
+ENOUGH, MORE = "Enough", "More"
 
 
-def question(turn: int, words: int) -> str:
-    return f"Question {turn}: say {words} words."
+def question(turn: int) -> str:
+    return f"Question {turn}: what now?"
+
+
+def answers(turn: int) -> list[str]:
+    """With as many turns left, one in as many answers is the last."""
+    return [
+        " ".join([ENOUGH if left == turn else MORE, *["word"] * words])
+        for left in range(turn, MAX_TURNS + 1)
+        for words in range(MAX_WORDS)
+    ]
 
 
 def write_script(path: Path, delay_s: float) -> Path:
     """The last question of a prompt is found first, because rows are tried in order."""
     rows = [
-        {
-            "match": question(turn, words),
-            "text": " ".join(["word"] * words),
-            "chunks": [CHUNK],
-            "delay_s": delay_s,
-        }
+        {"match": question(turn), "one_of": answers(turn), "chunks": [CHUNK], "delay_s": delay_s}
         for turn in range(MAX_TURNS, 0, -1)
-        for words in range(1, MAX_WORDS + 1)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

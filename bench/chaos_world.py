@@ -28,7 +28,6 @@ from msgspec import Struct
 BENCH = Path(__file__).resolve().parent
 POLICY = BENCH.parent / "src" / "afield" / "demo" / "policy"
 ADMIN = "chaos-admin-key"
-EXP = "chaos"
 KINDS: tuple[str, ...] = ("collector", "gateway", "trainer", "agents")
 HOSTS = 3
 SETTLES_S = 30.0  # how long what winds up may take; leases of hints run out within it
@@ -77,6 +76,7 @@ class Left(Struct, frozen=True, kw_only=True):
 class World:
     def __init__(self, place: Path, size: Size, seed: int) -> None:
         self.place, self.size = place, size
+        self.exp = f"chaos-{seed}"
         self.run, self.ledger = place / "run", place / "engine.jsonl"
         self.kills: list[Kill] = []
         self._rng = random.Random(f"chaos {seed}")
@@ -86,7 +86,7 @@ class World:
         rows = [{"id": f"task-{n}", "seed": seed, "work_s": size.work_s} for n in range(size.tasks)]
         (place / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_script(place / "script.jsonl", size.delay_s)
-        (place / "chaos.toml").write_text(CONFIG.format(exp=EXP))
+        (place / "chaos.toml").write_text(CONFIG.format(exp=self.exp))
         gateway, *hosts = free_ports(1 + HOSTS)
         self._gateway = f"http://127.0.0.1:{gateway}"
         self._hosts = [f"http://127.0.0.1:{port}" for port in hosts]
@@ -107,7 +107,7 @@ class World:
 
     @property
     def commits(self) -> Path:
-        return self.outcomes / EXP / "commits"
+        return self.outcomes / self.exp / "commits"
 
     def _part(self, kind: str, name: str, command: list[object], *, ends: bool = False) -> Part:
         environment = {MARK: self._mark, "AFIELD_ADMIN_KEY": ADMIN, "AFIELD_RUNS": str(self.place)}

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 from afield.deadlines import Deadlines, Progress, overdue
-from afield.errors import Throttled, Unavailable
+from afield.engines.scripted import Scripted
+from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, Unavailable
 from afield.limiter import LocalLimiter, Pace, Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Exit, Fence, SessionState, Waiting
+from afield.seams import Call, Exit, Fence, SessionState, Waiting
 from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason, Rollout, Sampling, Task
 from afield.wire import OutcomeRecord
-from collecting import ask_model, bench, good, waiting
+from collecting import YES, ask_model, bench, good, waiting
 
 pytestmark = pytest.mark.anyio
 INFRA, POLICY = FailureKind.INFRASTRUCTURE, FailureKind.POLICY
@@ -373,3 +374,32 @@ async def test_a_greedy_rollout_is_sampled_greedily(tmp_path: Path) -> None:
     (greedy,) = b.spool.get("r").turns
     (usual,) = b.spool.get("s").turns
     assert (greedy.sampling.temperature, usual.sampling.temperature) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "same"), [(InfrastructureFailure("it broke"), True), (TaskFailure("a bad answer"), False)]
+)
+async def test_what_broke_around_a_rollout_does_not_redraw_it(
+    tmp_path: Path, error: RolloutFailure, same: bool
+) -> None:
+    seeds: list[int | None] = []
+    drawn: list[str] = []
+
+    def script(call: Call) -> Scripted:
+        drawn.append(call.draw)
+        return YES
+
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        seeds.append(context.seed)
+        await ask_model(context, "one")
+        await ask_model(context, "two")
+        if len(seeds) == 1:
+            raise error
+        return 1.0
+
+    async with bench(tmp_path, agent, script) as b, b.conducting() as (_, conductor):
+        note = await conductor.run(rollout())
+    assert note.attempts == 2
+    assert (seeds[0] == seeds[1]) is same
+    assert (drawn[:2] == drawn[2:]) is same
+    assert drawn[:2] == ["r.1/t1", "r.1/t2"]

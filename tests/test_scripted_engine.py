@@ -121,7 +121,7 @@ async def test_a_file_answers_matching_prompts_and_the_others_in_order(tmp_path:
     [
         ('{"text": "a"', "line 2: "),
         ('{"txt": "a"}', "line 2: .*unknown field `txt`"),
-        ('{"text": "a", "token_ids": [1]}', "line 2: a row has text or token_ids, not both"),
+        ('{"text": "a", "token_ids": [1]}', "line 2: a row has text, one_of or token_ids"),
         ("{}", "line 2: a scripted answer needs token_ids, or a way to fail"),
         ('{"fail": "explode"}', "line 2: .*explode"),
         ('{"token_ids": [1, 2], "logprobs": [-1]}', "line 2: 2 token_ids but 1 logprobs"),
@@ -142,7 +142,7 @@ def test_a_script_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no rows"):
         read_script(path)
     path.write_text('{"text": "hi"}')
-    with pytest.raises(UsageError, match="line 1: 'text' and 'match' need a tokenizer"):
+    with pytest.raises(UsageError, match="line 1: 'text', 'one_of' and 'match' need a tokenizer"):
         read_script(path)
 
 

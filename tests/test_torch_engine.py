@@ -72,6 +72,14 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
+async def test_calls_of_the_same_name_of_numbers_are_drawn_alike(model: Path) -> None:
+    async with TorchEngine(model, seed=3) as engine:
+        prompt = a_prompt(7, 12)
+        first = ids(await answer(engine, a_call("a", prompt, draw="r.1/t1")))
+        assert ids(await answer(engine, a_call("b", prompt, draw="r.1/t1"))) == first
+        assert ids(await answer(engine, a_call("b", prompt, draw="r.2/t1"))) != first
+
+
 # --- rescoring ------------------------------------------------------------------------------------
 
 

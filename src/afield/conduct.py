@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 from afield import wire
 from afield.errors import RETRIED, AfieldError, Missing, WireError, first_cause
 from afield.launch import Launcher, broken, now, patiently
-from afield.ledger import Ledger, Note
+from afield.ledger import Ledger, Note, Tried
 from afield.limiter import Limiter, Unlimited
 from afield.notice import Noticer, Running
 from afield.plan import Plan, Watcher
@@ -63,6 +63,7 @@ class Conductor:
         self._slots = asyncio.Semaphore(plan.concurrency)
         self._notice = Noticer(plan, gateway, transport, ledger)
         self._runs: dict[str, asyncio.Task[Note]] = {}
+        self._queued: dict[str, asyncio.Timeout] = {}
         self._cancelled: dict[str, Failure] = {}
 
     async def __aenter__(self) -> Self:
@@ -73,16 +74,21 @@ class Conductor:
 
     async def __aexit__(self, *exc: Any) -> None:
         """What still runs is left undecided: another conductor of the same ledger goes on with it."""
-        if exc[0] is None:
-            if self._endings:
-                await asyncio.wait(self._endings)  # each has a deadline of its own
-            await self._notice.flush()
-        for task in (*self._chores, *self._runs.values(), *self._endings):
-            task.cancel()
         try:
-            await self._tasks.__aexit__(*exc)
-        except BaseExceptionGroup as errors:
-            raise first_cause(errors) from errors
+            if exc[0] is None:
+                if self._endings:
+                    await asyncio.wait(self._endings)  # each has a deadline of its own
+                await self._notice.flush()
+        except BaseException as error:
+            exc = (type(error), error, error.__traceback__)
+            raise
+        finally:
+            for task in (*self._chores, *self._runs.values(), *self._endings):
+                task.cancel()
+            try:
+                await self._tasks.__aexit__(*exc)
+            except BaseExceptionGroup as errors:
+                raise first_cause(errors) from errors
 
     @property
     def has_room(self) -> bool:
@@ -108,7 +114,10 @@ class Conductor:
         """
         if rollout_id not in self._runs:
             return
-        failure = self._cancelled[rollout_id] = Failure(FailureKind.INFRASTRUCTURE, reason, why)
+        failure = self._cancelled[rollout_id] = broken(why, reason)
+        queueing = self._queued.pop(rollout_id, None)
+        if queueing and not queueing.expired():
+            queueing.reschedule(now())
         for running in self._notice.running.values():
             if running.waiting.rollout.id == rollout_id:
                 running.give_up(failure)
@@ -116,46 +125,61 @@ class Conductor:
     # --- rollouts --------------------------------------------------------------------------------
 
     async def _run(self, rollout: Rollout) -> Note:
-        if note := self._ledger.finished(rollout.id):
-            if not self._spool.holds(rollout.id):
-                await self._patiently(lambda: self._keep(rollout, note.outcome, note.attempts))
-            return note
         born = now()
         try:
-            if not await self._enters():
-                waited_s, others = self._plan.deadlines.queue_s, self._plan.concurrency
-                told = f"no place in {waited_s:g} s beside {others} others; raise concurrency or queue_s"
-                self._cancelled[rollout.id] = broken(told, Reason.LAUNCH)
-                return await self._until_it_counts(rollout, born)
+            if note := await self._known(rollout):
+                return note
+            entered = await self._enters(rollout.id)
             try:
                 return await self._until_it_counts(rollout, born)
             finally:
-                self._slots.release()
+                if entered:
+                    self._slots.release()
         finally:
             self._cancelled.pop(rollout.id, None)
 
-    async def _enters(self) -> bool:
+    async def _known(self, rollout: Rollout) -> Note | None:
+        """How it ended, if it has; what is not in the spool any more the gateway gives again."""
+        note = self._ledger.finished(rollout.id)
+        if note is None or self._spool.holds(rollout.id):
+            return note
+        outcome, record = await self._recorded(note.outcome)
+        if outcome is not note.outcome:
+            self._ledger.forget(rollout.id)  # nothing is left of what it sampled
+            return None
+        return await self._patiently(lambda: self._keep(rollout, outcome, record, note.attempts))
+
+    async def _enters(self, rollout_id: str) -> bool:
+        """Whether there was a place; without one it is cancelled."""
+        queue_s, others = self._plan.deadlines.queue_s, self._plan.concurrency
         try:
-            async with asyncio.timeout(self._plan.deadlines.queue_s):
-                return await self._slots.acquire()
+            async with asyncio.timeout(queue_s) as queueing:
+                if rollout_id not in self._cancelled:
+                    self._queued[rollout_id] = queueing
+                    return await self._slots.acquire()
         except TimeoutError:
-            return False
+            told = f"no place in {queue_s} s beside {others} others; raise concurrency or queue_s"
+            self._cancelled.setdefault(rollout_id, broken(told, Reason.LAUNCH))
+        finally:
+            self._queued.pop(rollout_id, None)
+        return False
 
     async def _until_it_counts(self, rollout: Rollout, born: float) -> Note:
         """Attempts until one has an outcome that stands, or a budget of retries is used up."""
         tried = self._ledger.attempts(rollout.id)
         spent = Counter(t.failure.kind for t in tried if t.failure)
         n = len(tried)
-        undecided = tried[-1].attempt if tried and tried[-1].failure is None else None
+        undecided = tried[-1] if tried and tried[-1].failure is None else None
         outcome = await self._resume(rollout, undecided, born) if undecided else None
         while True:
             if outcome is None:
                 n += 1
                 outcome = await self._attempt(rollout, Attempt(rollout.id, n), born)
-            again = self._will_retry(rollout, outcome, spent, born)
-            note = None if again else await self._end(rollout, outcome, n)
-            if note is not None:
-                return note
+            if not self._will_retry(rollout, outcome, spent, born):
+                kept, record = await self._recorded(outcome)
+                if kept is outcome or not self._will_retry(rollout, kept, spent, born):
+                    return await self._end(rollout, kept, record, n)
+                outcome = kept
             assert outcome.failure is not None
             self._watcher.attempt_ended(rollout, outcome, True)
             attempt = Attempt(rollout.id, outcome.attempt)
@@ -174,20 +198,24 @@ class Conductor:
         spent[kind] += 1
         return spent[kind] <= self._plan.retries.get(kind, 0)
 
-    async def _end(self, rollout: Rollout, outcome: Outcome, n: int) -> Note:
-        note = await self._patiently(lambda: self._keep(rollout, outcome, n))
+    async def _end(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
+        note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
         self._ledger.finish(rollout.id, note)
         self._watcher.attempt_ended(rollout, note.outcome, False)
         return note
 
-    async def _keep(self, rollout: Rollout, outcome: Outcome, n: int) -> Note:
-        """Everything there is of a rollout, to the spool."""
+    async def _recorded(self, outcome: Outcome) -> tuple[Outcome, Record]:
+        """What its session sampled. A reward for a session that is gone is none."""
         try:
-            record = await self._gateway.finalize(outcome.session_id)
+            return outcome, await self._patiently(lambda: self._gateway.finalize(outcome.session_id))
         except Missing as error:
-            record = Record(trajectories=(), excluded=())
             if outcome.failure is None:
-                outcome = wire.failed(rollout.id, outcome.attempt, broken(str(error), Reason.ENGINE))
+                lost = broken(str(error), Reason.ENGINE)
+                outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
+            return outcome, Record(trajectories=(), excluded=())
+
+    async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
+        """Everything there is of a rollout, to the spool."""
         finished = Finished(
             rollout=rollout,
             outcome=outcome,
@@ -209,15 +237,18 @@ class Conductor:
 
     # --- attempts --------------------------------------------------------------------------------
 
-    async def _resume(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome | None:
+    async def _resume(self, rollout: Rollout, tried: Tried, born: float) -> Outcome | None:
         """An attempt somebody before us began: its outcome if it has one or gets one, else it is given up."""
+        attempt = tried.attempt
         running = Running(rollout, attempt, born)
+        running.asked = True
         decided = await self._decision(running.waiting)
         if not isinstance(decided, Fence):  # nobody tells of a fence
             self._notice.inherit()
         if decided is None and await self._lives(attempt):
             log.info("%s still runs and is waited for", attempt.session_id)
-            running.progress.launched = now()
+            running.progress.launched = now() - tried.age_s
+            running.news.set()  # a hint that came in between is nobody's any more
             return await self._decide(running, await self._await_outcome(running))
         given_up = broken("the collector was restarted", Reason.DIED)
         try:
@@ -227,6 +258,7 @@ class Conductor:
         if isinstance(stands, OutcomeRecord):
             return await self._decide(running, None)
         await self._conclude(running, given_up, delivered=False)
+        self._ledger.spent(attempt, await self._sampled(attempt))
         return None
 
     async def _lives(self, attempt: Attempt) -> bool:
@@ -242,14 +274,24 @@ class Conductor:
         seen = state.unseen_s if state.unseen_s is not None else state.idle_s
         return bool(state.in_flight) or seen <= self._plan.deadlines.dead_s
 
+    def _draw(self, rollout_id: str) -> str:
+        """The name of an attempt's random numbers. What broke around an attempt does not redraw it: long
+        ones break more often, and would be replaced by shorter ones.
+        """
+        failures = [tried.failure for tried in self._ledger.attempts(rollout_id) if tried.failure]
+        redrawn = sum(failure.kind is not FailureKind.INFRASTRUCTURE for failure in failures)
+        return f"{rollout_id}.{1 + redrawn}"
+
     async def _attempt(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome:
         self._ledger.begin(attempt)
         running = Running(rollout, attempt, born)
+        running.draw = self._draw(rollout.id)
         failure = self._cancelled.get(rollout.id)
         if failure is None:
             self._notice.running[attempt.session_id] = running  # a cancel reaches it from here on
             failure = await self._launcher.launch(running)
         if failure is None:
+            self._ledger.launched(attempt)
             failure = await self._await_outcome(running)
         self._notice.running.pop(attempt.session_id, None)
         return await self._decide(running, failure)
@@ -312,6 +354,8 @@ class Conductor:
         """End what is left of an attempt that is decided; its agent in the background."""
         if failure:
             await self._abort(running.waiting.attempt, failure.message)
+        if not running.asked:
+            return
         ending = self._tasks.create_task(self._tear_down(running, LINGER_S if delivered else 0.0))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from afield import wire
@@ -64,7 +65,7 @@ class Launcher:
 
     async def _start(self, running: Running) -> Failure | None:
         rollout, attempt = running.waiting.rollout, running.waiting.attempt
-        payload = await self._payload(rollout, attempt)
+        payload = await self._payload(rollout, attempt, running.draw)
         if running.verdict:
             return running.verdict
         start_s = self._plan.deadlines.start_s
@@ -80,7 +81,7 @@ class Launcher:
         running.progress.launched = now()
         return None
 
-    async def _payload(self, rollout: Rollout, attempt: Attempt) -> dict[str, Any]:
+    async def _payload(self, rollout: Rollout, attempt: Attempt, draw: str) -> dict[str, Any]:
         sampling = rollout.sampling or self._plan.sampling
         spec = SessionSpec(
             id=attempt.session_id,
@@ -89,6 +90,7 @@ class Launcher:
             group_id=rollout.group_id,
             exp_id=rollout.exp_id,
             input_id=rollout.task.id,
+            draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
             sampling=sampling,
             budget=self._plan.budget,
@@ -105,6 +107,7 @@ class Launcher:
             api_key=ticket.api_key,
             model_id=self._plan.model_id,
             sampling=sampling,
+            seed=int.from_bytes(blake2b(draw.encode(), digest_size=4).digest()),
             **where,
         )
         return wire.build_payload(rollout.task, invocation)

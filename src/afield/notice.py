@@ -23,6 +23,7 @@ log = logging.getLogger("afield.collect")
 
 HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions in one question to the gateway
+LOOKS = 10  # a gateway that has not answered when so many looks are due is silent
 SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to read is within it
 LEASED_S = 12.0  # a collector that died held its hints no longer than this
 
@@ -37,6 +38,7 @@ class Running:
         self.exit: Exit | None = None
         self.asked = False  # the runtime, to launch it
         self.verdict: Failure | None = None
+        self.draw = attempt.session_id
         self._limit: asyncio.Timeout | None = None
 
     @property
@@ -75,6 +77,7 @@ class Noticer:
         self.running: dict[str, Running] = {}
         self.used: list[Attempt] = []
         self._until = 0.0
+        self._silent_since: float | None = None  # the gateway
 
     def chores(self) -> tuple[Coroutine[None, None, None], ...]:
         """To be run for as long as anything is waited for."""
@@ -135,10 +138,15 @@ class Noticer:
 
     async def _watch(self) -> None:
         every = min(self._plan.watch_s, self._plan.deadlines.shortest / 2)
+        clock = asyncio.get_running_loop().time
+        looked = clock()
         while True:
             await asyncio.sleep(every)
             states = await self._states([s for s, r in self.running.items() if r.launched])
-            now = asyncio.get_running_loop().time()
+            now, before = clock(), looked
+            looked = now
+            if self._silent_since is not None:
+                self._excuse(now - before)
             for session_id, running in list(self.running.items()):
                 state = states.get(session_id)
                 if state and state.phase == "completed" and running.progress.completed is None:
@@ -149,11 +157,28 @@ class Noticer:
                 if failure := overdue(self._plan.deadlines, running.progress, state, now):
                     running.give_up(failure)
 
+    def _excuse(self, seconds: float) -> None:
+        """Agents could not work without their gateway: that time is not theirs."""
+        for running in self.running.values():
+            if running.progress.launched is not None:
+                running.progress.launched += seconds
+
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
+        """What the gateway says; nothing when it is silent, and an error when it is for too long."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
         found: dict[str, SessionState] = {}
         try:
-            for first in range(0, len(session_ids), AT_A_LOOK):
-                found |= await self._gateway.states(session_ids[first : first + AT_A_LOOK])
-        except Unavailable as error:
-            log.warning("the sessions cannot be looked at: %s", error)
+            async with asyncio.timeout(LOOKS * self._plan.watch_s):
+                for first in range(0, len(session_ids), AT_A_LOOK):
+                    found |= await self._gateway.states(session_ids[first : first + AT_A_LOOK])
+            self._silent_since = None
+        except (Unavailable, TimeoutError) as error:
+            if self._silent_since is None:
+                self._silent_since = began
+                log.warning("the sessions cannot be looked at: %s", error or "no answer")
+            silent_s = clock() - self._silent_since
+            if silent_s > self._plan.patience_s:
+                told = f"the gateway does not answer for {silent_s:.0f} s: {error or 'it hangs'}"
+                raise Unavailable(f"{told}; see that it runs, and go on where it was") from error
         return found

@@ -33,7 +33,8 @@ class Invocation(Struct, frozen=True, kw_only=True):
     """The `_rollout` part of a payload: who the attempt is, where the model is, where the outcome goes.
 
     `base_url` is the session's base; OpenAI clients use `openai_base_url`. Unknown fields are kept
-    out of the way, so that a newer collector can talk to an older agent image.
+    out of the way, so that a newer collector can talk to an older agent image. `seed` is for whatever the
+    agent draws at random: what broke and is tried again has the same.
     """
 
     exp_id: str
@@ -46,6 +47,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
     api_key: str
     model_id: str
     sampling: Sampling | None = None
+    seed: int | None = None
     outcome_url: str | None = None
     s3_bucket: str | None = None
     sqs_url: str | None = None

@@ -74,7 +74,7 @@ class Request:
 
 def request_seed(seed: int, call: Call) -> int:
     """The same call gives the same numbers, whatever else the engine is doing."""
-    own = call.id if call.sampling.seed is None else call.sampling.seed
+    own = (call.draw or call.id) if call.sampling.seed is None else call.sampling.seed
     return int.from_bytes(blake2b(f"{seed}/{own!r}".encode(), digest_size=8).digest())
 
 

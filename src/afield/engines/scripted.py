@@ -10,6 +10,7 @@ images, each of which stands for `image_length` ids in the prompt.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
@@ -219,9 +220,11 @@ class Codec(Protocol):
 
 class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A line of a script. A row with `match` answers every prompt that contains it, as often as asked;
-    the others are used up in order. `text` is ended with the call's first stop id."""
+    the others are used up in order. `text` is ended with the call's first stop id; with `one_of` it is
+    drawn among these, by the name of the call's random numbers."""
 
     text: str | None = None
+    one_of: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
     finish: FinishReason | None = None
@@ -231,10 +234,16 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fail: Failing | None = None
 
     def __post_init__(self) -> None:
-        if self.text is not None and self.token_ids:
-            raise ValueError("a row has text or token_ids, not both")
-        if self.text is None:
+        if (self.text is not None) + bool(self.one_of) + bool(self.token_ids) > 1:
+            raise ValueError("a row has text, one_of or token_ids, not several of them")
+        if self.text is None and not self.one_of:
             self.answer(self.token_ids)
+
+    def words(self, call: Call) -> str | None:
+        if not self.one_of:
+            return self.text
+        drawn = random.Random(call.draw or call.id).random()
+        return self.one_of[int(drawn * len(self.one_of))]
 
     def answer(self, token_ids: tuple[int, ...]) -> Scripted:
         return Scripted(
@@ -261,9 +270,10 @@ def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[Call]
             raise Unavailable(
                 f"{path} has no answer left for call {call.id!r}; add a row, or one with 'match'"
             )
-        if row.text is None or codec is None:
+        words = row.words(call)
+        if words is None or codec is None:
             return row.answer(row.token_ids)
-        return row.answer((*codec.encode(row.text), *call.stop_ids[:1]))
+        return row.answer((*codec.encode(words), *call.stop_ids[:1]))
 
     return answer
 
@@ -279,9 +289,9 @@ def _read_rows(path: Path, codec: Codec | None) -> list[Row]:
             row = msgspec.json.decode(line, type=Row)
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path}, line {n}: {error}") from error
-        if codec is None and (row.text is not None or row.match is not None):
+        if codec is None and (row.text is not None or row.one_of or row.match is not None):
             raise UsageError(
-                f"{path}, line {n}: 'text' and 'match' need a tokenizer; write 'token_ids' instead"
+                f"{path}, line {n}: 'text', 'one_of' and 'match' need a tokenizer; write 'token_ids' instead"
             )
         rows.append(row)
     if not rows:

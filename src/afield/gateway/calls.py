@@ -216,7 +216,7 @@ class Calls:
         parser, stops = self._readers(tokens, request)
         if request.images:
             await self._store.put_images(session.id, request.images.values())
-        chunks = self._engine.generate(self._call(session, request, place, limit, intent.id))
+        chunks = self._engine.generate(self._call(session, request, place, limit, intent.id, n))
         broke: tuple[str, ...] = ()
         turn: Turn | None = None
         flight = session.takes_off((place.asked, limit))
@@ -312,7 +312,7 @@ class Calls:
         return FinishReason.LENGTH if session.out_of_tokens else None
 
     def _call(
-        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, turn_id: str
+        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, turn_id: str, n: int
     ) -> Call:
         spec, sampling = session.row.spec, self._sampling(session, request)
         watched = bool(request.stop) or spec.budget.tokens is not None
@@ -328,6 +328,8 @@ class Calls:
             stream=request.stream or watched,
             base_ids=place.base_ids,
             images=self._images(session, place) if self._info.images else (),
+            # A call that a gateway died under is asked again, and is not to be drawn anew.
+            draw=f"{spec.draw or session.id}/t{n - session.dangling}",
         )
 
     def _intent(

@@ -11,7 +11,12 @@ from afield.wire import Invocation
 
 
 class Context(Struct, frozen=True, kw_only=True):
-    """OpenAI clients take `openai_base_url` and `api_key`; Anthropic and Gemini clients take `base_url`."""
+    """OpenAI clients take `openai_base_url` and `api_key`; Anthropic and Gemini clients take `base_url`.
+
+    `seed` is for what the agent itself draws at random. A rollout that is tried again because something
+    around it broke gets the same one, so that long rollouts, which break more often, are not replaced by
+    short ones.
+    """
 
     base_url: str
     openai_base_url: str
@@ -24,6 +29,7 @@ class Context(Struct, frozen=True, kw_only=True):
     input_id: str
     exp_id: str
     sampling: Sampling | None = None
+    seed: int | None = None
 
     @classmethod
     def of(cls, invocation: Invocation) -> Self:

@@ -53,7 +53,9 @@ class Call(Struct, frozen=True, kw_only=True):
 
     `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each; the
     engine expands it and says so in `Chunk.prompt_ids`. `base_ids`, where given, is the very object that
-    an earlier call of the session had as its prompt, with which this one's begins.
+    an earlier call of the session had as its prompt, with which this one's begins. `draw` names the random
+    numbers of a call without a seed: an engine that can gives the same for the same name (and a seed of
+    its own), else for the same id.
     """
 
     id: str
@@ -65,6 +67,7 @@ class Call(Struct, frozen=True, kw_only=True):
     stream: bool = False
     base_ids: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
+    draw: str = ""
 
 
 class Chunk(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,8 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
     With `reward_from` "verifier" the agent's key infers and says when it is done; only the verifier's
     key, given out once with the ticket, speaks about rewards. What a client asks of sampling is done only
-    for the names in `client_sampling`. `thinking` and `escape` are the policies
+    for the names in `client_sampling`. Sessions of the same `draw` are sampled with the same random numbers,
+    call by call, where the engine can do that. `thinking` and `escape` are the policies
     that `docs/tokens.md` describes; `side_calls` says whether titles and probes are trained.
     """
 
@@ -28,6 +29,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     group_id: str | None = None
     exp_id: str | None = None
     input_id: str | None = None
+    draw: str | None = None
     split: Split = Split.TRAIN
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
     reward_from: Literal["agent", "verifier"] = "agent"
