@@ -57,12 +57,19 @@ class Entry(Struct, frozen=True):
 
 
 class Tried(Struct, frozen=True):
-    """An attempt as it was noted; `failure` is None while nothing is known, and if it counted."""
+    """An attempt as it was noted; `failure` is None while nothing is known, and if it counted.
+
+    `began` is when it was launched, by the wall clock; before that, when it was noted.
+    """
 
     attempt: Attempt
     began: float
     failure: Failure | None
     tokens: int
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.began)
 
 
 class Ledger:
@@ -93,6 +100,16 @@ class Ledger:
         """Before it is launched."""
         sql = "INSERT OR IGNORE INTO attempts (rollout_id, n, began) VALUES (?,?,?)"
         self._write(sql, (attempt.rollout_id, attempt.n, time.time()))
+
+    def launched(self, attempt: Attempt) -> None:
+        """Its agent has it: from here on its time counts, whoever waits for it."""
+        sql = "UPDATE attempts SET began=? WHERE rollout_id=? AND n=?"
+        self._write(sql, (time.time(), attempt.rollout_id, attempt.n))
+
+    def spent(self, attempt: Attempt, tokens: int) -> None:
+        """What an attempt cost that came to nothing, and is held against nobody."""
+        sql = "UPDATE attempts SET tokens=? WHERE rollout_id=? AND n=?"
+        self._write(sql, (tokens, attempt.rollout_id, attempt.n))
 
     def begun(self, attempt: Attempt) -> bool:
         sql = "SELECT 1 FROM attempts WHERE rollout_id=? AND n=?"
