@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 
 from afield.cli.main import main
+from afield.collect import Collector, GroupWish
 from afield.errors import Throttled, Unavailable
+from afield.gather import Gatherer, Schedule, Validation
 from afield.ledger import Ledger
 from afield.rundir import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
 from afield.seams import Exit
 from afield.spool import Spool
-from afield.types import Attempt, FailureKind, Finished, Outcome, Reason, Rollout, Task
+from afield.types import Attempt, FailureKind, Finished, Outcome, Reason, Rollout, Sampling, Split, Task
+from afield.window import Window
 from collecting import ask_model, bench, good
 from gateways import POLICY
 from processes import AGENTS, write_tasks
@@ -304,3 +307,60 @@ async def _unavailable(*_: object) -> Any:
 
 async def _hanging(*_: object) -> Any:
     await asyncio.sleep(3600)
+
+
+# --- groups and validation -----------------------------------------------------------------------
+
+
+async def test_a_group_whose_baseline_failed_is_dropped_with_a_reason(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        if context.rollout_id.endswith("baseline"):
+            raise OSError("no space left")
+        return await good(task, context)
+
+    wish = GroupWish("exp-e0-t0", Task("t0", {"n": 0}), 0)
+    async with bench(tmp_path, agent) as b, b.conducting(baseline=True) as (plan, conductor):
+        ended = await Collector(plan, conductor, b.spool).group(wish)
+    assert ended.dropped and ended.dropped.startswith("its baseline carries no reward (task")
+
+
+async def test_validation_is_never_cut(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        await asyncio.sleep(0.0 if context.rollout_id.endswith(("r0", "r1")) else 1.0)
+        return 1.0
+
+    limits: dict[str, Any] = {"extra": 1, "straggler_s": 0.1, "val_rollouts": 4}
+    wish = GroupWish("exp-val0-t0", Task("t0", {"n": 0}), 0, Split.VAL)
+    async with bench(tmp_path, agent) as b, b.conducting(**limits) as (plan, conductor):
+        (group,) = await Collector(plan, conductor, b.spool).collect([wish])
+    assert [f.outcome.reward for f in group.finished] == [1.0] * 4
+
+
+async def test_a_validation_that_was_reported_is_not_done_again(tmp_path: Path) -> None:
+    reports: list[int] = []
+
+    def report(step: int, finished: list[Finished]) -> None:
+        reports.append(step)
+
+    validation = Validation(
+        tasks=[Task("v", {"n": 0})],
+        every=1,
+        sampling=Sampling(),
+        report=report,
+        reported=lambda step: step in reports,
+    )
+    window, schedule = Window(mode="sync", groups=0, batch=1), Schedule([Task("t", {})], "exp")
+    async with bench(tmp_path, good) as b:
+        for _ in range(2):
+            async with b.conducting() as (plan, conductor):
+                collector = Collector(plan, conductor, b.spool)
+                parts = {"collector": collector, "ledger": b.ledger, "spool": b.spool}
+                await Gatherer(window, schedule, validation=validation, **parts).run()
+            left = Finished(rollout=rollout("exp-val0-v-r0"), outcome=outcome("exp-val0-v-r0"))
+            b.spool.put(left)  # as a kill leaves it that came before everything was tidied up
+        assert reports == [0]
+        assert [f.rollout.id for f in b.seen.finished] == ["exp-val0-v-r0"]
+        async with b.conducting() as (plan, conductor):
+            parts = {"collector": Collector(plan, conductor, b.spool), "ledger": b.ledger, "spool": b.spool}
+            await Gatherer(window, schedule, validation=validation, **parts).run()
+        assert len(b.spool) == 0

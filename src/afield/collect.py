@@ -78,13 +78,19 @@ class Collector:
         baseline: Rollout | None,
         beside: asyncio.Task[Note] | None,
     ) -> Ended:
-        await self._until_enough(measured)
+        train = wish.split is Split.TRAIN
+        await (self._until_enough(measured) if train else asyncio.wait(measured.values()))
         if beside:
             await asyncio.wait([beside])
-            beside.result()
         notes = [task.result() for task in measured.values()]
-        quorum = self._plan.quorum if wish.split is Split.TRAIN else 1
-        return Ended(wish, tuple(measured), baseline.id if baseline else None, unusable(notes, quorum))
+        dropped = unusable(notes, self._plan.quorum if train else 1)
+        if beside:
+            dropped = dropped or incomparable(beside.result())
+        return Ended(wish, tuple(measured), baseline.id if baseline else None, dropped)
+
+    def members(self, wish: GroupWish) -> list[str]:
+        """The ids of its rollouts."""
+        return [rollout.id for rollout in self._rollouts(wish)]
 
     def _rollouts(self, wish: GroupWish) -> list[Rollout]:
         train = wish.split is Split.TRAIN
@@ -137,6 +143,14 @@ def unusable(notes: Sequence[Note], quorum: int) -> str | None:
         return None
     kinds = sorted({str(note.outcome.failure.kind) for note in notes if note.outcome.failure})
     return f"{carrying} of {len(notes)} rollouts carry a reward ({', '.join(kinds)} failures)"
+
+
+def incomparable(baseline: Note) -> str | None:
+    """Why a group has nothing to be measured against; None when it has."""
+    failure = baseline.outcome.failure
+    if failure is None or baseline.outcome.reward_or_floor(0.0) is not None:
+        return None
+    return f"its baseline carries no reward ({failure.kind}/{failure.reason}: {failure.message[:200]})"
 
 
 def read_group(spool: Spool, ended: Ended) -> Group:

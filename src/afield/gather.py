@@ -53,13 +53,21 @@ def _order(number: int, seed: str | None) -> list[int]:
     return order
 
 
+def _never(step: int) -> bool:
+    return False
+
+
 class Validation(Struct, frozen=True, kw_only=True):
-    """Tasks that are tried, greedily unless told otherwise, and never trained; every so many steps."""
+    """Tasks that are tried, greedily unless told otherwise, and never trained; every so many steps.
+
+    One that was `reported`, by a collector before this one, is not done again.
+    """
 
     tasks: Sequence[Task]
     every: int
     sampling: Sampling
     report: Callable[[int, list[Finished]], None]
+    reported: Callable[[int], bool] = _never
 
 
 class Gatherer:
@@ -121,20 +129,23 @@ class Gatherer:
             while self._ledger.done < step:
                 await asyncio.sleep(POLL_S)
             # A step that was passed while an earlier validation ran is left out: its weights are gone.
-            if step == due[-1] or self._ledger.done < step + validation.every:
-                await self._validation_at(step, validation)
+            passed = step != due[-1] and self._ledger.done >= step + validation.every
+            await self._validation_at(step, validation, left_out=passed or validation.reported(step))
 
-    async def _validation_at(self, step: int, validation: Validation) -> None:
+    async def _validation_at(self, step: int, validation: Validation, *, left_out: bool) -> None:
+        """Nothing of it stays in the spool, whatever a collector before this one left there."""
         exp_id = self._schedule.exp_id
         wishes = [
             GroupWish(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
             for task in validation.tasks
         ]
-        groups = await self._collector.collect(wishes)
-        finished = [f for group in groups for f in group.finished]
-        await asyncio.to_thread(validation.report, step, finished)
-        for one in finished:
-            self._spool.drop(one.rollout.id)
+        if not left_out:
+            groups = await self._collector.collect(wishes)
+            finished = [f for group in groups for f in group.finished]
+            await asyncio.to_thread(validation.report, step, finished)
+        for wish in wishes:
+            for rollout_id in self._collector.members(wish):
+                self._spool.drop(rollout_id)
 
 
 def slug(task_id: str) -> str:

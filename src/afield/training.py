@@ -239,8 +239,13 @@ def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Valid
         }
         run.write_validation(line, finished)
 
-    sampling = Sampling(temperature=config.val_temperature, max_tokens=config.max_tokens)
-    return Validation(tasks=tasks, every=config.val_every, sampling=sampling, report=report)
+    return Validation(
+        tasks=tasks,
+        every=config.val_every,
+        sampling=Sampling(temperature=config.val_temperature, max_tokens=config.max_tokens),
+        report=report,
+        reported=lambda step: any(line["step"] == step for line in run.read_validation()),
+    )
 
 
 async def _settle(learner: asyncio.Task[Trainer]) -> None:
