@@ -14,18 +14,30 @@ import pytest
 from afield.cli.main import main
 from afield.collect import Collector, GroupWish
 from afield.errors import Throttled, Unavailable
-from afield.gather import Gatherer, Schedule, Validation
+from afield.gather import Gatherer, Schedule, Validation, our_weights
 from afield.ledger import Ledger
 from afield.rundir import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
 from afield.seams import Exit
 from afield.spool import Spool
-from afield.types import Attempt, FailureKind, Finished, Outcome, Reason, Rollout, Sampling, Split, Task
+from afield.types import (
+    Attempt,
+    FailureKind,
+    Finished,
+    Outcome,
+    Policy,
+    Reason,
+    Rollout,
+    Sampling,
+    Split,
+    Task,
+)
 from afield.window import Window
 from collecting import ask_model, bench, good
 from gateways import POLICY
 from processes import AGENTS, write_tasks
+from test_groups import Halves
 
 pytestmark = pytest.mark.anyio
 
@@ -364,3 +376,40 @@ async def test_a_validation_that_was_reported_is_not_done_again(tmp_path: Path) 
             parts = {"collector": Collector(plan, conductor, b.spool), "ledger": b.ledger, "spool": b.spool}
             await Gatherer(window, schedule, validation=validation, **parts).run()
         assert len(b.spool) == 0
+
+
+# --- a gateway that others use too ---------------------------------------------------------------
+
+
+async def test_agents_never_begin_under_the_weights_of_another_run(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        await our_weights(b.ledger, b.up.client, frozen=False)  # a fresh gateway serves what runs begin with
+        await b.up.client.publish(Policy("another", 7), "somewhere")
+        waiting = asyncio.create_task(our_weights(b.ledger, b.up.client, frozen=False))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        b.ledger.base = 8
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await b.up.client.publish(Policy("ours", 8), "somewhere")
+        await asyncio.wait_for(waiting, 5)
+        b.ledger.done = 3
+        waiting = asyncio.create_task(our_weights(b.ledger, b.up.client, frozen=False))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()  # a gateway that has gone back to older weights
+        await our_weights(b.ledger, b.up.client, frozen=True)
+        await b.up.client.publish(Policy("ours", 12), "somewhere")  # and has not noted it yet
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_run_goes_on_after_another_one_used_its_gateway(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        halves = Halves(b, tmp_path / "run", "sync", groups=4)
+        await halves.both(rollouts=2)
+        assert [line.version for line in halves.lines] == [1, 2]
+        await b.up.client.publish(Policy("another", 50), "somewhere")
+        halves.window = Window(mode="sync", groups=8, batch=2)
+        await halves.both(rollouts=2)
+        assert [line.version for line in halves.lines] == [1, 2, 52, 53]
+        assert await b.up.client.version() == 53
+        assert not any(line.dropped_groups for line in halves.lines[3:])

@@ -19,6 +19,7 @@ from msgspec import Struct
 from afield.collect import Collector, GroupWish
 from afield.errors import first_cause
 from afield.ledger import Ledger
+from afield.seams import Gateway
 from afield.spool import Spool
 from afield.types import ID_PATTERN, Finished, Sampling, Split, Task
 from afield.window import Window
@@ -146,6 +147,23 @@ class Gatherer:
         for wish in wishes:
             for rollout_id in self._collector.members(wish):
                 self._spool.drop(rollout_id)
+
+
+async def our_weights(ledger: Ledger, gateway: Gateway, *, frozen: bool) -> None:
+    """Until the gateway samples with this run's weights; what it serves of another run teaches nothing."""
+    told = False
+    while not _ours(ledger, await gateway.version(), frozen=frozen):
+        if not told:
+            log.warning("the gateway serves other weights; agents begin when this run's are published")
+            told = True
+        await asyncio.sleep(POLL_S)
+
+
+def _ours(ledger: Ledger, served: int, *, frozen: bool) -> bool:
+    if ledger.base is None:
+        return served == 0
+    ahead = served - ledger.base - (0 if frozen else ledger.done)
+    return ahead in (0, 1)  # a step is noted as done just after it is published
 
 
 def slug(task_id: str) -> str:

@@ -129,9 +129,12 @@ class Learner:
 
     async def _begin(self, state: StepState) -> None:
         """Publish the weights we are at. A gateway that served another run counts on from there."""
+        served = await self._gateway.version()
         if self._ledger.base is None:
-            served = await self._gateway.version()
             self._ledger.base = served + 1 if served else 0
+        elif served > self._version_of(state.step):
+            log.warning("the gateway has served version %d since; versions go on from there", served)
+            self._ledger.base = served + 1 - (0 if self._recipe.frozen else state.step)
         await self._publish(state.step, self._version_of(state.step))
 
     def _version_of(self, step: int) -> int:

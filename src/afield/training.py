@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -20,7 +21,7 @@ from afield.collect import Collector
 from afield.conduct import Conductor
 from afield.config import TrainConfig, agent_environment
 from afield.errors import Unavailable, UsageError, first_cause
-from afield.gather import Gatherer, Schedule, Validation
+from afield.gather import Gatherer, Schedule, Validation, our_weights
 from afield.learn import Learner, Recipe, StepLine, mean_metrics
 from afield.ledger import Ledger
 from afield.limiter import SharedLimiter
@@ -30,6 +31,7 @@ from afield.seams import Gateway, Runtime, Trainer, Transport
 from afield.spool import Spool
 from afield.types import Finished, Sampling, Task
 
+log = logging.getLogger("afield.loop")
 START_TIMEOUT_S = 120.0
 
 
@@ -158,9 +160,13 @@ class Parts:
             validation=validation(self.config, self.run, val),
         )
 
-    async def gather(self, gatherer: Gatherer, carrier: Transport) -> None:
+    async def gather(self, gatherer: Gatherer, gateway: Gateway, carrier: Transport) -> None:
+        await our_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
         await gatherer.run()
-        self.ledger.late = len(await carrier.late(self.plan.exp_id))
+        try:
+            self.ledger.late = len(await carrier.late(self.plan.exp_id))
+        except Unavailable as error:  # all is collected; the other half may still be learning from it
+            log.warning("outcomes that came late were not counted: %s", error)
 
     def learner(self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None]) -> Learner:
         return Learner(
@@ -205,7 +211,7 @@ async def training(
         halves: list[Callable[[], Coroutine[None, None, None]]] = []
         if collecting:
             gatherer = await parts.gatherer(gateway, *collecting, watcher, val_tasks)
-            halves.append(lambda: parts.gather(gatherer, collecting[1]))
+            halves.append(lambda: parts.gather(gatherer, gateway, collecting[1]))
         if learning:
             halves.append(parts.learner(gateway, await learning, on_step).run)
         yield Training(halves, child)
