@@ -24,9 +24,10 @@ from accept import commit
 from charts import draw
 from loads import HEADLINE, PACE_MS, Bench, middle
 from page import write
-from servers import NAMES, PINS, Server, serving, upstream
 from turns import WINDOWS, Conversations
 from workload import ANSWER, Workload
+
+from servers import NAMES, PINS, Server, serving, upstream
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

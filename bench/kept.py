@@ -8,8 +8,9 @@ import math
 from typing import Any
 
 from client import connect
-from servers import ADMIN, Server
 from workload import Workload
+
+from servers import ADMIN, Server
 
 
 async def kept(server: Server, work: Workload, path: str) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 from client import connect, drive, post
 from kept import kept
-from servers import Server
 from turns import Conversations, turn_costs
 from workload import TURNS, Workload
+
+from servers import Server
 
 TALKS = 16  # long conversations at once
 CONNECTIONS = 64  # for CPU per call
