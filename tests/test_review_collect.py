@@ -13,13 +13,14 @@ import pytest
 
 from afield.cli.main import main
 from afield.collect import Collector, GroupWish
-from afield.errors import Throttled, Unavailable
+from afield.errors import Throttled, Unavailable, UsageError
 from afield.gather import Gatherer, Schedule, Validation, our_weights
 from afield.ledger import Ledger
+from afield.limiter import Pace, SharedLimiter
 from afield.rundir import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Exit
+from afield.seams import Exit, Record
 from afield.spool import Spool
 from afield.types import (
     Attempt,
@@ -33,7 +34,7 @@ from afield.types import (
     Split,
     Task,
 )
-from afield.window import Window
+from afield.window import Mode, Window
 from collecting import ask_model, bench, good
 from gateways import POLICY
 from processes import AGENTS, write_tasks
@@ -190,6 +191,23 @@ async def test_a_rollout_whose_session_the_gateway_lost_is_tried_again(tmp_path:
         assert [f.attempts for f in b.seen.finished] == [2]  # told of once
         (first, _) = b.ledger.attempts("r")
         assert first.failure and first.failure.reason is Reason.ENGINE
+
+
+async def test_one_session_that_cannot_be_read_costs_one_attempt_and_not_the_run(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+
+        class Spoilt:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(b.up.client, name)
+
+            async def finalize(self, session_id: str) -> Record:
+                if session_id == "r.1":
+                    raise Unavailable("500: the turns of r.1 cannot be read")
+                return await b.up.client.finalize(session_id)
+
+        async with b.conducting(gateway=Spoilt(), patience_s=0.3) as (_, conductor):
+            note = await conductor.run(rollout())
+        assert note.outcome.reward == 1.0 and note.attempts == 2
 
 
 async def test_a_finished_rollout_that_is_on_no_disk_any_more_is_run_again(tmp_path: Path) -> None:
@@ -413,3 +431,50 @@ async def test_a_run_goes_on_after_another_one_used_its_gateway(tmp_path: Path) 
         assert [line.version for line in halves.lines] == [1, 2, 52, 53]
         assert await b.up.client.version() == 53
         assert not any(line.dropped_groups for line in halves.lines[3:])
+
+
+# --- runs that are made shorter, and names that are too long -------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("one-step-off", 1), ("async", 2)])
+async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
+    tmp_path: Path, mode: Mode, bound: int
+) -> None:
+    launched: set[str] = set()
+
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        launched.add(context.rollout_id)
+        return await good(task, context)
+
+    async with bench(tmp_path, agent) as b:
+        schedule = Schedule([Task(f"t{i}", {"n": 0}) for i in range(8)], "exp")
+        for position in range(6):  # as a kill in the second step leaves it
+            b.ledger.admit(schedule.wish(position).id, position, 0)
+        b.ledger.done = 2
+        async with b.conducting() as (plan, conductor):
+            parts = {"collector": Collector(plan, conductor, b.spool), "ledger": b.ledger, "spool": b.spool}
+            window = Window(mode=mode, groups=4, batch=2, staleness=bound)
+            await Gatherer(window, schedule, **parts).run()
+    assert not launched
+
+
+def test_a_name_too_long_for_its_rollouts_is_refused_at_the_start() -> None:
+    with pytest.raises(UsageError, match="at most 64"):
+        Schedule([Task("t", {})], "x" * 65)
+    wish = Schedule([Task("t" * 40, {})], "x" * 64).wish(999_999)
+    Attempt(f"{wish.id}-baseline", 99)
+
+
+async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -> None:
+    limiter = SharedLimiter(Pace(starting=1), tmp_path / "limiter.sqlite")
+    async with limiter.launching():
+        pass
+    with closing(sqlite3.connect(tmp_path / "limiter.sqlite", isolation_level=None)) as other:
+        other.execute("ALTER TABLE rhythm RENAME TO away")
+        with pytest.raises(UsageError, match="limiter"):
+            async with limiter.launching():
+                pass
+        other.execute("ALTER TABLE away RENAME TO rhythm")
+    async with asyncio.timeout(5), limiter.launching():
+        pass
+    limiter.close()

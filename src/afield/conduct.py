@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from afield import wire
-from afield.errors import RETRIED, AfieldError, Missing, WireError, first_cause
+from afield.errors import RETRIED, AfieldError, Missing, Unavailable, WireError, first_cause
 from afield.launch import Launcher, broken, now, patiently
 from afield.ledger import Ledger, Note, Tried
 from afield.limiter import Limiter, Unlimited
@@ -205,10 +205,11 @@ class Conductor:
         return note
 
     async def _recorded(self, outcome: Outcome) -> tuple[Outcome, Record]:
-        """What its session sampled. A reward for a session that is gone is none."""
+        """What its session sampled. A reward for a session that is gone, or cannot be read, is none."""
         try:
             return outcome, await self._patiently(lambda: self._gateway.finalize(outcome.session_id))
-        except Missing as error:
+        except (Missing, Unavailable) as error:
+            await self._gateway.version()  # raises where it is not this session alone
             if outcome.failure is None:
                 lost = broken(str(error), Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)

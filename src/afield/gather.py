@@ -17,8 +17,8 @@ from functools import lru_cache
 from msgspec import Struct
 
 from afield.collect import Collector, GroupWish
-from afield.errors import first_cause
-from afield.ledger import Ledger
+from afield.errors import UsageError, first_cause
+from afield.ledger import Entry, Ledger
 from afield.seams import Gateway
 from afield.spool import Spool
 from afield.types import ID_PATTERN, Finished, Sampling, Split, Task
@@ -26,6 +26,7 @@ from afield.window import Window
 
 log = logging.getLogger("afield.loop")
 POLL_S = 0.05
+LONGEST = 64  # of an experiment's name; the rest of a rollout's id is epoch, task and number
 
 
 class Schedule(Struct, frozen=True):
@@ -35,6 +36,13 @@ class Schedule(Struct, frozen=True):
     exp_id: str
     seed: int = 0
     shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.exp_id) > LONGEST:
+            told = (
+                f"the name {self.exp_id!r} has {len(self.exp_id)} characters, too many for its rollouts' ids"
+            )
+            raise UsageError(f"{told}; give exp_id, or the run, a name of at most {LONGEST}")
 
     def epoch(self, position: int) -> int:
         return position // len(self.tasks)
@@ -105,9 +113,15 @@ class Gatherer:
 
     def _positions(self) -> Iterable[int]:
         for entry in self._ledger.untaken():
-            if not (entry.ready and self._kept(entry.id)):
+            if self._wanted(entry) and not (entry.ready and self._kept(entry.id)):
                 yield entry.position
         yield from range(self._ledger.admitted(), self._window.groups)
+
+    def _wanted(self, entry: Entry) -> bool:
+        """A run that was made shorter has begun groups that no step will take."""
+        if self._ledger.done >= self._window.steps:
+            return False
+        return self._window.mode == "async" or entry.position < self._window.groups
 
     def _kept(self, group_id: str) -> bool:
         members, baseline = self._ledger.members(group_id)

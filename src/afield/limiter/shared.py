@@ -68,7 +68,7 @@ class SharedLimiter:
             place = await self._place()
             try:
                 await self._turn()
-            except asyncio.CancelledError:
+            except BaseException:
                 self._leave(place)
                 raise
         try:
