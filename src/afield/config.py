@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Struct, structs
@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from afield.errors import UsageError
 from afield.types import Task, check_id
 
+T = TypeVar("T", bound=Struct)
 PATHS = ("agent", "model", "tasks", "val_tasks", "limiter_file")
 DEADLINES = (
     *("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s"),
@@ -34,7 +35,10 @@ COUNTS = (
     *("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots", "launching"),
     *("val_every", "val_rollouts", "straggler_after"),
 )
-NOT_NEGATIVE = ("kl", "cold_start_s", "val_temperature", "extra")
+NOT_NEGATIVE = (
+    *("kl", "cold_start_s", "val_temperature", "extra"),
+    *("retries_task", "retries_verifier", "retries_infrastructure"),
+)
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
@@ -125,12 +129,17 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)} must be 0 or positive")
         self._check_staleness()
+        self._check_places()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed = {self.seed} must be between 0 and 2**63")
-        if self.exp_id:
-            check_id(self.exp_id, "exp_id")
         if self.quorum > self.rollouts:
             raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
+
+    def _check_places(self) -> None:
+        if self.exp_id:
+            check_id(self.exp_id, "exp_id")
+        if self.gateway and not self.gateway.startswith(("http://", "https://")):
+            raise ValueError(f"gateway {self.gateway!r} must be its address, such as http://127.0.0.1:8400")
 
     def _check_staleness(self) -> None:
         given, fixed = self.max_staleness, STALENESS[self.mode]
@@ -148,12 +157,14 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -> TrainConfig:
     """`given` are the command line's values; those that are None were not given."""
-    values = defaults | (from_file(file) if file else {})
-    values |= {key: value for key, value in given.items() if value is not None}
-    return _build(values, str(file) if file else "the command line")
+    said = from_file(file) if file else {}
+    said |= {key: value for key, value in given.items() if value is not None}
+    if "steps" in said and "epochs" in said:
+        raise UsageError("steps and epochs both say how long a run is; give one of them")
+    return build(defaults | said, str(file) if file else "the command line")
 
 
-def _build(values: Mapping[str, Any], source: str) -> TrainConfig:
+def build(values: Mapping[str, Any], source: str) -> TrainConfig:
     known = structs.fields(TrainConfig)
     names = [field.name for field in known]
     for key in values:
@@ -164,8 +175,17 @@ def _build(values: Mapping[str, Any], source: str) -> TrainConfig:
     for field in known:
         if field.required and not values.get(field.name):
             raise UsageError(f"{field.name} is missing: give it on the command line or in --config")
+    return converted(values, TrainConfig, source)
+
+
+def converted(values: Mapping[str, Any], into: type[T], source: str) -> T:
+    """Values to a Struct, every one checked. A word that is not one of a few is told which these are."""
+    for field in structs.fields(into):
+        words = get_args(field.type) if get_origin(field.type) is Literal else ()
+        if words and (value := values.get(field.name, words[0])) not in words:
+            raise UsageError(f"{source}: {field.name} = {value!r} must be one of: {', '.join(words)}")
     try:
-        return msgspec.convert(dict(values), TrainConfig)
+        return msgspec.convert(dict(values), into)
     except msgspec.ValidationError as error:
         raise UsageError(f"{source}: {error}") from error
 

@@ -37,7 +37,7 @@ class Deadlines(Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"deadline {name} = {value} must be positive, or left out for no bound")
+                raise ValueError(f"deadline {name} = {value:g} must be positive, or left out for no bound")
 
     @property
     def shortest(self) -> float:

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from afield import wiring
 from afield.client import RolloutClient
-from afield.config import Environment, TrainConfig, located
+from afield.config import Environment, TrainConfig, converted, located
 from afield.deadlines import Deadlines
 from afield.errors import UsageError
 from afield.limiter import LocalLimiter, Pace, SharedLimiter
@@ -56,7 +56,7 @@ def client(
     key = admin_key or environment.admin_key
     if not key:
         raise UsageError("no admin key: give admin_key, or set AFIELD_ADMIN_KEY; the gateway prints it")
-    if not gateway.startswith(("http://", "https://")):
+    if not str(gateway).startswith(("http://", "https://")):
         raise UsageError(f"gateway {gateway!r} must be its address, such as http://127.0.0.1:8400")
     exp_id = exp_id or f"exp-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
     plan = _plan(exp_id, model_id, values)
@@ -80,12 +80,10 @@ def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> Plan:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise UsageError(f"unknown value {name!r}; {hint}")
-    try:
-        deadlines = Deadlines(**{name: value for name, value in values.items() if name in LATE})
-        planned = {name: value for name, value in values.items() if name in PLANNED}
-        return Plan(exp_id=exp_id, model_id=model_id, deadlines=deadlines, **planned)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    planned = {name: value for name, value in values.items() if name in PLANNED}
+    deadlines = converted({name: values[name] for name in LATE if name in values}, Deadlines, "open")
+    named = {"exp_id": exp_id, "model_id": model_id, "deadlines": deadlines}
+    return converted(planned | named, Plan, "open")
 
 
 def _parts(
@@ -96,7 +94,8 @@ def _parts(
     transport = transport or ("files" if runtime != "inline" else "memory")
     _check(agent, runtime, transport)
     place = located("agent", agent, Path.cwd()) if named else ""
-    config = TrainConfig(agent=place, model="", runtime=runtime, transport=transport, **how)
+    values = {"agent": place, "model": "", "runtime": runtime, "transport": transport, **how}
+    config = converted(values, TrainConfig, "open")
     carrier = wiring.transport(config, run)
     if named or agent is None:
         return carrier, wiring.runtime(config, run, carrier)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from msgspec import Struct, field
 
 from afield.deadlines import Deadlines
-from afield.types import Budget, FailureKind, Finished, Outcome, Rollout, Sampling
+from afield.types import Budget, FailureKind, Finished, Outcome, Rollout, Sampling, check_id
 
 DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}
 
@@ -44,6 +44,17 @@ class Plan(Struct, frozen=True, kw_only=True):
     patience_s: float = 600.0
 
     def __post_init__(self) -> None:
+        check_id(self.exp_id, "exp_id")
+        for name in ("rollouts", "val_rollouts", "quorum", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name in ("sweep_s", "watch_s", "patience_s", "straggler_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} = {value} must be positive")
+        for kind, count in self.retries.items():
+            if count < 0:
+                raise ValueError(f"retries of {kind} = {count} must be 0 or more")
         after = self.straggler_after
         if after is not None and not 1 <= after <= self.rollouts:
             raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from afield.config import TrainConfig, agent_environment
 from afield.deadlines import Deadlines
@@ -142,7 +143,7 @@ def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     name, _, argument = config.runtime.partition("=")
     made = choose("runtime", name, RUNTIMES)
     if name == "served":
-        return made([url.rstrip("/") for url in argument.split(",") if url])
+        return made(addresses(argument))
     if name == "inline":
         agent = load("sdk.serve:load_object")(config.agent)
         if isinstance(agent, load("sdk.app:Entrypoints")):
@@ -155,6 +156,16 @@ def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
         log_dir=run.logs,
         env=agent_environment(),
     )
+
+
+def addresses(given: str) -> list[str]:
+    """Those of `served=URL,URL`."""
+    urls = [url.strip().rstrip("/") for url in given.split(",") if url.strip()]
+    for url in urls or [""]:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UsageError(f"runtime served={given} needs addresses: served=http://HOST:PORT,...")
+    return urls
 
 
 def transport(config: TrainConfig, run: RunDir) -> Transport:
@@ -240,10 +251,10 @@ def window(config: TrainConfig, tasks: Sequence[Task]) -> Window:
 
 def check_choices(config: TrainConfig) -> None:
     """Everything that can be known to be wrong before anything is started."""
-    where = config.runtime.partition("=")
-    choose("runtime", where[0], RUNTIMES)
-    if where[0] == "served" and not where[2].startswith(("http://", "https://")):
-        raise UsageError(f"--runtime {config.runtime} needs addresses: served=http://HOST:PORT,...")
+    name, _, argument = config.runtime.partition("=")
+    choose("runtime", name, RUNTIMES)
+    if name == "served":
+        addresses(argument)
     transport(config, RunDir(Path("check")))
     choose("trainer", config.trainer, TRAINERS)
     choose("engine", config.engine.partition("=")[0], ENGINES)

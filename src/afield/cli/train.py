@@ -17,8 +17,8 @@ import msgspec
 from msgspec import structs
 
 from afield.cli.report import draw, me, summarise
-from afield.config import PATHS, Environment, TrainConfig, from_file, located, read_tasks, train_config
-from afield.errors import Fruitless, UsageError
+from afield.config import PATHS, Environment, TrainConfig, build, from_file, located, read_tasks, train_config
+from afield.errors import AfieldError, Fruitless, UsageError
 from afield.rundir import RunDir, find_run, write_whole
 from afield.training import Part, training
 from afield.types import Task, check_id
@@ -124,15 +124,13 @@ def start(
     """A new run, or an old one again; then train until it is done."""
     environment = Environment.read()
     part = Part(args.part)
-    run, config, tasks = prepare(args, kind, defaults, make_tasks, environment.runs)
-    if part is not Part.ALL and not config.gateway:
-        raise UsageError(f"--part {part} needs a gateway that both halves can reach: --gateway URL")
+    run, config, tasks, new = prepare(args, kind, defaults, make_tasks, environment)
     with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
         save_config(run, config)  # of a resumed run too: what it was told to change counts from now on
         try:
             return asyncio.run(train(config, run, tasks, part, environment.admin_key, as_json=args.json))
-        except UsageError:
-            if not run.began and part is Part.ALL:
+        except (AfieldError, BaseExceptionGroup):
+            if new and not run.began and part is Part.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
             raise
 
@@ -142,19 +140,40 @@ def prepare(
     kind: str,
     defaults: dict[str, Any],
     make_tasks: Callable[[TrainConfig], list[Task]],
-    runs: Path,
-) -> tuple[RunDir, TrainConfig, list[Task]]:
-    named = RunDir(runs / args.name) if args.name else None
-    if named:
-        check_id(args.name, "run name")
-        with named.locked("create", wait=True):
-            if not named.config.exists():
-                return create(named, args, defaults, make_tasks)
-    if args.resume or named:
-        run = named or find_run(runs, args.resume, kind)
-        return run, *resume(run, args)
+    environment: Environment,
+) -> tuple[RunDir, TrainConfig, list[Task], bool]:
+    """A run, and whether it is new. What is wrong with the values is said before there is a directory."""
+    runs = environment.runs
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return create(RunDir(runs / f"{kind}-{stamp}-{secrets.token_hex(2)}"), args, defaults, make_tasks)
+    run = RunDir(runs / (named(args) or f"{kind}-{stamp}-{secrets.token_hex(2)}"))
+    if args.resume and not args.name:
+        run = find_run(runs, args.resume, kind)
+    if run.config.exists():
+        return run, *resume(run, args, environment), False
+    config, tasks = checked(args, defaults, make_tasks)
+    check_gateway(args, config, environment)
+    with run.locked("create", wait=True):
+        if run.config.exists():  # the other half was quicker
+            return run, *resume(run, args, environment), False
+        run.write_tasks(tasks)
+        save_config(run, config)
+    return run, config, tasks, True
+
+
+def named(args: argparse.Namespace) -> str:
+    try:
+        if args.name is not None:
+            check_id(args.name, "run name")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return args.name or ""
+
+
+def check_gateway(args: argparse.Namespace, config: TrainConfig, environment: Environment) -> None:
+    if args.part != Part.ALL and not config.gateway:
+        raise UsageError(f"--part {args.part} needs a gateway that both halves can reach: --gateway URL")
+    if config.gateway and not environment.admin_key:
+        raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,12 +181,10 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return values | {key: located(key, values[key], Path()) for key in PATHS if key in values}
 
 
-def create(
-    run: RunDir,
-    args: argparse.Namespace,
-    defaults: dict[str, Any],
-    make_tasks: Callable[[TrainConfig], list[Task]],
-) -> tuple[RunDir, TrainConfig, list[Task]]:
+def checked(
+    args: argparse.Namespace, defaults: dict[str, Any], make_tasks: Callable[[TrainConfig], list[Task]]
+) -> tuple[TrainConfig, list[Task]]:
+    """The values and tasks of a new run."""
     from afield import wiring
 
     named = {key: value for key, value in defaults.items() if key != "exp_id"}
@@ -182,13 +199,10 @@ def create(
     wiring.check_choices(config)
     if config.val_tasks:
         read_tasks(Path(config.val_tasks))
-    run.path.mkdir(parents=True, exist_ok=True)
-    run.write_tasks(tasks)
-    save_config(run, config)
-    return run, config, tasks
+    return config, tasks
 
 
-def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Task]]:
+def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> tuple[TrainConfig, list[Task]]:
     """A run goes on with the values it was started with; a few may change. Said again, they are the same."""
     if args.config and args.resume:
         raise UsageError("a resumed run keeps its configuration; --config is for a new one")
@@ -199,7 +213,11 @@ def resume(run: RunDir, args: argparse.Namespace) -> tuple[TrainConfig, list[Tas
     saved = msgspec.to_builtins(config)
     if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
-    return msgspec.convert(saved | changes, TrainConfig), run.read_tasks()
+    if config.epochs and changes.get("steps", config.steps) != config.steps:
+        raise UsageError(f"a run of {config.epochs} epochs keeps its {config.steps} steps")
+    config = build(saved | changes, "the command line")
+    check_gateway(args, config, environment)
+    return config, run.read_tasks()
 
 
 def save_config(run: RunDir, config: TrainConfig) -> None:

@@ -1,0 +1,89 @@
+"""What a user runs into: values that are wrong, places that are not there, programs that end early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import afield
+from afield.cli.main import main
+from afield.errors import UsageError
+from gateways import POLICY
+from processes import AGENTS, write_tasks
+
+ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
+AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
+
+
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """The exit code of a training that must not begin; it leaves no directory behind."""
+    tasks = write_tasks(tmp_path / "tasks.jsonl", ROWS)
+    monkeypatch.setenv("AFIELD_RUNS", str(tmp_path / "runs"))
+    code = main(["train", AGENT, "--tasks", str(tasks), "--model", str(POLICY), *options])
+    assert not list((tmp_path / "runs").glob("*"))
+    return code
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--mode", "fast"), "sync, one-step-off, async"),
+        (("--on-stale", "keep"), "drop, correct"),
+        (("--advantage", "ppo"), "grpo, remax"),
+        (("--run", "good", "--deliver", "mail"), "store, gateway"),
+        (("--run", "../up"), "run name '../up'"),
+        (("--run", ""), "run name ''"),
+        (("--epochs", "2", "--steps", "3"), "give one of them"),
+        (("--gateway", "localhost:8400"), "must be its address"),
+        (("--gateway", "http://127.0.0.1:1"), "AFIELD_ADMIN_KEY"),
+        (("--part", "collect"), "--gateway URL"),
+        (("--runtime", "served=http://"), "served=http://HOST:PORT"),
+        (("--runtime", "served=http://127.0.0.1:1,elsewhere"), "served=http://HOST:PORT"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy_and_leaves_nothing(
+    options: tuple[str, ...],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("AFIELD_ADMIN_KEY", raising=False)
+    assert refused(tmp_path, monkeypatch, *options) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["retries_task = -1", "retries_infrastructure = -5", 'mode = "fast"'])
+def test_a_wrong_line_of_the_configuration_is_named(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.toml").write_text(f"[train]\n{line}\n")
+    assert refused(tmp_path, monkeypatch, "--config", str(tmp_path / "c.toml")) == 2
+    assert line.partition(" ")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"concurrency": 0},
+        {"concurrency": "4"},
+        {"rollouts": 0},
+        {"retries": 3},
+        {"retries": {"tusk": 1}},
+        {"retries": {"task": -1}},
+        {"sampling": {"temperatur": "hot"}},
+        {"deliver": "mail"},
+        {"run_s": "5"},
+        {"sweep_s": 0},
+        {"exp_id": "a b"},
+        {"gateway": None},
+        {"workers": 0},
+    ],
+)
+def test_a_client_refuses_wrong_values_before_it_starts(values: dict[str, Any], tmp_path: Path) -> None:
+    named = {"agent": lambda task: 1.0, "gateway": "http://127.0.0.1:1", "admin_key": "k"}
+    with pytest.raises(UsageError):
+        afield.RolloutClient.open(directory=tmp_path / "run", **(named | values))
+    assert not (tmp_path / "run").exists()
