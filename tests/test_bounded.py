@@ -66,7 +66,7 @@ def test_every_mode_trains_each_group_once_within_its_bound(mode: Mode, stalenes
         batch=4,
         total=1_000.0,
         step_s=2.0,
-        quorum=2,
+        straggler_after=3,
         straggler_s=None,
         habits=Habits(failing=0.2),
     )
@@ -80,7 +80,7 @@ def test_every_mode_trains_each_group_once_within_its_bound(mode: Mode, stalenes
 def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     def told(seed: int) -> list[tuple[float, tuple[str, ...], tuple[int, ...]]]:
         setting = Setting(
-            mode="async", staleness=2, seed=seed, groups=20, rollouts=4, quorum=3, batch=4, total=1_000.0
+            mode="async", staleness=2, seed=seed, groups=20, rollouts=4, straggler_after=3, batch=4, total=1e3
         )
         return [(step.at, step.groups, step.lengths) for step in simulate(setting).steps]
 
