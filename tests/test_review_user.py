@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import afield
+from afield import opening
 from afield.cli.main import main
 from afield.errors import UsageError
 from gateways import POLICY
@@ -55,6 +56,26 @@ def test_a_wrong_value_is_named_with_its_remedy_and_leaves_nothing(
     assert told in capsys.readouterr().err
 
 
+def test_a_gateway_that_is_not_there_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AFIELD_ADMIN_KEY", "k")
+    (tmp_path / "c.toml").write_text("[train]\npatience_s = 0.5\n")
+    where = ("--config", str(tmp_path / "c.toml"), "--gateway", "http://127.0.0.1:1")
+    assert refused(tmp_path, monkeypatch, *where) == 1
+    assert "the gateway at http://127.0.0.1:1 does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["/proc/runs", "/dev/null/runs"])
+def test_a_place_where_no_run_can_be_kept_is_named(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = write_tasks(tmp_path / "tasks.jsonl", ROWS)
+    monkeypatch.setenv("AFIELD_RUNS", place)
+    assert main(["train", AGENT, "--tasks", str(tasks), "--model", str(POLICY)]) == 2
+    assert f"a run cannot be kept in {place}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["retries_task = -1", "retries_infrastructure = -5", 'mode = "fast"'])
 def test_a_wrong_line_of_the_configuration_is_named(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -87,3 +108,24 @@ def test_a_client_refuses_wrong_values_before_it_starts(values: dict[str, Any], 
     with pytest.raises(UsageError):
         afield.RolloutClient.open(directory=tmp_path / "run", **(named | values))
     assert not (tmp_path / "run").exists()
+
+
+def open_client(place: Path, **names: Any) -> afield.RolloutClient:
+    """Nothing is started: what is wrong is said by whoever is asked."""
+    values = {"agent": lambda task: 1.0, "gateway": "http://127.0.0.1:1", "admin_key": "k"}
+    return opening.client(directory=place, **(values | names))
+
+
+def test_a_client_says_where_its_directory_or_its_limiter_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a run cannot be kept in /proc/run"):
+        open_client(Path("/proc/run")).start()
+    with pytest.raises(UsageError, match="the limiter cannot keep its state in /proc/limiter"):
+        open_client(tmp_path / "run", limiter_file="/proc/limiter").start()
+
+
+@pytest.mark.parametrize(
+    "wish", [{"rollout_id": "a b"}, {"rollout_id": ""}, {"split": "test"}, {"sampling": {"top_p": 0.9}}]
+)
+def test_a_wish_that_makes_no_sense_is_refused(wish: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=next(iter(wish)).replace("_", " ")):
+        open_client(tmp_path / "run").submit({"question": "2+2"}, **wish)

@@ -63,6 +63,11 @@ def overdue(
         return None
     if _over(deadlines.upload_s, progress.ended, now):
         told = f"the agent ended without an outcome; none came in {deadlines.upload_s:g} s"
+        if progress.completed is not None:
+            told += (
+                "; its session is completed, so the gateway may have it:"
+                " with --deliver gateway it must write to where the collector looks (--outcomes)"
+            )
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
     if now - progress.launched > deadlines.run_s:
         return _ran_out(deadlines, state)

@@ -107,10 +107,13 @@ class RunDir:
     @contextmanager
     def locked(self, *parts: str, wait: bool = False) -> Generator[None]:
         """One process at a time works on each part of a run."""
-        self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as locks:
             for part in parts:
-                lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
+                try:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
+                except OSError as error:
+                    raise UsageError(f"a run cannot be kept in {self.path}: {error}") from error
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError as error:

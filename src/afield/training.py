@@ -33,6 +33,7 @@ from afield.types import Finished, Sampling, Task
 
 log = logging.getLogger("afield.loop")
 START_TIMEOUT_S = 120.0
+FIRST_ANSWER_S = 20.0
 
 
 class GatewayChild:
@@ -140,6 +141,7 @@ class Parts:
         limiter = wiring.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
+            limiter.check()
         conductor = Conductor(
             self.plan,
             gateway=gateway,
@@ -208,6 +210,8 @@ async def training(
             carrier = await stack.enter_async_context(wiring.transport(config, run))
             collecting = await stack.enter_async_context(wiring.runtime(config, run, carrier)), carrier
         gateway = await stack.enter_async_context(await gateway_of(config, child, admin_key))
+        if config.gateway:
+            await answers(config, run, admin_key)
         halves: list[Callable[[], Coroutine[None, None, None]]] = []
         if collecting:
             gatherer = await parts.gatherer(gateway, *collecting, watcher, val_tasks)
@@ -226,6 +230,14 @@ async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key:
     if not admin_key:
         raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
     return made(config.gateway, admin_key, patience_s=config.patience_s)
+
+
+async def answers(config: TrainConfig, run: RunDir, admin_key: str | None) -> None:
+    """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
+    made = wiring.load("gateway.client:HttpGateway")
+    patience_s = config.patience_s if run.began else min(config.patience_s, FIRST_ANSWER_S)
+    async with made(config.gateway, admin_key, patience_s=patience_s) as gateway:
+        await gateway.version()
 
 
 def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Validation | None:

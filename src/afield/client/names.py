@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from afield import wire
 from afield.errors import Conflict, UsageError, WireError
-from afield.types import ID_PATTERN, Rollout, Sampling, Split, Task
+from afield.types import ID_PATTERN, Rollout, Sampling, Split, Task, check_id
 
 Row = Mapping[str, Any] | Task
 ROOM = 100  # of the 128 characters of an id; the rest is for counters
@@ -60,6 +60,7 @@ class Names:
         split: Split = Split.TRAIN,
     ) -> Wish:
         task = _task(row, input_id)
+        split = _checked(rollout_id, sampling, split)
         group_id = f"{self._exp_id}-{self._slug(task.id)}"
         with self._lock:
             if self._rows.setdefault(task.id, digest(task)) != digest(task):
@@ -84,6 +85,21 @@ class Names:
         if ID_PATTERN.fullmatch(input_id) and len(self._exp_id) + len(input_id) < ROOM:
             return input_id
         return f"task-{hashlib.sha256(input_id.encode()).hexdigest()[:24]}"
+
+
+def _checked(rollout_id: str | None, sampling: Sampling | None, split: Split) -> Split:
+    if split not in MARKS:
+        raise UsageError(f"split {split!r} must be one of: {', '.join(MARKS)}")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise UsageError(
+            f"sampling {sampling!r} must be an afield.types.Sampling, such as Sampling(top_p=0.9)"
+        )
+    try:
+        if rollout_id is not None:
+            check_id(rollout_id, "rollout id")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Split(split)
 
 
 def digest(task: Task) -> bytes:

@@ -270,6 +270,7 @@ class RolloutClient:
             ledger = stack.enter_context(self._ledger)
             if isinstance(self._limiter, SharedLimiter):
                 stack.callback(self._limiter.close)
+                self._limiter.check()
             carrier = await stack.enter_async_context(transport)
             agents = await stack.enter_async_context(runtime)
             model = await stack.enter_async_context(gateway)

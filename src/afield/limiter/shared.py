@@ -53,6 +53,11 @@ class SharedLimiter:
         self._keeper: asyncio.Task[None] | None = None
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
+    def check(self) -> None:
+        """Whether the file can be written; else a UsageError."""
+        with suppress(_Busy):
+            self._write(lambda db: None)
+
     def close(self) -> None:
         """Repeating is harmless. Places still held come free when their leases end."""
         if self._keeper is not None:
