@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import afield
 from afield import opening
 from afield.cli.main import main
 from afield.errors import UsageError
+from client_places import place
 from gateways import POLICY
-from processes import AGENTS, write_tasks
+from processes import AGENTS, finish, start, train_arguments, until, write_tasks
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
 AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
@@ -129,3 +132,44 @@ def test_a_client_says_where_its_directory_or_its_limiter_cannot_be(tmp_path: Pa
 def test_a_wish_that_makes_no_sense_is_refused(wish: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=next(iter(wish)).replace("_", " ")):
         open_client(tmp_path / "run").submit({"question": "2+2"}, **wish)
+
+
+def test_the_command_that_goes_on_with_a_stopped_run_is_one_that_works(tmp_path: Path) -> None:
+    rows = [{"id": "q", "question": "Well?", "seconds": 0.2}]
+    more = ("--run", "mine", "--steps", 1000, "--tasks-per-step", 1, "--rollouts", 2)
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", rows, *more))
+    with process:
+        until((tmp_path / "runs" / "mine" / "metrics.jsonl").exists, "the run begins")
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finish(process, 60)
+    assert code == 143, err
+    assert "afield train --resume mine" in err
+
+
+def test_a_client_may_be_closed_by_the_callback_of_a_future(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place(tmp_path) as there, there.client() as client:
+        future = client.submit({"question": "2+2"})
+        future.add_done_callback(lambda _: client.close())
+        assert future.result(20).outcome.reward == 1.0
+    assert not caplog.records
+
+
+def test_what_a_closed_client_left_behind_says_nothing_about_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    going = threading.Event()
+    ended = threading.Event()
+
+    def agent(task: dict[str, Any]) -> float:
+        going.set()
+        ended.wait(20)
+        return 1.0
+
+    with place(tmp_path) as there, there.client(agent) as client:
+        client.submit({"question": "2+2"})
+        assert going.wait(20)
+    ended.set()
+    until(lambda: not [t for t in threading.enumerate() if "(run)" in t.name], "the agent ends")
+    assert not [record.message for record in caplog.records if record.name.startswith("afield.sdk")]

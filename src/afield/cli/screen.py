@@ -33,6 +33,7 @@ class Screen:
         self._rewards = [line["reward"] for line in run.read_metrics() if line["reward"] is not None]
         self._steps_done = len(run.read_metrics())
         self._in_step = 0
+        self._finished = 0
         self._failures: Counter[str] = Counter()
         self._line: StepLine | None = None
         self._began = time.monotonic()
@@ -75,6 +76,7 @@ class Screen:
 
     def rollout_finished(self, finished: Finished) -> None:
         self._in_step += 1
+        self._finished += 1
         self._refresh()
 
     def step_done(self, line: StepLine) -> None:
@@ -89,6 +91,11 @@ class Screen:
             self._refresh()
         else:
             self._say(escape(describe(line, self._config.steps)))
+
+    def collected(self) -> None:
+        """The end of a process that only collects."""
+        failed = sum(self._failures.values())
+        self._say(f"all is collected; here {self._finished} rollouts ended, {failed} attempts failed")
 
     def farewell(self, summary: Summary) -> None:
         say = self._say

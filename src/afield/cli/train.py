@@ -128,7 +128,8 @@ def start(
     with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
         save_config(run, config)  # of a resumed run too: what it was told to change counts from now on
         try:
-            return asyncio.run(train(config, run, tasks, part, environment.admin_key, as_json=args.json))
+            work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
+            return asyncio.run(work)
         except (AfieldError, BaseExceptionGroup):
             if new and not run.began and part is Part.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
@@ -232,7 +233,14 @@ def saved_config(run: RunDir) -> TrainConfig:
 
 
 async def train(
-    config: TrainConfig, run: RunDir, tasks: list[Task], part: Part, admin_key: str | None, *, as_json: bool
+    config: TrainConfig,
+    run: RunDir,
+    tasks: list[Task],
+    part: Part,
+    admin_key: str | None,
+    *,
+    kind: str,
+    as_json: bool,
 ) -> int:
     from afield import wiring
 
@@ -258,11 +266,11 @@ async def train(
     except asyncio.CancelledError:
         done = run.last_state()
         at = f"after step {done.step}" if done else "before the first step was done"
-        print(
-            f"stopped {at}; go on with: {me()} {run.id.partition('-')[0]} --resume {run.id}", file=sys.stderr
-        )
+        half = "" if part is Part.ALL else f" --part {part}"
+        print(f"stopped {at}; go on with: {me()} {kind} --resume {run.id}{half}", file=sys.stderr)
         raise
     if part is Part.COLLECT:
+        screen.collected()
         return 0
     summary = summarise(run, config, wall_s=time.monotonic() - began)
     write_whole(run.summary, msgspec.json.format(msgspec.json.encode(summary)))

@@ -129,6 +129,8 @@ class RolloutClient:
         if thread is not None:
             self._loop.result()
             self._tell(self._stop)
+            if thread is threading.current_thread():  # in a callback: it ends when that returns
+                return None
             thread.join()
         broken, self._broken = self._broken, None
         return broken

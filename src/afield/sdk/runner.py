@@ -126,7 +126,9 @@ class Runner:
 
     def close(self) -> None:
         """Says which rollouts the end of the process takes with it, and ends the agents' loop."""
-        for session_id in self.active:
+        with self._lock:
+            surprised = [session_id for session_id in self._active if session_id not in self._stopped]
+        for session_id in surprised:
             log.error("%s was still running when the app shut down; it leaves no outcome", session_id)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -193,7 +195,9 @@ class Runner:
         with boundary(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, lost.append):
             if not self._deliver(invocation, record):
                 log.warning("%s was decided before; this outcome of it is refused", record.session_id)
-        for failure in lost:
+        with self._lock:
+            decided = record.session_id in self._stopped  # nobody wants its outcome any more
+        for failure in lost if not decided else ():
             log.error("the outcome of %s is lost: %s", record.session_id, failure.message)
 
     async def _awaited(self, value: Awaitable[Any], session_id: str) -> Any:
