@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import pytest
 import afield
 from afield import opening
 from afield.cli.main import main
-from afield.errors import UsageError
+from afield.errors import Unavailable, UsageError
+from afield.trainers.grpo import GRPO
 from client_places import place
 from gateways import POLICY
 from processes import AGENTS, finish, start, train_arguments, until, write_tasks
+from processes import afield as afield_command
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
 AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
@@ -144,6 +149,11 @@ def test_the_command_that_goes_on_with_a_stopped_run_is_one_that_works(tmp_path:
         code, _, err = finish(process, 60)
     assert code == 143, err
     assert "afield train --resume mine" in err
+    kept = (tmp_path / "runs" / "mine" / "run.json").read_bytes()
+    for wrong in (("--runtime", "cloud"), ("--runtime", "served=http://127.0.0.1:1"), ("--workers", "0")):
+        code, _, err = afield_command(tmp_path, "train", "--resume", "mine", *wrong)
+        assert code == 2, err
+        assert (tmp_path / "runs" / "mine" / "run.json").read_bytes() == kept  # what is wrong is not kept
 
 
 def test_a_client_may_be_closed_by_the_callback_of_a_future(
@@ -173,3 +183,22 @@ def test_what_a_closed_client_left_behind_says_nothing_about_it(
     ended.set()
     until(lambda: not [t for t in threading.enumerate() if "(run)" in t.name], "the agent ends")
     assert not [record.message for record in caplog.records if record.name.startswith("afield.sdk")]
+
+
+@contextmanager
+def little_room(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size`: nearly a full disk, without being root."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_without_room_for_weights_is_said_in_one_line_and_leaves_no_half(tmp_path: Path) -> None:
+    trainer = GRPO(POLICY, lr=1e-3)
+    for where, write in ((tmp_path / "saved", trainer.save), (tmp_path / "weights", trainer.export)):
+        with little_room(100_000), pytest.raises(Unavailable, match=f"{where} cannot be written"):
+            write(where)
+        assert not list(tmp_path.iterdir())

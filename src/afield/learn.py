@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from afield.errors import Fruitless
+from afield.errors import Fruitless, Unavailable
 from afield.ledger import Entry, Ledger
 from afield.rundir import STATE, RunDir, StepState
 from afield.seams import Gateway, StepReport, Trainer
@@ -166,7 +166,11 @@ class Learner:
             report=report,
             seconds=(collected - began, clock() - collected),
         )
-        await asyncio.to_thread(self._checkpoint, line, batch)
+        try:
+            await asyncio.to_thread(self._checkpoint, line, batch)
+        except OSError as error:
+            told = f"step {step} cannot be written to {self._run.path}: {error}"
+            raise Unavailable(f"{told}; make room, then go on with --resume") from error
         await self._publish(step, line.version)
         self._on_step(line)
         return batch

@@ -58,8 +58,9 @@ class GatewayChild:
         except TimeoutError as error:
             raise Unavailable(f"no gateway after {START_TIMEOUT_S:g} s; see {self._log}") from error
         if not line:
-            text = await asyncio.to_thread(self._log.read_text, errors="replace")
-            raise UsageError("the gateway did not start:\n" + "\n".join(text.strip().splitlines()[-5:]))
+            text = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
+            empty = f"{self._log} is empty; is there room on the disk?"
+            raise UsageError("the gateway did not start:\n" + "\n".join((text or empty).splitlines()[-5:]))
         return json.loads(line)
 
 

@@ -147,7 +147,7 @@ def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
         for finished in run.read_rollouts(step):
             if wanted in (finished.rollout.id, finished.outcome.session_id):
                 return step, finished
-    raise UsageError(f"run {run.id} has no finished rollout {wanted!r}; rollouts/*.jsonl lists them")
+    raise UsageError(f"run {run.id} has no finished rollout {wanted!r}; --rollouts lists them")
 
 
 def decoder(run: RunDir) -> Any:

@@ -126,7 +126,6 @@ def start(
     part = Part(args.part)
     run, config, tasks, new = prepare(args, kind, defaults, make_tasks, environment)
     with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
-        save_config(run, config)  # of a resumed run too: what it was told to change counts from now on
         try:
             work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
             return asyncio.run(work)
@@ -144,10 +143,12 @@ def prepare(
     environment: Environment,
 ) -> tuple[RunDir, TrainConfig, list[Task], bool]:
     """A run, and whether it is new. What is wrong with the values is said before there is a directory."""
+    if args.name and args.resume:
+        raise UsageError("--run goes on with a run that is there; give --run or --resume, not both")
     runs = environment.runs
     stamp = time.strftime("%Y%m%d-%H%M%S")
     run = RunDir(runs / (named(args) or f"{kind}-{stamp}-{secrets.token_hex(2)}"))
-    if args.resume and not args.name:
+    if args.resume:
         run = find_run(runs, args.resume, kind)
     if run.config.exists():
         return run, *resume(run, args, environment), False
@@ -259,6 +260,7 @@ async def train(
                 admin_key=admin_key,
                 val_tasks=val_tasks,
             ) as started:
+                save_config(run, config)  # what a resumed run was told to change works: it counts from now on
                 screen.ready()
                 await started.run()
     except Fruitless as error:

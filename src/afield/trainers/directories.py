@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.errors import UsageError, boundary
+from afield.errors import Unavailable, UsageError, boundary
 from afield.types import Failure, FailureKind, Reason
 
 WEIGHTS = (
@@ -53,12 +53,16 @@ def copy_but_weights(source: Path, target: Path) -> None:
 def write_weights(model: Any, directory: Path) -> None:
     """Every tensor in one file. Tied embeddings are written untied, since engines that reload weights in
     place may update only one of the two."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     shared = Counter(tensor.data_ptr() for tensor in state.values())
     state = {n: t.clone() if shared[t.data_ptr()] > 1 else t for n, t in state.items()}
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     path = directory / "config.json"
     config = json.loads(path.read_text())
     if config.get("tie_word_embeddings", model.config.tie_word_embeddings):
@@ -67,8 +71,17 @@ def write_weights(model: Any, directory: Path) -> None:
 
 @contextmanager
 def replaced(directory: Path) -> Iterator[Path]:
-    """A fresh directory that takes the place of `directory` when the block ends well."""
+    """A fresh directory that takes the place of `directory` when the block, which only writes, ends well."""
     directory = Path(directory)
+    try:
+        with _replaced(directory) as fresh:
+            yield fresh
+    except (OSError, RuntimeError) as error:  # the second is what torch makes of a disk that is full
+        raise Unavailable(f"{directory} cannot be written: {error}; is there room on the disk?") from error
+
+
+@contextmanager
+def _replaced(directory: Path) -> Iterator[Path]:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         fresh = Path(scratch) / "new"
