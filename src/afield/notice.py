@@ -25,7 +25,6 @@ HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions in one question to the gateway
 LOOKS = 10  # a gateway that has not answered when so many looks are due is silent
 SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to read is within it
-LEASED_S = 12.0  # a collector that died held its hints no longer than this
 
 
 class Running:
@@ -85,7 +84,7 @@ class Noticer:
 
     def inherit(self) -> None:
         """A collector before this one died, and may hold hints that come only when its lease has run out."""
-        self._until = max(self._until, asyncio.get_running_loop().time() + LEASED_S)
+        self._until = max(self._until, asyncio.get_running_loop().time() + self._transport.held_s)
 
     async def flush(self) -> None:
         """Acknowledge what was acted on, so that nothing of it is left behind."""

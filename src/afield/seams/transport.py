@@ -36,6 +36,13 @@ class Transport(Protocol):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
+    @property
+    def held_s(self) -> float:
+        """How long hints that a collector had leased when it died may stay away; 0 where acknowledging
+        takes them out all the same.
+        """
+        ...
+
     def address(self, exp_id: str) -> dict[str, Any]:
         """The fields of `_rollout` that tell an agent of this experiment where to deliver."""
         ...

@@ -61,6 +61,11 @@ class MemoryNotifier:
         for one in leased:
             self._queues[one.exp_id].pop(one.receipt, None)
 
+    async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
+        queue = self._queues.get(exp_id, {})
+        for n in [n for n, (body, _, _) in queue.items() if body in bodies]:
+            del queue[n]
+
     async def dead(self, letter: Leased, reason: str) -> None:
         self.dead_letters.append((letter, reason))
         await self.ack([letter])

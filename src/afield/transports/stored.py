@@ -20,7 +20,7 @@ from afield.errors import Unavailable, UsageError, WireError
 from afield.sdk import outcomes
 from afield.seams.transport import Fence, Waiting
 from afield.transports import decide, notices
-from afield.transports.notifier import Clearing, Leased, Notifier
+from afield.transports.notifier import LEASE_S, Clearing, Leased, Notifier
 from afield.transports.store import Store
 from afield.types import Attempt
 from afield.wire import Hint, Invocation, OutcomeRecord
@@ -30,6 +30,7 @@ log = logging.getLogger("afield.transports")
 FEW = 64
 TIMES = 10
 AWAY_S = 2.0
+HELD_S = LEASE_S + 2.0
 REMEMBERED = 50_000
 SETTLED = 4_096  # a hint for one that is forgotten again is told once more, and acknowledged then
 P = ParamSpec("P")
@@ -141,6 +142,10 @@ class StoreTransport:
 
     async def late(self, exp_id: str) -> list[Attempt]:
         return await self._call(decide.late, self.store, exp_id)
+
+    @property
+    def held_s(self) -> float:
+        return 0.0 if isinstance(self.notifier, Clearing) else HELD_S
 
     # --- the queue ---------------------------------------------------------------------------------
 
