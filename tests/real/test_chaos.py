@@ -1,0 +1,24 @@
+"""Kills of everything, in small; `bench/chaos.py` does it at length."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.real
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.mark.timeout(300)
+def test_every_group_is_trained_once_whatever_is_killed() -> None:
+    command = [sys.executable, str(BENCH / "chaos.py"), "--small", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, result["missed"]) == (0, []), result
+    assert (result["trained_equals_dataset"], result["duplicates"], result["orphans"]) == (True, 0, 0)
+    assert result["kills"] >= 8
