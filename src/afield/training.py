@@ -32,7 +32,6 @@ from afield.spool import Spool
 from afield.types import Finished, Sampling, Task
 
 log = logging.getLogger("afield.loop")
-START_TIMEOUT_S = 120.0
 FIRST_ANSWER_S = 20.0
 
 
@@ -54,9 +53,9 @@ class GatewayChild:
         """Its address and admin key, once it serves."""
         assert self._process.stdout is not None
         try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), START_TIMEOUT_S)
+            line = await asyncio.wait_for(self._process.stdout.readline(), wiring.START_TIMEOUT_S)
         except TimeoutError as error:
-            raise Unavailable(f"no gateway after {START_TIMEOUT_S:g} s; see {self._log}") from error
+            raise Unavailable(f"no gateway after {wiring.START_TIMEOUT_S:g} s; see {self._log}") from error
         if not line:
             text = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
             empty = f"{self._log} is empty; is there room on the disk?"

@@ -39,6 +39,7 @@ ENGINES = {
     "vllm": "engines.vllm:VllmEngine",
     "sglang": "engines.sglang:SglangEngine",
 }
+START_TIMEOUT_S = 120.0
 SERVERS = ("vllm", "sglang")
 RUNTIMES = {
     "process": "runtimes.process:ProcessRuntime",
