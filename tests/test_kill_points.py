@@ -49,6 +49,8 @@ class Mortal:
 
     def __getattr__(self, name: str) -> Any:
         real, life = getattr(self._part, name), self._life
+        if not callable(real):
+            return real
 
         async def asked(*given: Any, **named: Any) -> Any:
             life.tick()

@@ -78,19 +78,20 @@ async def gateway(scenario: Scenario, folder: Path) -> AsyncIterator[Up]:
     vocabulary = wiring.load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
     script = Script(scenario, vocabulary)
     engine = wiring.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
+    pool = wiring.load("gateway.pool:Pool")({"scripted": engine}, tries=1)
     listener = wiring.load("sdk.listen:listen")("127.0.0.1", 0)
     address = listener.getsockname()[:2]
     url, admin_key = f"http://{address[0]}:{address[1]}", secrets.token_urlsafe(16)
     local = wiring.load("gateway.service:LocalGateway")(
         tokens=wiring.load("tokens:ChatTokens").load(model),
-        engine=engine,
+        engine=pool,
         store=folder / "store",
         admin_key=admin_key,
         public_url=url,
     )
     faults = Faults(scenario.faults)
     ready = asyncio.Event()
-    async with engine, local:
+    async with pool, local:
         server = asyncio.create_task(wiring.load("gateway.server:serve")(local, listener, ready.set))
         try:
             await asyncio.wait_for(ready.wait(), wiring.START_TIMEOUT_S)
