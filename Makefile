@@ -35,7 +35,9 @@ check: lint test
 
 test-real: .venv/.ready
 	@bash scripts/services.sh
-	@$(BIN)/python -m pytest tests/real -m real --timeout 900
+	@$(BIN)/python -m pytest tests/real -m real --timeout 900 || \
+	  { echo "again, what failed:"; $(BIN)/python -m pytest tests/real -m real --timeout 900 \
+	    --last-failed --last-failed-no-failures none; }
 
 accept: .venv/.ready
 	@$(BIN)/python bench/accept.py $(PART)

@@ -108,7 +108,8 @@ def test_closing_ends_sessions_processes_and_threads(there: Place) -> None:
         assert workers
     assert all(future.cancelled() for future in futures)
     assert not [pid for pid in workers if alive(pid)]
-    assert not {thread for thread in set(threading.enumerate()) - before if "asyncio" not in thread.name}
+    left = lambda: {t for t in set(threading.enumerate()) - before if "asyncio" not in t.name}  # noqa: E731
+    until(lambda: not left(), "no thread is left")
     for session_id in marked(there):
         assert there.state(session_id).phase != "open"
     with pytest.raises(UsageError, match="the client is closed"):
