@@ -14,7 +14,7 @@
         |-- VerifierFailure         the grader crashed, or gave no finite number
         `-- InfrastructureFailure   launch, process, machine, engine or upload; never a reward
 
-Kinds in `RETRIED` are tried again within their budget; `collect` alone does that.
+Kinds in `RETRIED` are tried again within their budget; `conduct` alone does that.
 """
 
 from __future__ import annotations
