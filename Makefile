@@ -35,9 +35,7 @@ check: lint test
 
 test-real: .venv/.ready
 	@bash scripts/services.sh
-	@$(BIN)/python -m pytest tests/real -m real --timeout 900 || \
-	  { echo "again, what failed:"; $(BIN)/python -m pytest tests/real -m real --timeout 900 \
-	    --last-failed --last-failed-no-failures none; }
+	@$(BIN)/python -m pytest tests/real -m real --timeout 900
 
 accept: .venv/.ready
 	@$(BIN)/python bench/accept.py $(PART)

@@ -18,7 +18,7 @@ from afield.errors import first_cause
 from afield.ledger import Note
 from afield.plan import Plan
 from afield.spool import Spool
-from afield.types import Group, Rollout, Sampling, Split, Task
+from afield.types import Group, Rollout, Sampling, Split, Task, too_few_rewards
 
 CUT = "cut: enough of its group were done"
 
@@ -83,7 +83,7 @@ class Collector:
         if beside:
             await asyncio.wait([beside])
         notes = [task.result() for task in measured.values()]
-        dropped = unusable(notes, self._plan.quorum if train else 1)
+        dropped = too_few_rewards([n.outcome for n in notes], self._plan.quorum if train else 1)
         if beside:
             dropped = dropped or incomparable(beside.result())
         return Ended(wish, tuple(measured), baseline.id if baseline else None, dropped)
@@ -134,15 +134,6 @@ class Collector:
 
 def greedy(sampling: Sampling) -> Sampling:
     return structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
-
-
-def unusable(notes: Sequence[Note], quorum: int) -> str | None:
-    """Why a group cannot be trained on; None when it can."""
-    carrying = sum(note.outcome.reward_or_floor(0.0) is not None for note in notes)
-    if carrying >= quorum:
-        return None
-    kinds = sorted({str(note.outcome.failure.kind) for note in notes if note.outcome.failure})
-    return f"{carrying} of {len(notes)} rollouts carry a reward ({', '.join(kinds)} failures)"
 
 
 def incomparable(baseline: Note) -> str | None:

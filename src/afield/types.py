@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -428,8 +428,13 @@ class Group(Struct, frozen=True, kw_only=True):
 
     def unusable_because(self, quorum: int) -> str | None:
         """Why this group cannot be trained on; None when it can."""
-        carrying = sum(f.outcome.reward_or_floor(0.0) is not None for f in self.finished)
-        if carrying >= quorum:
-            return None
-        kinds = sorted({str(f.outcome.failure.kind) for f in self.finished if f.outcome.failure})
-        return f"{carrying} of {len(self.finished)} rollouts carry a reward ({', '.join(kinds)} failures)"
+        return too_few_rewards([f.outcome for f in self.finished], quorum)
+
+
+def too_few_rewards(outcomes: Sequence[Outcome], quorum: int) -> str | None:
+    """Says so when fewer than `quorum` of a group's outcomes carry a reward; None when enough do."""
+    carrying = sum(outcome.reward_or_floor(0.0) is not None for outcome in outcomes)
+    if carrying >= quorum:
+        return None
+    kinds = sorted({str(outcome.failure.kind) for outcome in outcomes if outcome.failure})
+    return f"{carrying} of {len(outcomes)} rollouts carry a reward ({', '.join(kinds)} failures)"
