@@ -1,17 +1,19 @@
-"""The five seams: what the parts promise each other, in domain verbs.
+"""The seams: what the parts promise each other, in domain verbs.
 
-Read these five files and `types`, and you know the system. A backend is done when it passes the
+Read these files and `types`, and you know the system. A backend is done when it passes the
 contract suite of its seam in `tests/contracts`.
 """
 
 from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image
 from afield.seams.gateway import Gateway, Record, SessionSpec, SessionState, SessionTicket
-from afield.seams.runtime import Exit, Runtime
+from afield.seams.runtime import Capabilities, Exit, Live, Phase, Runtime
+from afield.seams.sandbox import Ran, Sandbox
 from afield.seams.trainer import StepReport, Trainer
 from afield.seams.transport import Fence, Transport, Waiting
 
 __all__ = [
     "Call",
+    "Capabilities",
     "Chunk",
     "Engine",
     "EngineInfo",
@@ -20,8 +22,12 @@ __all__ = [
     "Freezing",
     "Gateway",
     "Image",
+    "Live",
+    "Phase",
+    "Ran",
     "Record",
     "Runtime",
+    "Sandbox",
     "SessionSpec",
     "SessionState",
     "SessionTicket",

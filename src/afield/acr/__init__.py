@@ -1,0 +1,1 @@
+"""A server that real AgentCore clients can talk to, on this machine."""

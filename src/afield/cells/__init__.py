@@ -1,0 +1,1 @@
+"""Isolated places on this machine: agents and commands in namespaces of their own."""
