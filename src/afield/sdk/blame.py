@@ -17,6 +17,10 @@ from afield.errors import InfrastructureFailure, PolicyFailure, RolloutFailure, 
 from afield.types import Failure, Reason
 
 POLICY_CODES = {"budget_exhausted": Reason.BUDGET, "context_length_exceeded": Reason.CONTEXT}
+# What frameworks raise when a model talks or goes on until it is cut off, by name: none is imported here.
+POLICY_ERRORS = frozenset(
+    {"GraphRecursionError", "LengthFinishReasonError", "MaxTokensReachedException", "MaxTurnsExceeded"}
+)
 RETRYABLE_STATUS = frozenset({408, 429})
 MESSAGE_CHARS = 4_000
 TRACEBACK_CHARS = 20_000
@@ -41,6 +45,8 @@ def attribute(error: BaseException, default: type[RolloutFailure] = TaskFailure)
         for code in _codes(seen):
             if code in POLICY_CODES:
                 return PolicyFailure(said, POLICY_CODES[code])
+        if type(seen).__name__ in POLICY_ERRORS:
+            return PolicyFailure(said, Reason.BUDGET)
         if _from_engine(seen):
             return InfrastructureFailure(f"the model did not answer: {said}", Reason.ENGINE)
     return default(said, Reason.RAISED)

@@ -1,0 +1,87 @@
+"""Strands: the rollout's model in one line, and a hook that keeps the conversation for people to read.
+
+What is trained is what the gateway sampled; a collected conversation is never more than reading matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import ssl
+from typing import TYPE_CHECKING, Any
+
+from afield.errors import UsageError
+from afield.sdk.frameworks.endpoint import Rollout, endpoint
+
+if TYPE_CHECKING:
+    from strands.hooks import HookRegistry, MessageAddedEvent
+    from strands.models.openai import OpenAIModel
+
+NEEDS = "this needs strands: pip install 'strands-agents[openai]'"
+
+
+def create_openai_compatible_model(
+    rollout: Rollout = None,
+    *,
+    model_id: str | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    **params: Any,
+) -> OpenAIModel:
+    """A Strands model at the gateway of a rollout, given its context or its whole payload.
+
+    Without a rollout it is a production model, at `base_url` or where the OpenAI SDK's own variables say.
+    `params` go into every request; in a rollout temperature and the like are the session's all the same.
+    """
+    try:
+        import httpx
+        import openai
+        from strands.models.openai import OpenAIModel
+    except ImportError as error:
+        raise UsageError(NEEDS) from error
+    where = endpoint(rollout, base_url, api_key, model_id)
+    # Strands may call from several event loops in turn, and connections belong to one: keep none.
+    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
+    http_client = openai.DefaultAsyncHttpxClient(verify=_certificates(), limits=limits)
+    client = openai.AsyncOpenAI(base_url=where.base_url, api_key=where.api_key, http_client=http_client)
+    return OpenAIModel(client, model_id=where.model_id, params=params or None)
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    # Reading them takes some 20 ms of processor time, which Strands would spend on every call.
+    return ssl.create_default_context()
+
+
+class ConversationHook:
+    """`Agent(..., hooks=[hook])`, then `return {"reward": x, "conversation": hook.conversation}`.
+
+    Several agents may share one hook: their messages come in the order in which they were said.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """What was said so far, as JSON can hold it: bytes become a note of their number."""
+        return list(self._messages)
+
+    def register_hooks(self, registry: HookRegistry, **_: Any) -> None:
+        from strands.hooks import MessageAddedEvent
+
+        registry.add_callback(MessageAddedEvent, self._added)
+
+    def _added(self, event: MessageAddedEvent) -> None:
+        message = event.message
+        said = {"role": message["role"], "content": _readable(message["content"])}
+        self._messages.append({"agent": event.agent.name, **said})
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _readable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_readable(item) for item in value]
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"<{len(value)} bytes>"
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
