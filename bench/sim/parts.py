@@ -141,6 +141,9 @@ class SimulatedGateway:
         made = assembly.linear(Forest(session.turns), withheld)
         return Record(trajectories=made.trajectories, excluded=made.excluded, turns=tuple(session.turns))
 
+    async def submission(self, session_id: str) -> None:
+        """Its agents give their own rewards."""
+
     async def publish(self, policy: Policy, path: str) -> None:
         if policy.version < self.engine.version:
             raise Conflict(f"version {policy.version} is lower than {self.engine.version}")

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 from afield import wire
 from afield.errors import RETRIED, AfieldError, Missing, Unavailable, WireError, first_cause
+from afield.judge import Judge
 from afield.launch import Launcher, broken, now, patiently
 from afield.ledger import Ledger, Note, Tried
 from afield.limiter import Limiter, Unlimited
@@ -49,6 +50,7 @@ class Conductor:
         spool: Spool,
         watcher: Watcher,
         limiter: Limiter | None = None,
+        verifiers: Runtime | None = None,
     ) -> None:
         self._plan = plan
         self._gateway = gateway
@@ -57,9 +59,13 @@ class Conductor:
         self._ledger = ledger
         self._spool = spool
         self._watcher = watcher
-        self._launcher = Launcher(
-            plan, gateway=gateway, runtime=runtime, transport=transport, limiter=limiter or Unlimited()
+        shared = {"gateway": gateway, "transport": transport, "limiter": limiter or Unlimited()}
+        self._launcher = Launcher(plan, runtime=runtime, **shared)
+        self._judge = (
+            Judge(self._launcher, Launcher(plan, runtime=verifiers, **shared)) if verifiers else None
         )
+        if plan.judged != (verifiers is not None):
+            raise ValueError("a plan is judged if there are verifiers, and only then")
         self._slots = asyncio.Semaphore(plan.concurrency)
         self._notice = Noticer(plan, gateway, transport, ledger)
         self._runs: dict[str, asyncio.Task[Note]] = {}
@@ -265,12 +271,14 @@ class Conductor:
     async def _lives(self, attempt: Attempt) -> bool:
         """Whether an agent that an earlier process launched still works on it."""
         found = await self._runtime.adopt(attempt)
-        if found is not None:
+        if found or (found is False and not self._judge):
             return found
         state = (await self._patiently(lambda: self._gateway.states([attempt.session_id]))).get(
             attempt.session_id
         )
         if state is None or state.phase != "open":
+            return self._judge is not None and state is not None and state.phase == "completed"
+        if found is False:
             return False
         seen = state.unseen_s if state.unseen_s is not None else state.idle_s
         return bool(state.in_flight) or seen <= self._plan.deadlines.dead_s
@@ -304,6 +312,7 @@ class Conductor:
             running.give_up(failure)
         exiting = asyncio.create_task(self._runtime.wait(running.waiting.attempt))
         exiting.add_done_callback(lambda _: running.news.set())
+        grading: asyncio.Task[Failure | None] | None = None
         try:
             while True:
                 await running.news.wait()
@@ -313,17 +322,30 @@ class Conductor:
                     running.progress.ended = None if running.exit.failure else now()
                 if await self._decision(running.waiting) is not None:
                     return None
-                if running.exit and running.exit.failure:
-                    return running.exit.failure
-                if running.verdict:
-                    return running.verdict
+                grading = grading or await self._grading(running)
+                if failure := _given_up(running, grading):
+                    return failure
         finally:
             del self._notice.running[running.session_id]
+            if grading:
+                grading.cancel()
+                await asyncio.gather(grading, return_exceptions=True)
             if exiting.done():
                 running.exit = running.exit or exiting.result()
             else:
                 exiting.cancel()
                 await asyncio.gather(exiting, return_exceptions=True)
+
+    async def _grading(self, running: Running) -> asyncio.Task[Failure | None] | None:
+        """A verifier at work on what the agent has handed in, if it has."""
+        submission = await self._judge.submission(running) if self._judge else None
+        if not self._judge or submission is None:
+            return None
+        running.progress.grading, running.progress.ended = True, None
+        running.progress.completed = running.progress.completed or now()
+        grading = asyncio.create_task(self._judge.grade(running, submission))
+        grading.add_done_callback(lambda _: running.news.set())
+        return grading
 
     async def _decision(self, waiting: Waiting) -> object | None:
         try:
@@ -364,8 +386,10 @@ class Conductor:
     async def _tear_down(self, running: Running, linger_s: float) -> None:
         """End the agent's session wherever it runs; one that has just delivered may end by itself first."""
         attempt = running.waiting.attempt
+        if self._judge and running.judged:
+            await self._judge.stop(attempt)
         left = running.exit
-        if left is None and linger_s:
+        if left is None and linger_s and not self._runtime.capabilities.lingers:
             with suppress(TimeoutError):
                 left = await asyncio.wait_for(self._runtime.wait(attempt), linger_s)
         if left and not left.failure and not left.lingers:
@@ -387,6 +411,15 @@ class Conductor:
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         return await patiently(ask, self._plan.patience_s)
+
+
+def _given_up(running: Running, grading: asyncio.Task[Failure | None] | None) -> Failure | None:
+    """Why nothing more is expected. Once an agent has handed in, its place may break."""
+    failure = running.exit.failure if running.exit and not grading else None
+    if grading and grading.done():
+        failure = grading.result()
+        running.progress.ended = running.progress.ended or now()
+    return failure or running.verdict
 
 
 def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:

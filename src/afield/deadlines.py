@@ -50,7 +50,8 @@ class Progress(Struct):
     born: float  # its rollout
     launched: float | None = None
     completed: float | None = None  # when its session was first seen completed
-    ended: float | None = None  # when its agent had ended, and nothing was wrong
+    ended: float | None = None  # when its agent, or then its verifier, had ended, and nothing was wrong
+    grading: bool = False  # it is in its verifier's hands
 
 
 def overdue(
@@ -61,6 +62,8 @@ def overdue(
         return _late(f"the rollout has lived for {deadlines.life_s:g} s with all its attempts")
     if progress.launched is None:
         return None
+    if progress.grading:
+        return _grading(deadlines, progress, now)
     if _over(deadlines.upload_s, progress.ended, now):
         told = f"the agent ended without an outcome; none came in {deadlines.upload_s:g} s"
         if progress.completed is not None:
@@ -72,6 +75,19 @@ def overdue(
     if now - progress.launched > deadlines.run_s:
         return _ran_out(deadlines, state)
     return _silent(deadlines, progress, state, now) if state else None
+
+
+def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
+    """A verifier's time is not the policy's, and not the agent's."""
+    assert progress.launched is not None
+    told = ""
+    if _over(deadlines.upload_s, progress.ended, now):
+        told = f"the verifier ended without a verdict; none came in {deadlines.upload_s:g} s"
+    elif _over(deadlines.grade_s, progress.completed, now):
+        told = f"no verdict in {deadlines.grade_s:g} s after the agent had handed in"
+    elif now - progress.launched > deadlines.run_s:
+        told = f"no verdict within {deadlines.run_s:g} s of the launch; the agent had handed in"
+    return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told) if told else None
 
 
 def _silent(deadlines: Deadlines, progress: Progress, state: SessionState, now: float) -> Failure | None:

@@ -13,31 +13,33 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from afield import wire
-from afield.errors import AfieldError, RolloutFailure, Throttled, Unavailable
+from afield.errors import AfieldError, RolloutFailure, Throttled, Unavailable, WireError
 from afield.limiter import Limiter
 from afield.notice import Running
 from afield.plan import Plan
 from afield.seams import Gateway, Runtime, SessionSpec, Transport
-from afield.types import Attempt, Failure, FailureKind, Reason, Rollout
+from afield.types import Attempt, Failure, FailureKind, Reason
+from afield.wire import Invocation
 
 log = logging.getLogger("afield.collect")
 
 RECALL_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
 GATEWAY_SLACK_S = 3_600.0
 T = TypeVar("T")
+Payload = Callable[[Running], Awaitable[dict[str, Any]]]
 
 
 class Launcher:
     def __init__(
         self, plan: Plan, *, gateway: Gateway, runtime: Runtime, transport: Transport, limiter: Limiter
     ) -> None:
-        self._plan = plan
-        self._gateway = gateway
-        self._runtime = runtime
+        self.plan = self._plan = plan
+        self.gateway = self._gateway = gateway
+        self.runtime = self._runtime = runtime
         self._transport = transport
         self._limiter = limiter
 
-    async def launch(self, running: Running) -> Failure | None:
+    async def launch(self, running: Running, payload: Payload | None = None) -> Failure | None:
         """None once the agent has its payload; else why it has not."""
         queue_s = self._plan.deadlines.queue_s
         end = None if queue_s is None else now() + queue_s
@@ -47,7 +49,7 @@ class Launcher:
                 async with running.bounded(left) as queueing, self._limiter.launching():
                     queueing.reschedule(None)
                     try:
-                        return await self._start(running)
+                        return await self._start(running, payload or self._payload)
                     except Throttled as error:
                         self._limiter.throttled(error.retry_after_s)
                 if end is not None and now() >= end:
@@ -63,9 +65,12 @@ class Launcher:
         except AfieldError as error:
             return broken(f"{type(error).__name__}: {error}", Reason.LAUNCH)
 
-    async def _start(self, running: Running) -> Failure | None:
-        rollout, attempt = running.waiting.rollout, running.waiting.attempt
-        payload = await self._payload(rollout, attempt, running.draw)
+    async def _start(self, running: Running, make: Payload) -> Failure | None:
+        attempt = running.waiting.attempt
+        try:
+            payload = await make(running)
+        except WireError as error:
+            return Failure(FailureKind.TASK, Reason.LAUNCH, str(error))
         if running.verdict:
             return running.verdict
         start_s = self._plan.deadlines.start_s
@@ -81,9 +86,32 @@ class Launcher:
         running.progress.launched = now()
         return None
 
-    async def _payload(self, rollout: Rollout, attempt: Attempt, draw: str) -> dict[str, Any]:
-        sampling = rollout.sampling or self._plan.sampling
-        spec = SessionSpec(
+    async def _payload(self, running: Running) -> dict[str, Any]:
+        role = "judged" if self._plan.judged else "agent"
+        return wire.build_payload(running.waiting.rollout.task, await self.invocation(running, role))
+
+    async def invocation(self, running: Running, role: str) -> Invocation:
+        """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
+        rollout, attempt = running.waiting.rollout, running.waiting.attempt
+        ticket = await patiently(lambda: self._gateway.open(self._spec(running)), self._plan.patience_s)
+        where = self._transport.address(rollout.exp_id)
+        if self._plan.deliver == "gateway":
+            where = {"outcome_url": f"{ticket.base_url}/outcome"}
+        return wire.invocation_for(
+            rollout,
+            attempt,
+            base_url=ticket.base_url,
+            api_key=(ticket.verifier_key or "") if role == "verifier" else ticket.api_key,
+            model_id=self._plan.model_id,
+            sampling=rollout.sampling or self._plan.sampling,
+            seed=int.from_bytes(blake2b(running.draw.encode(), digest_size=4).digest()),
+            role=role,
+            **where,
+        )
+
+    def _spec(self, running: Running) -> SessionSpec:
+        rollout, attempt, draw = running.waiting.rollout, running.waiting.attempt, running.draw
+        return SessionSpec(
             id=attempt.session_id,
             rollout_id=rollout.id,
             attempt=attempt.n,
@@ -92,25 +120,11 @@ class Launcher:
             input_id=rollout.task.id,
             draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
-            sampling=sampling,
+            reward_from="verifier" if self._plan.judged else "agent",
+            sampling=rollout.sampling or self._plan.sampling,
             budget=self._plan.budget,
             ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
         )
-        ticket = await patiently(lambda: self._gateway.open(spec), self._plan.patience_s)
-        where = self._transport.address(rollout.exp_id)
-        if self._plan.deliver == "gateway":
-            where = {"outcome_url": f"{ticket.base_url}/outcome"}
-        invocation = wire.invocation_for(
-            rollout,
-            attempt,
-            base_url=ticket.base_url,
-            api_key=ticket.api_key,
-            model_id=self._plan.model_id,
-            sampling=sampling,
-            seed=int.from_bytes(blake2b(draw.encode(), digest_size=4).digest()),
-            **where,
-        )
-        return wire.build_payload(rollout.task, invocation)
 
     async def stop(self, attempt: Attempt) -> None:
         """End an agent wherever it runs; one that cannot be ended is told of in the log."""
@@ -130,7 +144,7 @@ class Launcher:
                 try:
                     return await self._runtime.stop(attempt)
                 except Throttled as error:
-                    self._limiter.throttled(error.retry_after_s)
+                    self._limiter.throttled(error.retry_after_s, stop=True)
                     if now() > end:
                         raise
 

@@ -36,6 +36,7 @@ class Running:
         self.news = asyncio.Event()
         self.exit: Exit | None = None
         self.asked = False  # the runtime, to launch it
+        self.judged = False  # a verifier was launched for it
         self.verdict: Failure | None = None
         self.draw = attempt.session_id
         self._limit: asyncio.Timeout | None = None

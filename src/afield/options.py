@@ -38,27 +38,51 @@ class SandboxOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ContainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Agents in containers of a Docker or Podman engine. `socket` is its address (unix:///run/... or tcp://...);
-    empty takes DOCKER_HOST's or the usual places. `mounts` are HOST:CONTAINER[:ro]. `network` is the engine's
-    word (bridge, host, none, a name). `command` replaces the image's own.
+    """Agents in containers of a Docker or Podman engine. `socket` is its address (unix:///... or tcp://...);
+    empty takes DOCKER_HOST's or the usual places. `mounts` are HOST:CONTAINER[:ro]. `network` is bridge, or
+    one of the engine's networks; `host` is what agents there call this machine, found out if empty.
+    `command` replaces the image's own. `keep` are Linux capabilities that are not dropped, such as CHOWN.
+    With `disk_mb` the image is read-only and only /tmp takes so much, in memory.
     """
 
     image: str = ""
     socket: str = ""
     pull: Literal["missing", "always", "never"] = "missing"
     command: tuple[str, ...] = ()
-    network: str = "host"
+    network: str = "bridge"
+    host: str = ""
     mounts: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    limits: Limits = Limits()
+    # Images that were made for other places write beside their code, into a home, a cache.
+    limits: Limits = Limits(disk_mb=None)
     port: int = 8080
     user: str = ""
     runtime: str = ""
+    init: bool = True
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.network in ("", "host", "none") or self.network.startswith("container:"):
+            raise ValueError(
+                f"network = {self.network!r} gives containers no address of their own, and each serves port"
+                f" {self.port}; use 'bridge' or the name of a network"
+            )
+        if not 0 < self.port < 65536:
+            raise ValueError(f"port = {self.port} must be from 1 to 65535")
+        for mount in self.mounts:
+            parts = mount.split(":")
+            paths = parts[:2]
+            if (
+                len(parts) not in (2, 3)
+                or not all(p.startswith("/") for p in paths)
+                or parts[2:] not in ([], ["ro"])
+            ):
+                raise ValueError(f"mount {mount!r} must be /HOST:/CONTAINER or /HOST:/CONTAINER:ro")
 
 
 class AgentCoreOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Agents on AWS Bedrock AgentCore. `arn` is a runtime that exists; or one named `agent_name` is created, or
-    updated, from `container_uri` and `role_arn`. `endpoint_url` is a compatible server, such as `afield acr`.
+    """Agents on AWS Bedrock AgentCore. `arn` is a runtime that exists; or one named `agent_name` is created,
+    or updated, from `container_uri` and `role_arn`. `endpoint_url` is a compatible server (`afield acr`).
     `rate` counts session starts, `stop_rate` stops, each per second; `sessions` those alive at once.
     """
 

@@ -21,7 +21,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     still running so long after `straggler_after` of their group have a reward are cut (all but one,
     unless told otherwise). Both favour short rollouts, so both are off unless asked for. With
     `baseline` a group has one greedy rollout more, to be measured against. Agents deliver to the store,
-    or to their gateway, which writes the store.
+    or to their gateway, which writes the store. Who is `judged` hands in to the gateway, and a verifier
+    gives the reward.
     """
 
     exp_id: str
@@ -39,6 +40,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     budget: Budget = Budget()
     deliver: Literal["store", "gateway"] = "store"
+    judged: bool = False
     sweep_s: float = 5.0
     watch_s: float = 1.0
     patience_s: float = 600.0
@@ -55,6 +57,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         for kind, count in self.retries.items():
             if count < 0:
                 raise ValueError(f"retries of {kind} = {count} must be 0 or more")
+        if self.judged and self.deliver != "gateway":
+            raise ValueError("a verifier gets what agents hand in at the gateway: deliver must be 'gateway'")
         after = self.straggler_after
         if after is not None and not 1 <= after <= self.rollouts:
             raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -23,6 +23,7 @@ from afield.types import Attempt, Failure, Outcome, Rollout, Sampling, Task, che
 VERSION = 1
 MAX_PART = 200
 ROLLOUT_FIELD = "_rollout"
+SUBMISSION_FIELD = "submission"
 COMMITS, LATE, ADOPTED, FENCED = "commits", "late", "adopted", "fenced"
 HINT_SCHEMES = ("nats://", "tls://", "redis://", "rediss://")
 OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED, FENCED})
@@ -34,7 +35,8 @@ class Invocation(Struct, frozen=True, kw_only=True):
 
     `base_url` is the session's base; OpenAI clients use `openai_base_url`. Unknown fields are kept
     out of the way, so that a newer collector can talk to an older agent image. `seed` is for whatever the
-    agent draws at random: what broke and is tried again has the same.
+    agent draws at random: what broke and is tried again has the same. Who is `judged` hands in its work
+    and gives no reward; the `verifier` gives it afterwards, from a place of its own.
     """
 
     exp_id: str
@@ -52,6 +54,7 @@ class Invocation(Struct, frozen=True, kw_only=True):
     s3_bucket: str | None = None
     sqs_url: str | None = None
     hint_url: str | None = None
+    role: Literal["agent", "judged", "verifier"] = "agent"
 
     def __post_init__(self) -> None:
         for name in ("exp_id", "rollout_id", "group_id", "session_id"):
@@ -126,9 +129,13 @@ def read_key(key: str) -> tuple[str, str, str] | None:
     return exp_id, part, session_id
 
 
-def build_payload(task: Task, invocation: Invocation) -> dict[str, Any]:
-    """The task's row, deep-copied for this attempt, plus `_rollout`."""
+def build_payload(task: Task, invocation: Invocation, submission: Submission | None = None) -> dict[str, Any]:
+    """The task's row, deep-copied for this attempt, plus `_rollout`; and what a verifier has to grade."""
     payload = copy.deepcopy(task.input)
+    if submission is not None:
+        if SUBMISSION_FIELD in payload:
+            raise WireError(f"the task {task.id!r} has a field '{SUBMISSION_FIELD}', which is the verifier's")
+        payload[SUBMISSION_FIELD] = submission.artifacts
     payload[ROLLOUT_FIELD] = to_builtins(invocation)
     return payload
 
@@ -170,6 +177,14 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True):
             outcome=outcome,
             **rest,
         )
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """What a judged agent hands in: all that its verifier gets to see of it."""
+
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    stop_reason: str = ""
+    artifacts: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class CommitRecord(Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from msgspec import Struct
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket
 from afield.types import Policy
+from afield.wire import Submission
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
@@ -69,6 +70,12 @@ class HttpGateway:
 
     async def finalize(self, session_id: str) -> Record:
         return await self._ask("POST", f"/sessions/{session_id}/finalize", Record)
+
+    async def submission(self, session_id: str) -> Submission | None:
+        try:
+            return await self._ask("GET", f"/sessions/{session_id}/submission", Submission)
+        except Conflict:
+            return None
 
     async def publish(self, policy: Policy, path: str) -> None:
         body = {"version": policy.version, "path": path}

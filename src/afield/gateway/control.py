@@ -15,7 +15,7 @@ from afield.gateway import outcomes
 from afield.gateway.http import Scope, Text, json_body, query
 from afield.gateway.keys import Grant
 from afield.gateway.keys import Scope as KeyScope
-from afield.gateway.refusal import Refusal, bad_request, forbidden, not_found
+from afield.gateway.refusal import Refusal, bad_request, conflict, forbidden, not_found
 from afield.gateway.service import LocalGateway
 from afield.gateway.session import Phase, Session
 from afield.seams import SessionSpec
@@ -178,6 +178,13 @@ async def wait(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str
     return 200, await gateway.wait(session_id, lambda: end - time.monotonic())
 
 
+async def submission(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    handed_in = await gateway.submission(session_id)
+    if handed_in is None:
+        raise conflict(f"the agent of session {session_id} has handed in nothing yet", "ask when it has")
+    return 200, handed_in
+
+
 async def turns(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
     session = gateway.sessions.get(session_id)
     with_prompt = asked.get("prompt_ids") == "1"
@@ -272,6 +279,7 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("POST", f"{SESSION}/abort", abort),
         ("POST", f"{SESSION}/finalize", finalize),
         ("GET", f"{SESSION}/wait", wait),
+        ("GET", f"{SESSION}/submission", submission),
         ("GET", f"{SESSION}/turns", turns),
         ("GET", f"{SESSION}/trajectories", trajectories),
         ("GET", "/policy", served_policy),
@@ -292,6 +300,7 @@ REPORTS: dict[tuple[str, str], Report] = {
     ("POST", "/complete"): Report(KeyScope.OUTCOME, complete),
     ("POST", "/outcome"): Report(KeyScope.OUTCOME, complete),
     ("GET", "/state"): Report(KeyScope.READ, get_session),
+    ("GET", "/submission"): Report(KeyScope.READ, submission),
     ("GET", "/turns"): Report(KeyScope.READ, turns),
     ("GET", "/trajectories"): Report(KeyScope.READ, trajectories),
 }

@@ -29,7 +29,7 @@ from afield.gateway.store import Published, SessionRow, Store
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
 from afield.tokens import ChatTokens
 from afield.types import Exclusion, Policy, Turn, TurnStatus
-from afield.wire import Invocation
+from afield.wire import Invocation, Submission
 
 log = logging.getLogger("afield.gateway")
 REAP_EVERY_S = 5.0
@@ -209,6 +209,9 @@ class LocalGateway:
         if first:
             self.metrics.drift += await asyncio.to_thread(self._drifted, session.forest.turns)
         return self.record(session)
+
+    async def submission(self, session_id: str) -> Submission | None:
+        return outcomes.submission(self.sessions.get(session_id).row)
 
     def _drifted(self, turns: list[Turn]) -> int:
         """How many turns would have become other ids by way of their text."""

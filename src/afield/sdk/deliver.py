@@ -23,7 +23,7 @@ from afield.sdk import filestore, outcomes
 from afield.sdk.notify import notify
 from afield.sdk.outcomes import Passing
 from afield.sdk.s3store import S3Store
-from afield.wire import Hint, Invocation, OutcomeRecord
+from afield.wire import Hint, Invocation, OutcomeRecord, Submission
 
 DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 REQUEST_S = 30.0
@@ -37,7 +37,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def deliver(
-    invocation: Invocation, record: OutcomeRecord, *, sleep: Callable[[float], None] = time.sleep
+    invocation: Invocation,
+    record: OutcomeRecord | Submission,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Whether this outcome stands; not if the attempt was decided otherwise. Blocks: call it in a thread."""
     for delay in (*DELAYS_S, None):
@@ -58,10 +61,12 @@ def file_root(url: str) -> Path:
     return Path(unquote(parts.path))
 
 
-def _deliver_once(invocation: Invocation, record: OutcomeRecord) -> bool:
+def _deliver_once(invocation: Invocation, record: OutcomeRecord | Submission) -> bool:
     url = invocation.outcome_url
     if url is not None and not url.startswith("file:"):
         return _to_http(url, invocation, record)
+    if isinstance(record, Submission):
+        raise UsageError(f"{invocation.session_id} is judged: what it hands in goes to its gateway")
     hint = wire.encode(Hint(exp_id=invocation.exp_id, session_id=invocation.session_id))
     if url is None:
         with contextlib.closing(S3Store(invocation.s3_bucket or "")) as store:
@@ -75,7 +80,7 @@ def _deliver_once(invocation: Invocation, record: OutcomeRecord) -> bool:
     return stands
 
 
-def _to_http(url: str, invocation: Invocation, record: OutcomeRecord) -> bool:
+def _to_http(url: str, invocation: Invocation, record: OutcomeRecord | Submission) -> bool:
     request = urllib.request.Request(
         url,
         data=wire.encode(record),

@@ -62,6 +62,18 @@ def read_result(value: object, aggregate: Aggregate = None) -> Result:
     )
 
 
+def read_submission(value: object) -> wire.Submission:
+    """What a judged agent returned. A reward in it is not its to give and is left out."""
+    if not isinstance(value, Mapping):
+        return wire.Submission()
+    known = ("reward", "rewards", "metrics", "stop_reason")
+    return wire.Submission(
+        metrics=_read_metrics(value.get("metrics")),
+        stop_reason=clean(str(value.get("stop_reason") or "")),
+        artifacts=_read_extra({k: v for k, v in value.items() if k not in known}),
+    )
+
+
 def read_rewards(value: object) -> Rewards:
     if isinstance(value, Mapping):
         return {clean(str(name)): number(item, f"reward {name!r}") for name, item in value.items()}

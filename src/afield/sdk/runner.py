@@ -29,14 +29,14 @@ from afield.sdk.alive import PROCESS, Alive
 from afield.sdk.blame import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import Entry
-from afield.sdk.result import Result, read_result
+from afield.sdk.result import Result, read_result, read_submission
 from afield.types import Failure, FailureKind, Outcome, Reason
-from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord
+from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord, Submission
 
 log = logging.getLogger("afield.sdk")
 
 REMEMBERED = 10_000
-Deliver = Callable[[Invocation, OutcomeRecord], bool]
+Deliver = Callable[[Invocation, OutcomeRecord | Submission], bool]
 
 
 class Accepted(Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class Runner:
         self._alive.keep(invocation)
         try:
             record = None if session_id in self._stopped else self._perform(invocation, payload)
-            if record is None or (record.outcome.failure is not None and session_id in self._stopped):
+            if record is None or (_failure_of(record) is not None and session_id in self._stopped):
                 log.info("%s was stopped", session_id)
             else:
                 self._bring(invocation, record)
@@ -156,23 +156,27 @@ class Runner:
                 self.changed = time.time()
         self._ended(session_id)
 
-    def _perform(self, invocation: Invocation, payload: dict[str, Any]) -> OutcomeRecord:
+    def _perform(self, invocation: Invocation, payload: dict[str, Any]) -> OutcomeRecord | Submission:
         started = time.time()
         echo: dict[str, Any] = {}
-        results: list[Result] = []
+        results: list[Result | Submission] = []
         failures: list[Failure] = []
-        with boundary(FailureKind.TASK, Reason.RAISED, failures.append), attributed():
+        kind = FailureKind.VERIFIER if invocation.role == "verifier" else FailureKind.TASK
+        with boundary(kind, Reason.RAISED, failures.append), attributed():
             # Echoed as it came, whatever the agent does to it; the session's key stays out of the store.
             echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
                 work = self._awaited(value, invocation.session_id)
                 value = asyncio.run_coroutine_threadsafe(work, self._agents_loop()).result()
-            results.append(read_result(value, self._entry.aggregate))
+            judged = invocation.role == "judged"
+            results.append(read_submission(value) if judged else read_result(value, self._entry.aggregate))
         times = {"started": started, "ended": time.time()}
         if not results:
             return OutcomeRecord.of(invocation, _failed(invocation, failures[0]), payload=echo, **times)
         result = results[0]
+        if isinstance(result, Submission):
+            return result
         outcome = Outcome(
             rollout_id=invocation.rollout_id,
             attempt=invocation.attempt,
@@ -183,22 +187,23 @@ class Runner:
         )
         return OutcomeRecord.of(invocation, outcome, payload=echo, extra=result.extra, **times)
 
-    def _bring(self, invocation: Invocation, record: OutcomeRecord) -> None:
+    def _bring(self, invocation: Invocation, record: OutcomeRecord | Submission) -> None:
         try:
             wire.encode(record)
         except WireError as error:
             failure = TaskFailure(f"the outcome {error}", Reason.UPLOAD).failure
             record = OutcomeRecord.of(invocation, _failed(invocation, failure))
-        if record.outcome.failure is not None:
-            log.warning("%s failed: %s", record.session_id, record.outcome.failure.message)
+        session_id = invocation.session_id
+        if failure := _failure_of(record):
+            log.warning("%s failed: %s", session_id, failure.message)
         lost: list[Failure] = []
         with boundary(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, lost.append):
             if not self._deliver(invocation, record):
-                log.warning("%s was decided before; this outcome of it is refused", record.session_id)
+                log.warning("%s was decided before; this outcome of it is refused", session_id)
         with self._lock:
-            decided = record.session_id in self._stopped  # nobody wants its outcome any more
+            decided = session_id in self._stopped  # nobody wants its outcome any more
         for failure in lost if not decided else ():
-            log.error("the outcome of %s is lost: %s", record.session_id, failure.message)
+            log.error("the outcome of %s is lost: %s", session_id, failure.message)
 
     async def _awaited(self, value: Awaitable[Any], session_id: str) -> Any:
         if task := asyncio.current_task():
@@ -232,6 +237,10 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         except (SystemExit, KeyboardInterrupt) as error:
             log.warning("a task of an agent raised %s; the agents' loop goes on", describe(error))
     loop.close()
+
+
+def _failure_of(record: OutcomeRecord | Submission) -> Failure | None:
+    return record.outcome.failure if isinstance(record, OutcomeRecord) else None
 
 
 def _failed(invocation: Invocation, failure: Failure) -> Outcome:

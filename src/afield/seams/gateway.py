@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct, field
 
 from afield.types import Budget, Exclusion, Policy, Sampling, Split, Trajectory, Turn
+from afield.wire import Submission
 
 
 class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -111,6 +112,10 @@ class Gateway(Protocol):
 
     async def finalize(self, session_id: str) -> Record:
         """Freeze the session and give what it sampled. Repeating gives the same record."""
+        ...
+
+    async def submission(self, session_id: str) -> Submission | None:
+        """What the agent of a judged session has handed in; None while there is nothing."""
         ...
 
     async def publish(self, policy: Policy, path: str) -> None:

@@ -64,9 +64,9 @@ class Live(Struct, frozen=True, kw_only=True):
 class Runtime(Protocol):
     """`async with runtime:` owns everything it starts; nothing of it is left when the runtime is closed.
 
-    Where `capabilities.outlives`, a killed process leaves its sessions to the next one, or to a reaper; elsewhere
-    nothing outlives it, not even after SIGKILL. What it did not start (agents that others serve) it
-    leaves running.
+    Where `capabilities.outlives`, a killed process leaves its sessions to the next one, or to a reaper;
+    elsewhere nothing outlives it, not even after SIGKILL. What it did not start (agents that others serve)
+    it leaves running.
     """
 
     @property
@@ -109,7 +109,7 @@ class Runtime(Protocol):
         ...
 
     async def list(self) -> list[Live]:
-        """The sessions of this run that are still there; where `capabilities.lists` is false, only our own."""
+        """The sessions of this run that are still there; where `capabilities.lists` is false, our own."""
         ...
 
     async def logs(self, attempt: Attempt) -> str:
