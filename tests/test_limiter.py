@@ -135,13 +135,15 @@ def test_launches_use_the_whole_rate(limited: Callable[[Pace], Limiter]) -> None
     [
         (Pace(), None),
         (Pace(rate_per_s=25), None),
-        (Pace(rate_per_s=25, start_s=10), 250),
+        (Pace(rate_per_s=25, start_s=10), 375),
         (Pace(rate_per_s=0.1, start_s=2), 1),
-        (Pace(rate_per_s=2.5, start_s=1), 3),
+        (Pace(rate_per_s=2.5, start_s=1), 4),
         (Pace(rate_per_s=25, start_s=10, starting=7), 7),
     ],
 )
-def test_places_are_what_the_rate_brings_about_in_a_cold_start(pace: Pace, places: int | None) -> None:
+def test_places_are_what_the_rate_brings_about_in_a_cold_start_that_takes_half_again_as_long(
+    pace: Pace, places: int | None
+) -> None:
     assert pace.places == places
 
 
@@ -180,7 +182,14 @@ def test_a_launch_that_raises_gives_its_place_back(limited: Callable[[Pace], Lim
 
 
 @pytest.mark.parametrize(
-    "bad", [{"rate_per_s": 0}, {"rate_per_s": float("inf")}, {"start_s": -1}, {"starting": 0}]
+    "bad",
+    [
+        {"rate_per_s": 0},
+        {"rate_per_s": float("inf")},
+        {"stop_per_s": -1},
+        {"start_s": -1},
+        {"starting": 0},
+    ],
 )
 def test_a_pace_that_makes_no_sense_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} .*must be"):
@@ -279,7 +288,7 @@ def test_waiters_that_give_up_cost_the_others_no_more_than_a_turn(limited: Calla
 # --- refusals ------------------------------------------------------------------------------------
 
 
-class Server:
+class Bucket:
     """Allows `rate` calls a second from a bucket of a few, and refuses above."""
 
     def __init__(self, rate: float, bucket: float = 5) -> None:
@@ -294,35 +303,71 @@ class Server:
         return True
 
 
-def launched(limiter_for: Callable[[], Limiter], launches: int) -> tuple[float, float]:
-    """The part of the server's 25 a second that was reached, and the part of launches that was refused."""
+class Window:
+    """Allows `rate` calls in any second, and refuses the next."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._taken = rate, list[float]()
+
+    def takes(self) -> bool:
+        self._taken = [at for at in self._taken if at > now() - 1]
+        if len(self._taken) >= self._rate:
+            return False
+        self._taken.append(now())
+        return True
+
+
+SERVERS: dict[str, Callable[[float], Bucket | Window]] = {"bucket": Bucket, "window": Window}
+
+
+def launched(
+    limiter_for: Callable[[], Limiter],
+    launches: int,
+    *,
+    server_of: Callable[[float], Bucket | Window] = Bucket,
+    jitter_s: float = 0.05,
+    seed: int = 1,
+) -> tuple[float, float]:
+    """The part of the server's 25 a second that was reached, and the part of calls that was refused."""
 
     async def main() -> tuple[float, float]:
-        limiter, server, chance = limiter_for(), Server(25), random.Random(1)
+        limiter, server, chance = limiter_for(), server_of(25), random.Random(seed)
         refused = 0
 
         async def one() -> None:
             nonlocal refused
             while True:
                 async with limiter.launching():
-                    await asyncio.sleep(chance.uniform(0, 0.05))
-                    if server.takes():
-                        return
+                    await asyncio.sleep(0.02 + chance.uniform(0, jitter_s))
+                    taken = server.takes()
+                    await asyncio.sleep(0.02)
+                if taken:
+                    return
                 refused += 1
                 limiter.throttled(None)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(launches):
                 group.create_task(one())
-        return launches / now() / 25, refused / launches
+        return launches / now() / 25, refused / (launches + refused)
 
     return run(main())
 
 
+@pytest.mark.parametrize(
+    ("server", "jitter_s"), [("bucket", 0.02), ("bucket", 0.1), ("window", 0.02), ("window", 0.04)]
+)
+@pytest.mark.parametrize("seed", range(3))
 def test_a_thousand_launches_reach_the_servers_rate_and_are_hardly_refused(
-    limited: Callable[[Pace], Limiter],
+    limited: Callable[[Pace], Limiter], server: str, jitter_s: float, seed: int
 ) -> None:
-    reached, refused = launched(lambda: limited(Pace(rate_per_s=25)), 1000)
+    reached, refused = launched(
+        lambda: limited(Pace(rate_per_s=25)),
+        1000,
+        server_of=SERVERS[server],
+        jitter_s=jitter_s,
+        seed=seed,
+    )
     assert reached >= 0.95
     assert refused <= 0.01
 
@@ -353,8 +398,23 @@ def test_the_refusals_of_one_burst_halve_the_rate_once_and_it_is_back_in_half_a_
         return seen
 
     first, second, *later = run(main())
-    assert (first, second) == (20, pytest.approx(14))
-    assert later == sorted(later, key=float) and later[-1] == 40  # pyright: ignore[reportArgumentType]
+    # Two of them were chance; of 40 a second, 96 % are used then.
+    assert (first, second) == (pytest.approx(19.2), pytest.approx(13.44))
+    grown = [rate or 0.0 for rate in later]
+    assert grown == sorted(grown)
+    assert later[-1] == pytest.approx(0.96 * 40)
+
+
+def test_single_refusals_are_chance_and_cost_next_to_nothing() -> None:
+    async def main() -> list[float | None]:
+        limiter, seen = LocalLimiter(Pace(rate_per_s=100)), list[float | None]()
+        for _ in range(6):
+            limiter.throttled(None)
+            seen.append(limiter.rate_per_s)
+            await asyncio.sleep(3)
+        return seen
+
+    assert run(main()) == pytest.approx([96.5, 96, 95.5, 95.5, 95.5, 95.5])
 
 
 def test_the_pause_that_was_asked_for_is_kept_by_launches_and_stops(
@@ -414,6 +474,44 @@ def test_unlimited_holds_nothing_back_until_a_call_is_refused() -> None:
     before, after = run(main())
     assert before == 0
     assert after >= 5
+
+
+# --- stops apart ---------------------------------------------------------------------------------
+
+
+def test_stops_with_a_rate_of_their_own_take_no_turns_of_launches(limited: Callable[[Pace], Limiter]) -> None:
+    async def main() -> tuple[float, float]:
+        limiter = limited(Pace(rate_per_s=10, stop_per_s=20))
+        last = {"launch": 0.0, "stop": 0.0}
+
+        async def one(kind: str) -> None:
+            async with limiter.launching() if kind == "launch" else limiter.calling():
+                last[kind] = now()
+
+        async with asyncio.TaskGroup() as group:
+            for n in range(400):
+                group.create_task(one("launch" if n % 2 else "stop"))
+        return last["launch"], last["stop"]
+
+    launches, stops = run(main())
+    assert launches == pytest.approx(200 / 9.7, abs=0.2)
+    assert stops == pytest.approx(200 / 19.4, abs=0.2)
+
+
+def test_refused_stops_slow_down_stops_alone_where_they_have_their_own_rate(
+    limited: Callable[[Pace], Limiter],
+) -> None:
+    async def main() -> tuple[float, float]:
+        limiter = limited(Pace(rate_per_s=10, stop_per_s=10))
+        limiter.throttled(5.0, stop=True)
+        async with limiter.launching():
+            launched = now()
+        async with limiter.calling():
+            return launched, now()
+
+    launched_at, stopped_at = run(main())
+    assert launched_at < 0.5
+    assert stopped_at >= 5
 
 
 # --- several processes ---------------------------------------------------------------------------
@@ -518,8 +616,9 @@ def test_refusals_of_one_burst_that_several_processes_saw_count_once(tmp_path: P
         behind = SharedLimiter(pace, tmp_path / "l", clock=lambda: now() - 0.01)
         with closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as one, closing(behind) as other:
             await asyncio.sleep(1)
-            one.throttled(None)
-            other.throttled(None)
+            for _ in range(3):
+                one.throttled(None)
+                other.throttled(None)
             began = now()
             for _ in range(4):
                 async with one.calling():

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from afield.limiter.rhythm import TICK_S, Pace, Rhythm
+from afield.limiter.rhythm import TICK_S, Beats, Pace, Rhythm
 
 
 class Limiter(Protocol):
@@ -19,8 +19,8 @@ class Limiter(Protocol):
         """Waits for a turn: a call that takes no place, such as a stop."""
         ...
 
-    def throttled(self, retry_after_s: float | None) -> None:
-        """The other side refused a call: slow down, and pause for as long as it asked."""
+    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+        """The other side refused a launch, or a stop: slow down, and pause for as long as it asked."""
         ...
 
 
@@ -28,9 +28,10 @@ class LocalLimiter:
     """One budget for one event loop. A cancelled wait costs nothing, or at worst its own turn."""
 
     def __init__(self, pace: Pace) -> None:
-        self._given = pace.rate_per_s
         self._places = pace.places
-        self._rhythm = Rhythm()
+        self._beats = Beats(pace)
+        self._launching = Rhythm()
+        self._stopping = Rhythm() if self._beats.apart else self._launching
         self._under_way = 0
         self._room = asyncio.Event()
         # Held by the head of a line while it waits; asyncio's locks are first come first served.
@@ -38,8 +39,8 @@ class LocalLimiter:
 
     @property
     def rate_per_s(self) -> float | None:
-        """What is allowed at this moment; None before one is given or learned."""
-        return self._rhythm.rate(_now(), self._given)
+        """What launches are allowed at this moment; None before a rate is given or learned."""
+        return self._launching.rate(_now(), self._beats.launch)
 
     @asynccontextmanager
     async def launching(self) -> AsyncIterator[None]:
@@ -49,7 +50,7 @@ class LocalLimiter:
                 await self._room.wait()
             self._under_way += 1
             try:
-                await self._turn()
+                await _turn(self._launching, self._beats.launch)
             except asyncio.CancelledError:
                 self._leave()
                 raise
@@ -61,23 +62,18 @@ class LocalLimiter:
     @asynccontextmanager
     async def calling(self) -> AsyncIterator[None]:
         async with self._calls:
-            await self._turn()
+            await _turn(self._stopping, self._beats.stop)
         yield
 
-    def throttled(self, retry_after_s: float | None) -> None:
-        self._rhythm.cut(_now(), self._given, retry_after_s)
+    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+        if stop:
+            self._stopping.cut(_now(), self._beats.stop, retry_after_s)
+        else:
+            self._launching.cut(_now(), self._beats.launch, retry_after_s)
 
     def _leave(self) -> None:
         self._under_way -= 1
         self._room.set()
-
-    async def _turn(self) -> None:
-        due = self._rhythm.reserve(_now(), self._given)
-        while (rest := due - _now()) > TICK_S:
-            await asyncio.sleep(rest)
-            if self._rhythm.paused_until > due:
-                due = self._rhythm.reserve(_now(), self._given)
-        self._rhythm.late(_now(), self._given)
 
 
 class Unlimited(LocalLimiter):
@@ -85,6 +81,15 @@ class Unlimited(LocalLimiter):
 
     def __init__(self) -> None:
         super().__init__(Pace())
+
+
+async def _turn(rhythm: Rhythm, given: float | None) -> None:
+    due = rhythm.reserve(_now(), given)
+    while (rest := due - _now()) > TICK_S:
+        await asyncio.sleep(rest)
+        if rhythm.paused_until > due:
+            due = rhythm.reserve(_now(), given)
+    rhythm.late(due, _now(), given)
 
 
 def _now() -> float:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from afield.errors import UsageError
-from afield.limiter.rhythm import TICK_S, Pace, Rhythm
+from afield.limiter.rhythm import TICK_S, Beats, Pace, Rhythm
 
 # A place that its process no longer renews comes free after this long.
 LEASE_S = 5.0
@@ -29,10 +29,13 @@ RENEW_S = 1.0
 # Waiting for a place that another process holds; and for another process's transaction to end.
 LOOK_S = 0.1
 BUSY_S = 0.002
+# A turn that is taken later than this is told to the others.
+LATE_S = 0.005
 T = TypeVar("T")
+Beat = tuple[str, float | None]  # what is called, and its rate
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS rhythm (one INTEGER PRIMARY KEY CHECK (one = 1), state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS rhythms (kind TEXT PRIMARY KEY, state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS places (id INTEGER PRIMARY KEY, until REAL NOT NULL);
 """
 
@@ -41,15 +44,17 @@ class SharedLimiter:
     """For the processes of one machine that share the file at `path`. `close` when done."""
 
     def __init__(self, pace: Pace, path: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._given = pace.rate_per_s
         self._places = pace.places
+        beats = Beats(pace)
+        self._launching = ("launch", beats.launch)
+        self._stopping = ("stop", beats.stop) if beats.apart else self._launching
         self._path = path
         self._clock = clock
         self._db: sqlite3.Connection | None = None
         self._held: set[int] = set()
         # What could not be written yet because another process was writing.
         self._returned: list[int] = []
-        self._refusals: list[tuple[float, float | None]] = []
+        self._refusals: list[tuple[Beat, float, float | None]] = []
         self._keeper: asyncio.Task[None] | None = None
         self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
 
@@ -72,7 +77,7 @@ class SharedLimiter:
         async with self._launches:
             place = await self._place()
             try:
-                await self._turn()
+                await self._turn(self._launching)
             except BaseException:
                 self._leave(place)
                 raise
@@ -84,21 +89,23 @@ class SharedLimiter:
     @asynccontextmanager
     async def calling(self) -> AsyncIterator[None]:
         async with self._calls:
-            await self._turn()
+            await self._turn(self._stopping)
         yield
 
-    def throttled(self, retry_after_s: float | None) -> None:
-        self._refusals.append((self._clock(), retry_after_s))
+    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+        self._refusals.append((self._stopping if stop else self._launching, self._clock(), retry_after_s))
         self._write_soon()
 
     # --- turns and places ------------------------------------------------------------------------
 
-    async def _turn(self) -> None:
-        due = await self._written(self._reserve)
+    async def _turn(self, beat: Beat) -> None:
+        due = await self._written(lambda db: self._reserve(db, beat))
         while (rest := due - self._clock()) > TICK_S:
             await asyncio.sleep(rest)
-            if (await self._written(self._rhythm)).paused_until > due:
-                due = await self._written(self._reserve)
+            if (await self._written(lambda db: self._rhythm(db, beat))).paused_until > due:
+                due = await self._written(lambda db: self._reserve(db, beat))
+        if self._clock() - due > LATE_S:
+            await self._written(lambda db, due=due: self._late(db, beat, due))
 
     async def _place(self) -> int | None:
         if self._places is None:
@@ -136,11 +143,16 @@ class SharedLimiter:
 
     # --- what is done in one transaction -----------------------------------------------------------
 
-    def _reserve(self, db: sqlite3.Connection) -> float:
-        rhythm = self._rhythm(db)
-        due = rhythm.reserve(self._clock(), self._given)
-        self._save(db, rhythm)
+    def _reserve(self, db: sqlite3.Connection, beat: Beat) -> float:
+        rhythm = self._rhythm(db, beat)
+        due = rhythm.reserve(self._clock(), beat[1])
+        self._save(db, beat, rhythm)
         return due
+
+    def _late(self, db: sqlite3.Connection, beat: Beat, due: float) -> None:
+        rhythm = self._rhythm(db, beat)
+        rhythm.late(due, self._clock(), beat[1])
+        self._save(db, beat, rhythm)
 
     def _enter(self, db: sqlite3.Connection) -> int | None:
         now = self._clock()
@@ -158,12 +170,12 @@ class SharedLimiter:
         until = self._clock() + LEASE_S
         db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(p, until) for p in self._held])
 
-    def _rhythm(self, db: sqlite3.Connection) -> Rhythm:
-        row = db.execute("SELECT state FROM rhythm").fetchone()
+    def _rhythm(self, db: sqlite3.Connection, beat: Beat) -> Rhythm:
+        row = db.execute("SELECT state FROM rhythms WHERE kind = ?", (beat[0],)).fetchone()
         return msgspec.msgpack.decode(row[0], type=Rhythm) if row else Rhythm()
 
-    def _save(self, db: sqlite3.Connection, rhythm: Rhythm) -> None:
-        db.execute("INSERT OR REPLACE INTO rhythm VALUES (1, ?)", (msgspec.msgpack.encode(rhythm),))
+    def _save(self, db: sqlite3.Connection, beat: Beat, rhythm: Rhythm) -> None:
+        db.execute("INSERT OR REPLACE INTO rhythms VALUES (?, ?)", (beat[0], msgspec.msgpack.encode(rhythm)))
 
     # --- the file ----------------------------------------------------------------------------------
 
@@ -180,11 +192,10 @@ class SharedLimiter:
             db = self._db or self._open()
             db.execute("BEGIN IMMEDIATE")
             try:
-                if self._refusals:
-                    rhythm = self._rhythm(db)
-                    for at, retry_after_s in self._refusals:
-                        rhythm.cut(at, self._given, retry_after_s)
-                    self._save(db, rhythm)
+                for beat, at, retry_after_s in self._refusals:
+                    rhythm = self._rhythm(db, beat)
+                    rhythm.cut(at, beat[1], retry_after_s)
+                    self._save(db, beat, rhythm)
                 db.executemany("DELETE FROM places WHERE id = ?", [(place,) for place in self._returned])
                 result = work(db)
                 db.execute("COMMIT")
