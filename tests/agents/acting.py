@@ -1,6 +1,12 @@
-"""An agent that does what its task says: the tests' way to make one fail in a chosen manner."""
+"""An agent that does what its task says: the tests' way to make one fail in a chosen manner.
+
+One file that needs nothing but afield, so that it can be put anywhere. As a program it tells the sink that it
+lives, ten times a second, until nobody answers: `python acting.py URL SESSION WHAT [--daemon]`.
+"""
 
 import asyncio
+import http.client
+import json
 import os
 import re
 import signal
@@ -8,39 +14,33 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import afield
 
+BEAT_S = 0.1
+MOST_MB = 4096
+
 
 @afield.agent
-def act(task: dict) -> float:  # noqa: C901
-    if mark := task.get("mark"):
-        with Path(mark).open("a") as file:
-            file.write(f"{os.getpid()}\n")
+def act(task: dict, rollout: afield.Context) -> float:
+    _begin(task, rollout.session_id)
+    if task["do"] in FATAL:
+        FATAL[task["do"]](task)
     match task["do"]:
         case "raise":
             raise RuntimeError("the agent broke")
-        case "exit":
-            sys.stderr.write("about to leave\n")
-            os._exit(3)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
         case "sleep":
             time.sleep(task["seconds"])
-        case "hang":
-            while True:
-                time.sleep(0.05)
-        case "spin":
-            while True:
-                pass
-        case "lock":
-            # Backtracks for ever without letting go of the interpreter's lock.
-            re.match(r"(a+)+$", "a" * 80 + "b")
-        case "child":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            with Path(task["pids"]).open("a") as file:
-                file.write(f"{child.pid}\n")
-            child.wait()
+        case "beat":
+            beat(task["tell"], rollout.session_id)
+        case "brood":
+            _start(task["tell"], rollout.session_id, "child")
+            beat(task["tell"], rollout.session_id)
+        case "daemon":
+            _start(task["tell"], rollout.session_id, "daemon", "--daemon").wait()
+            if task.get("stay"):
+                beat(task["tell"], rollout.session_id)
         case "environment":
             return float(os.environ.get(task["name"], "-1"))
     return task.get("value", 1.0)
@@ -48,7 +48,7 @@ def act(task: dict) -> float:  # noqa: C901
 
 @afield.agent
 async def act_async(task: dict, rollout: afield.Context) -> float:
-    return act(task)
+    return act(task, rollout)
 
 
 @afield.agent
@@ -64,5 +64,107 @@ async def nap(task: dict) -> float:
     return 1.0
 
 
+def tell(url: str, session_id: str, what: str) -> bool:
+    """Whether somebody took it."""
+    parts = urlsplit(url)
+    body = json.dumps({"session_id": session_id, "what": what, "pid": os.getpid()})
+    link = http.client.HTTPConnection(parts.netloc, timeout=10)
+    try:
+        link.request("POST", parts.path, body, {"Content-Type": "application/json"})
+        return link.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        link.close()
+
+
+def beat(url: str, session_id: str, what: str = "beat") -> None:
+    """Some failures in a row are bad luck; many are the end of the test."""
+    missed = 0
+    while missed < 5:
+        missed = 0 if tell(url, session_id, what) else missed + 1
+        time.sleep(BEAT_S)
+
+
+# --- what it does not come back from -------------------------------------------------------------
+
+
+def _leave(task: dict) -> None:
+    sys.stderr.write("about to leave\n")
+    sys.stderr.flush()
+    os._exit(3)
+
+
+def _kill(task: dict) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang(task: dict) -> None:
+    while True:
+        time.sleep(0.05)
+
+
+def _spin(task: dict) -> None:
+    while True:
+        pass
+
+
+def _lock(task: dict) -> None:
+    # Backtracks for ever without letting go of the interpreter's lock.
+    re.match(r"(a+)+$", "a" * 80 + "b")
+
+
+def _eat(task: dict) -> None:
+    eaten = [b"\1" * 2**20 for _ in range(MOST_MB)]
+    raise RuntimeError(f"nobody minds {len(eaten)} MB")
+
+
+def _sit(task: dict) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with Path(task["pids"]).open("a") as file:
+        file.write(f"{child.pid}\n")
+    child.wait()
+
+
+FATAL = {
+    "exit": _leave,
+    "kill": _kill,
+    "hang": _hang,
+    "spin": _spin,
+    "lock": _lock,
+    "eat": _eat,
+    "child": _sit,
+}
+
+
+def _begin(task: dict, session_id: str) -> None:
+    if mark := task.get("mark"):
+        with Path(mark).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    if line := task.get("say"):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    if url := task.get("tell"):
+        tell(url, session_id, "began")
+
+
 def _note(task: dict, what: str) -> None:
     Path(task["mark"]).write_text(what)
+
+
+def _start(*argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, __file__, *argv])
+
+
+def _daemonise() -> None:
+    """As daemons do: out of the group, out of the session, nobody's child."""
+    for leave in (os.setsid, lambda: None):
+        if os.fork():
+            os._exit(0)
+        leave()
+
+
+if __name__ == "__main__":
+    if "--daemon" in sys.argv:
+        _daemonise()
+    beat(*sys.argv[1:4])

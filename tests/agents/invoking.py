@@ -11,11 +11,11 @@ EXP = "exp"
 
 def invocation(rollout_id: str = "r", n: int = 1, *, input_id: str = "t", **where: Any) -> Invocation:
     rollout = Rollout(id=rollout_id, exp_id=EXP, group_id="g", task=Task(input_id, {}))
-    where = {"outcome_url": "http://127.0.0.1:9/outcome", **where}
+    base = f"http://127.0.0.1:9/s/{rollout_id}.{n}"
+    where = {"outcome_url": "http://127.0.0.1:9/outcome", "base_url": base, **where}
     return wire.invocation_for(
         rollout,
         Attempt(rollout_id, n),
-        base_url=f"http://127.0.0.1:9/s/{rollout_id}.{n}",
         api_key="secret-key",
         model_id="policy",
         **where,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import anyio
 from anyio.abc import Process
+from msgspec import Struct
 
 from afield.seams.runtime import Exit, Runtime
 from afield.seams.transport import Fence, Waiting
@@ -19,8 +21,10 @@ from afield.transports.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import OutcomeRecord
 from agents.invoking import EXP, invocation, payload
+from agents.sink import Sink
 
-ACTING = f"{Path(__file__).parent / 'acting.py'}"
+AGENTS = Path(__file__).parent
+ACTING = f"{AGENTS / 'acting.py'}"
 BOUND_S = 60.0
 
 
@@ -30,16 +34,37 @@ def waiting_for(attempt: Attempt) -> Waiting:
     return Waiting(rollout, attempt)
 
 
+class Spec(Struct, frozen=True):
+    """How a runtime is built, also by another process: `maker` is `package.module:function`, found from
+    tests/, called with `options`, which are JSON.
+    """
+
+    maker: str
+    options: dict[str, Any] = {}
+
+    def build(self) -> Runtime:
+        module, _, function = self.maker.partition(":")
+        return getattr(importlib.import_module(module), function)(**self.options)
+
+
 class Place:
-    def __init__(self, runtime: Runtime, transport: FilesTransport) -> None:
+    """With a sink, outcomes go there over HTTP and agents can tell; without, the store's files are shared."""
+
+    def __init__(self, runtime: Runtime, transport: FilesTransport, sink: Sink | None = None) -> None:
         self.runtime = runtime
         self.transport = transport
+        self.sink = sink
+
+    def payload(self, row: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
+        if self.sink is None:
+            return payload(row, invocation(attempt.rollout_id, attempt.n, **self.transport.address(EXP)))
+        return payload({"tell": f"{self.sink.url}/tell", **row}, self.sink.invocation(attempt))
 
     async def launch(self, row: dict[str, Any], rollout_id: str = "r", n: int = 1) -> Attempt:
-        one = invocation(rollout_id, n, **self.transport.address(EXP))
+        attempt = Attempt(rollout_id, n)
         with anyio.fail_after(BOUND_S):
-            await self.runtime.launch(Attempt(rollout_id, n), payload(row, one))
-        return Attempt(rollout_id, n)
+            await self.runtime.launch(attempt, self.payload(row, attempt))
+        return attempt
 
     async def wait(self, attempt: Attempt) -> Exit:
         with anyio.fail_after(BOUND_S):

@@ -1,4 +1,4 @@
-"""What every runtime promises. A backend is done when it passes this."""
+"""The contract of runtimes on what needs nothing but processes; and what is theirs alone."""
 
 import contextlib
 import os
@@ -11,18 +11,20 @@ from typing import Any
 import anyio
 import pytest
 
-from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure
+from afield.errors import InfrastructureFailure, RolloutFailure
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.served import ServedRuntime
-from afield.seams.runtime import Exit
+from afield.sdk.serve import load_object
+from afield.seams.runtime import Exit, Runtime
 from afield.transports.files import FilesTransport
 from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason
-from afield.wire import OutcomeRecord
 from agents.acting import act, nap
 from agents.invoking import EXP, invocation, payload
-from agents.places import ACTING, BOUND_S, Place, alive, pids, serving, until, waiting_for
+from agents.places import ACTING, BOUND_S, Place, Spec, alive, pids, serving, until, waiting_for
+from agents.sink import Sink
+from contracts.runtime_contract import RuntimeContract
 
 pytestmark = pytest.mark.anyio
 
@@ -31,19 +33,44 @@ def process(tmp_path: Path, target: str = f"{ACTING}:act", **options: Any) -> Pr
     return ProcessRuntime(target, log_dir=tmp_path / "logs", **{"workers": 1, "poll_s": 0.05, **options})
 
 
-@pytest.fixture(params=["inline", "warm", "fresh", "served"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    async with contextlib.AsyncExitStack() as stack:
-        match request.param:
-            case "inline":
-                made = InlineRuntime(act)
-            case "served":
-                server = await stack.enter_async_context(serving())
-                made = ServedRuntime([server.url], poll_s=0.05)
-            case how:
-                made = process(tmp_path, fresh=how == "fresh")
-        transport = await stack.enter_async_context(FilesTransport(tmp_path / "store"))
-        yield Place(await stack.enter_async_context(made), transport)
+def made(how: str, target: str, folder: str) -> Runtime:
+    """For the contract: also called by a controller in a process of its own."""
+    if how == "inline":
+        return InlineRuntime(load_object(target))
+    return process(Path(folder), target, fresh=how == "fresh")
+
+
+def served_at(url: str) -> ServedRuntime:
+    return ServedRuntime([url], poll_s=0.05)
+
+
+class TestInline(RuntimeContract):
+    how = "inline"
+
+    def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
+        return Spec("contracts.test_runtime:made", {"how": self.how, "target": target, "folder": str(folder)})
+
+
+class TestWarmProcesses(TestInline):
+    how = "warm"
+
+
+class TestFreshProcesses(TestInline):
+    how = "fresh"
+
+
+class TestServed(RuntimeContract):
+    url = ""
+
+    def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
+        return Spec("contracts.test_runtime:served_at", {"url": self.url})
+
+    @pytest.fixture
+    async def place(self, sink: Sink, tmp_path: Path) -> AsyncIterator[Place]:
+        async with serving() as server:
+            self.url = server.url
+            async with self.spec(tmp_path).build() as runtime:
+                yield Place(runtime, sink.transport, sink)
 
 
 @pytest.fixture(params=["warm", "fresh"])
@@ -54,90 +81,6 @@ async def apart(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         process(tmp_path, fresh=request.param == "fresh") as runtime,
     ):
         yield Place(runtime, transport)
-
-
-async def test_an_attempt_runs_and_its_outcome_is_there_when_it_ends(place: Place) -> None:
-    attempt = await place.launch({"do": "reward", "value": 0.5})
-    assert await place.wait(attempt) == Exit()
-    assert await place.reward(attempt) == 0.5
-
-
-async def test_waiting_after_the_end_answers_again(place: Place) -> None:
-    attempt = await place.launch({"do": "reward"})
-    assert await place.wait(attempt) == await place.wait(attempt) == Exit()
-
-
-async def test_launching_twice_is_one_launch(place: Place, tmp_path: Path) -> None:
-    row = {"do": "sleep", "seconds": 0.2, "mark": str(tmp_path / "mark")}
-    async with anyio.create_task_group() as group:
-        for _ in range(3):
-            group.start_soon(place.launch, row)
-    attempt = await place.launch(row)
-    await place.wait(attempt)
-    await place.launch(row)
-    assert await place.wait(attempt) == Exit()
-    assert len(pids(tmp_path / "mark")) == 1
-
-
-async def test_attempts_run_side_by_side(place: Place) -> None:
-    attempts = [await place.launch({"do": "sleep", "seconds": 0.3, "value": i}, f"r{i}") for i in range(4)]
-    for i, attempt in enumerate(attempts):
-        assert await place.wait(attempt) == Exit()
-        assert await place.reward(attempt) == i
-
-
-async def test_an_agent_that_raises_is_an_outcome_and_no_broken_place(place: Place) -> None:
-    attempt = await place.launch({"do": "raise"})
-    assert await place.wait(attempt) == Exit()
-    decision = await place.decision(attempt)
-    assert isinstance(decision, OutcomeRecord) and decision.outcome.failure
-    assert decision.outcome.failure.kind is FailureKind.TASK
-    assert "the agent broke" in decision.outcome.failure.message
-
-
-async def test_a_payload_the_agent_refuses_fails_the_launch_at_once(place: Place) -> None:
-    with pytest.raises(TaskFailure, match="_rollout"), anyio.fail_after(BOUND_S):
-        await place.runtime.launch(Attempt("r", 1), {"do": "reward"})
-    ended = await place.wait(Attempt("r", 1))
-    assert ended.failure and ended.failure.reason is Reason.LAUNCH
-
-
-async def test_stopping_what_never_ran_is_harmless(place: Place) -> None:
-    await place.runtime.stop(Attempt("nobody", 1))
-    ended = await place.wait(Attempt("nobody", 1))
-    assert ended.failure and ended.failure.kind is FailureKind.INFRASTRUCTURE
-
-
-async def test_a_hanging_attempt_ends_when_it_is_stopped(place: Place, tmp_path: Path) -> None:
-    attempt = await place.launch({"do": "sleep", "seconds": 5, "mark": str(tmp_path / "mark")})
-    await until(lambda: len(pids(tmp_path / "mark")) == 1)
-    await place.runtime.stop(attempt)
-    await place.runtime.stop(attempt)
-    ended = await place.wait(attempt)
-    assert ended.failure and ended.failure.reason is Reason.CANCELLED
-    again = await place.launch({"do": "reward", "value": 0.25}, n=2)
-    assert await place.wait(again) == Exit()
-    assert await place.reward(again) == 0.25
-
-
-async def test_stopping_an_attempt_that_has_ended_is_harmless(place: Place) -> None:
-    attempt = await place.launch({"do": "reward"})
-    await place.wait(attempt)
-    await place.runtime.stop(attempt)
-    assert await place.wait(attempt) == Exit()
-
-
-async def test_what_runs_here_can_be_adopted_and_nothing_else(place: Place) -> None:
-    assert await place.runtime.adopt(Attempt("nobody", 1)) is False
-    attempt = await place.launch({"do": "sleep", "seconds": 1.0})
-    assert await place.runtime.adopt(attempt) is True
-    assert await place.wait(attempt) == Exit()
-    assert await place.runtime.adopt(attempt) is False
-
-
-async def test_an_agent_that_is_there_passes_the_check(place: Place) -> None:
-    with anyio.fail_after(BOUND_S):
-        await place.runtime.check()
 
 
 async def test_stopping_cancels_an_async_agent_of_this_process(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ repeating a verb stays harmless without growing for ever.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 from afield.errors import InfrastructureFailure
-from afield.seams.runtime import Exit
+from afield.seams.runtime import Exit, Live, Phase
 from afield.types import Reason
 
 REMEMBERED = 10_000
@@ -22,6 +23,7 @@ class Attempts:
     def __init__(self) -> None:
         self._running: dict[str, asyncio.Future[Exit]] = {}
         self._ended: dict[str, Exit] = {}
+        self._since: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._running))
@@ -31,6 +33,7 @@ class Attempts:
         if session_id in self._running or session_id in self._ended:
             return False
         self._running[session_id] = asyncio.get_running_loop().create_future()
+        self._since[session_id] = time.time()
         return True
 
     def running(self, session_id: str) -> bool:
@@ -45,6 +48,7 @@ class Attempts:
         future = self._running.pop(session_id, None)
         if future is None:
             return
+        self._since.pop(session_id, None)
         self._ended[session_id] = exit
         if len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]
@@ -56,6 +60,14 @@ class Attempts:
         if self.running(session_id):
             self.settle(session_id, exit)
             del self._ended[session_id]
+
+    def live(self, session_id: str, where: str = "", *, starting: bool = False) -> Live:
+        """What is known of it here; `where` and `starting` are told of one that runs."""
+        if not self.running(session_id):
+            phase = Phase.ENDED if session_id in self._ended else Phase.UNKNOWN
+            return Live(session_id=session_id, phase=phase)
+        phase = Phase.STARTING if starting else Phase.RUNNING
+        return Live(session_id=session_id, phase=phase, where=where, since=self._since.get(session_id))
 
     async def exit(self, session_id: str) -> Exit:
         if future := self._running.get(session_id):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from afield.runtimes.attempts import Attempts, broken
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import entry_of
 from afield.sdk.runner import Runner
-from afield.seams.runtime import Exit
+from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
 from afield.wire import Invocation, OutcomeRecord
 
@@ -33,6 +34,10 @@ class InlineRuntime:
         self._deliver = deliver
         self._attempts = Attempts()
         self._runner: Runner | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(isolation="none")
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -91,6 +96,16 @@ class InlineRuntime:
         self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
         if self._runner is not None:
             self._runner.stop(session_id)
+
+    async def status(self, attempt: Attempt) -> Live:
+        return self._attempts.live(attempt.session_id, f"pid {os.getpid()}")
+
+    async def list(self) -> list[Live]:
+        return [self._attempts.live(session_id, f"pid {os.getpid()}") for session_id in self._attempts]
+
+    async def logs(self, attempt: Attempt) -> str:
+        """Empty: what an agent prints here, this process prints."""
+        return ""
 
 
 async def _awaited(value: Awaitable[bool]) -> bool:

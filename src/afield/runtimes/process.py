@@ -18,10 +18,10 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
-from afield.runtimes.attempts import Attempts, broken
+from afield.runtimes.attempts import REMEMBERED, Attempts, broken
 from afield.runtimes.contract import SILENT
-from afield.runtimes.worker import Worker, command_for
-from afield.seams.runtime import Exit
+from afield.runtimes.worker import LOG_BYTES, Worker, command_for, tail
+from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
 
 # Below the 30 s after which a worker closes an idle connection.
@@ -68,6 +68,7 @@ class ProcessRuntime:
         self._attempts = Attempts()
         self._workers: dict[Worker, asyncio.Task[None]] = {}
         self._where: dict[str, Worker] = {}
+        self._logs: dict[str, tuple[Path, int]] = {}
         self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
         self._started = 0
         self._misses = 0
@@ -105,6 +106,10 @@ class ProcessRuntime:
     @property
     def workers(self) -> tuple[Worker, ...]:
         return tuple(self._workers)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(isolation="process")
 
     # --- the verbs -------------------------------------------------------------------------------
 
@@ -148,6 +153,17 @@ class ProcessRuntime:
             self._leave(worker, session_id)
             self._top_up()
         self._tell()
+
+    async def status(self, attempt: Attempt) -> Live:
+        return self._live(attempt.session_id)
+
+    async def list(self) -> list[Live]:
+        return [self._live(session_id) for session_id in self._attempts]
+
+    async def logs(self, attempt: Attempt) -> str:
+        """From the attempt's start; other attempts of the same warm worker print into the same log."""
+        log, start = self._logs.get(attempt.session_id, (self._log_dir / f"{attempt.session_id}.log", 0))
+        return await asyncio.to_thread(tail, log, LOG_BYTES, start)
 
     # --- launching -------------------------------------------------------------------------------
 
@@ -205,7 +221,15 @@ class ProcessRuntime:
     def _enter(self, worker: Worker, session_id: str) -> Worker:
         worker.sessions.add(session_id)
         self._where[session_id] = worker
+        self._logs[session_id] = (worker.log, worker.printed)
+        if len(self._logs) > REMEMBERED:
+            del self._logs[next(iter(self._logs))]
         return worker
+
+    def _live(self, session_id: str) -> Live:
+        worker = self._where.get(session_id)
+        starting = worker is None or session_id not in worker.accepted
+        return self._attempts.live(session_id, worker.where if worker else "", starting=starting)
 
     def _leave(self, worker: Worker, session_id: str) -> None:
         self._where.pop(session_id, None)
@@ -243,10 +267,10 @@ class ProcessRuntime:
 
     def _spawn(self, name: str) -> Worker:
         worker = Worker(f"{name} of {self._target}", self._log_dir / f"{name}.log")
-        self._workers[worker] = self._task(self._live(worker))
+        self._workers[worker] = self._task(self._life(worker))
         return worker
 
-    async def _live(self, worker: Worker) -> None:
+    async def _life(self, worker: Worker) -> None:
         """A worker's whole life, from its start until nothing of it is left."""
         polling: asyncio.Task[None] | None = None
         try:
@@ -295,7 +319,7 @@ class ProcessRuntime:
             try:
                 active = await worker.active(self._http)
             except SILENT:
-                # A worker that is dead is buried by `_live`; one that is only busy is asked again.
+                # A worker that is dead is buried by `_life`; one that is only busy is asked again.
                 continue
             for session_id in expected - active:
                 self._attempts.settle(session_id, Exit())

@@ -22,7 +22,7 @@ from afield.errors import AfieldError, InfrastructureFailure, RolloutFailure, Th
 from afield.runtimes import contract
 from afield.runtimes.attempts import Attempts, broken
 from afield.runtimes.contract import SILENT, Said
-from afield.seams.runtime import Exit
+from afield.seams.runtime import Capabilities, Exit, Live, Phase
 from afield.types import Attempt, Reason
 
 # Below the 5 s after which common servers close an idle connection.
@@ -110,6 +110,11 @@ class ServedRuntime:
                 self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
             await self._http.close()
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """Sessions go on without us, but they are their server's to end."""
+        return Capabilities(isolation="none", reaches=True, outlives=True)
+
     # --- the verbs -------------------------------------------------------------------------------
 
     async def check(self) -> None:
@@ -165,6 +170,28 @@ class ServedRuntime:
         for address in having:
             address.leave(session_id)
         await asyncio.gather(*(self._end(address, attempt) for address in having or self._addresses))
+
+    async def status(self, attempt: Attempt) -> Live:
+        """Also of an attempt that another process launched, where its server tells sessions apart."""
+        session_id = attempt.session_id
+        if self._attempts.running(session_id):
+            return self._live(session_id)
+        sighting = await self._find(session_id)
+        if sighting.address:
+            return Live(session_id=session_id, phase=Phase.RUNNING, where=sighting.address.url)
+        return self._attempts.live(session_id)
+
+    async def list(self) -> list[Live]:
+        return [self._live(session_id) for session_id in self._attempts]
+
+    async def logs(self, attempt: Attempt) -> str:
+        """Empty: whoever serves the agent has its log."""
+        return ""
+
+    def _live(self, session_id: str) -> Live:
+        having = [address.url for address in self._addresses if session_id in address.accepted]
+        starting = session_id in self._launches
+        return self._attempts.live(session_id, having[0] if having else "", starting=starting)
 
     # --- launching -------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from afield.runtimes import contract
 from afield.types import Attempt, Reason
 
 TAIL_BYTES = 4_000
+LOG_BYTES = 256_000
 
 
 class Command(Struct, frozen=True):
@@ -45,6 +46,16 @@ def command_for(
     return Command(("env", *dropping, *serve), None, timeout_s)
 
 
+def tail(log: Path, size: int, start: int = 0) -> str:
+    """The last `size` bytes that were written after `start`; empty where there is no such file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
 class Worker:
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
@@ -56,7 +67,7 @@ class Worker:
         self.problem: InfrastructureFailure | None = None
         self._condemned = False
         self._buried = False
-        self._log = log
+        self.log = log
         self._process: Process | None = None
         self._url = ""
 
@@ -65,7 +76,7 @@ class Worker:
         reading, writing = os.pipe()
         ready = os.fdopen(reading, "rb", 0)
         try:
-            with self._log.open("wb") as output:
+            with self.log.open("wb") as output:
                 self._process = await asyncio.create_subprocess_exec(
                     *command.argv,
                     str(writing),
@@ -120,8 +131,8 @@ class Worker:
         self.kill()
         self._buried = True
         with contextlib.suppress(FileNotFoundError):
-            if self._log.stat().st_size == 0:
-                self._log.unlink()
+            if self.log.stat().st_size == 0:
+                self.log.unlink()
         return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
     async def ended_within(self, seconds: float) -> str | None:
@@ -140,12 +151,20 @@ class Worker:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def tail(self) -> str:
+        return tail(self.log, TAIL_BYTES) or "(empty)"
+
+    @property
+    def printed(self) -> int:
+        """Bytes so far."""
         try:
-            with self._log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                return file.read().decode("utf-8", "replace").strip()
+            return self.log.stat().st_size
         except OSError:
-            return "(empty)"
+            return 0
+
+    @property
+    def where(self) -> str:
+        """For an operator: the process, and where it prints."""
+        return f"pid {self.pid} ({self.log.name})" if self.pid else ""
 
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:

@@ -1,0 +1,97 @@
+"""A small HTTP server of the test process: agents bring outcomes there, and tell what they do.
+
+It needs nothing of a place but that it can reach an address: no shared files, no visible process ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+from aiohttp import web
+from msgspec import Struct
+
+from afield import wire
+from afield.transports.files import FilesTransport
+from afield.types import Attempt
+from afield.wire import Invocation, OutcomeRecord
+from agents.invoking import EXP, invocation
+
+BOUND_S = 60.0
+# An agent beats ten times a second; on a busy machine it may be late, but hardly by so much.
+QUIET_S = 2.0
+
+
+class Mark(Struct, frozen=True):
+    """What an agent told: its session, what happened, and its process id as it sees it."""
+
+    session_id: str
+    what: str
+    pid: int
+    at: float
+
+
+class Sink:
+    def __init__(self, transport: FilesTransport) -> None:
+        self.transport = transport
+        self.url = ""
+        self.marks: list[Mark] = []
+
+    def invocation(self, attempt: Attempt) -> Invocation:
+        """As a gateway at this address would have it: model and outcome under one base."""
+        base = f"{self.url}/s/{attempt.session_id}"
+        return invocation(attempt.rollout_id, attempt.n, base_url=base, outcome_url=f"{base}/outcome")
+
+    def told(self, what: str, session_id: str = "") -> list[Mark]:
+        return [m for m in self.marks if m.what == what and session_id in ("", m.session_id)]
+
+    async def until_told(self, what: str, session_id: str = "", times: int = 1) -> None:
+        """The next ones, not those that were told before."""
+        wanted = len(self.told(what, session_id)) + times
+        with anyio.fail_after(BOUND_S):
+            while len(self.told(what, session_id)) < wanted:
+                await anyio.sleep(0.02)
+
+    async def until_quiet(self, what: str, session_id: str = "") -> None:
+        """Until nothing more of this kind is told: whoever told it no longer runs."""
+        with anyio.fail_after(BOUND_S):
+            while (last := self.told(what, session_id)) and anyio.current_time() - last[-1].at < QUIET_S:
+                await anyio.sleep(0.05)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Sink]:
+        app = web.Application(client_max_size=2**24)
+        app.add_routes(
+            [
+                web.post("/tell", self._tell),
+                web.post("/s/{id}/outcome", self._outcome),
+                web.post("/s/{id}/alive", self._alive),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        told: dict[str, Any] = await request.json()
+        self.marks.append(Mark(told["session_id"], told["what"], told["pid"], anyio.current_time()))
+        return web.json_response({})
+
+    async def _outcome(self, request: web.Request) -> web.Response:
+        record = wire.decode(await request.read(), OutcomeRecord, "an outcome")
+        if record.session_id != request.match_info["id"]:
+            return web.json_response({"error": f"this is not {record.session_id}"}, status=403)
+        attempt = Attempt(record.outcome.rollout_id, record.outcome.attempt)
+        stored = invocation(attempt.rollout_id, attempt.n, **self.transport.address(EXP))
+        stands = await self.transport.deliver(stored, record)
+        return web.json_response({}, status=200 if stands else 409)
+
+    async def _alive(self, request: web.Request) -> web.Response:
+        return web.json_response({"phase": "open"})
