@@ -7,14 +7,19 @@ and OPENAI_API_KEY. A payload whose `_rollout` is malformed is refused, never ta
 
 from __future__ import annotations
 
+import functools
+import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from afield.errors import UsageError
 from afield.sdk.context import Context
 from afield.wire import ROLLOUT_FIELD, read_payload
+
+if TYPE_CHECKING:
+    import httpx
 
 Rollout = Context | Mapping[str, Any] | None
 
@@ -39,3 +44,26 @@ def endpoint(rollout: Rollout, base_url: str | None, api_key: str | None, model_
     if not model_id:
         raise UsageError("there is no rollout to take the model from: say model_id='NAME' for production")
     return Endpoint(base_url=base_url, api_key=api_key, model_id=model_id)
+
+
+@functools.cache
+def http() -> httpx.Client:
+    """One pool of connections for all rollouts of this process; threads may share it."""
+    import openai
+
+    return openai.DefaultHttpxClient(verify=_certificates())
+
+
+def async_http() -> httpx.AsyncClient:
+    """A client that keeps no connection: these belong to one event loop, and frameworks make several."""
+    import httpx
+    import openai
+
+    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
+    return openai.DefaultAsyncHttpxClient(verify=_certificates(), limits=limits)
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    # Reading them takes some 20 ms of processor time, more than the rest of a call.
+    return ssl.create_default_context()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from afield.errors import UsageError
-from afield.sdk.frameworks.endpoint import Rollout, endpoint
+from afield.sdk.frameworks.endpoint import Rollout, async_http, endpoint, http
 
 if TYPE_CHECKING:
     from langchain_openai import ChatOpenAI
@@ -30,4 +30,6 @@ def create_openai_compatible_model(
         raise UsageError("this needs langchain-openai: pip install langchain-openai") from error
     where = endpoint(rollout, base_url, api_key, model_id)
     given: dict[str, Any] = {"base_url": where.base_url, "api_key": where.api_key}
-    return ChatOpenAI(model=where.model_id, **{k: v for k, v in given.items() if v is not None}, **params)
+    known = {key: value for key, value in given.items() if value is not None}
+    pools = {"http_client": http(), "http_async_client": async_http()}
+    return ChatOpenAI(model=where.model_id, **known, **(pools | params))

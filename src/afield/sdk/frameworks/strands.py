@@ -5,12 +5,10 @@ What is trained is what the gateway sampled; a collected conversation is never m
 
 from __future__ import annotations
 
-import functools
-import ssl
 from typing import TYPE_CHECKING, Any
 
 from afield.errors import UsageError
-from afield.sdk.frameworks.endpoint import Rollout, endpoint
+from afield.sdk.frameworks.endpoint import Rollout, async_http, endpoint
 
 if TYPE_CHECKING:
     from strands.hooks import HookRegistry, MessageAddedEvent
@@ -33,23 +31,13 @@ def create_openai_compatible_model(
     `params` go into every request; in a rollout temperature and the like are the session's all the same.
     """
     try:
-        import httpx
         import openai
         from strands.models.openai import OpenAIModel
     except ImportError as error:
         raise UsageError(NEEDS) from error
     where = endpoint(rollout, base_url, api_key, model_id)
-    # Strands may call from several event loops in turn, and connections belong to one: keep none.
-    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=0)
-    http_client = openai.DefaultAsyncHttpxClient(verify=_certificates(), limits=limits)
-    client = openai.AsyncOpenAI(base_url=where.base_url, api_key=where.api_key, http_client=http_client)
+    client = openai.AsyncOpenAI(base_url=where.base_url, api_key=where.api_key, http_client=async_http())
     return OpenAIModel(client, model_id=where.model_id, params=params or None)
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    # Reading them takes some 20 ms of processor time, which Strands would spend on every call.
-    return ssl.create_default_context()
 
 
 class ConversationHook:

@@ -1,0 +1,52 @@
+"""A LangGraph agent with tools: the graph is made once, the model of each rollout goes in by its config."""
+
+import re
+from typing import Any
+
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.runnables import RunnableConfig
+from langchain_core.tools import tool
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+import afield
+from afield.sdk.frameworks.langchain import create_openai_compatible_model
+
+SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
+STEPS = 7  # nodes visited: the model four times, its tools in between
+
+
+def settings(config: RunnableConfig) -> dict[str, Any]:
+    return config.get("configurable", {})
+
+
+@tool
+def get_price(item: str, config: RunnableConfig) -> str:
+    """The price of an item."""
+    return str(settings(config)["prices"].get(item, "unknown"))
+
+
+@tool
+def get_stock(item: str, config: RunnableConfig) -> str:
+    """How many of an item are left."""
+    return str(settings(config)["stock"].get(item, "unknown"))
+
+
+def think(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
+    return {"messages": [settings(config)["model"].invoke(state["messages"])]}
+
+
+TOOLS = [get_price, get_stock]
+GRAPH = StateGraph(MessagesState).add_node("think", think).add_node("tools", ToolNode(TOOLS))
+GRAPH.add_edge(START, "think").add_conditional_edges("think", tools_condition).add_edge("tools", "think")
+AGENT = GRAPH.compile()
+
+
+@afield.agent
+def agent(task: dict[str, Any], rollout: afield.Context) -> float:
+    model = create_openai_compatible_model(rollout).bind_tools(TOOLS)  # <- the rollout's model
+    world = {"model": model, "prices": task["prices"], "stock": task["stock"]}
+    asked = {"messages": [SystemMessage(SYSTEM), HumanMessage(task["question"])]}
+    said = AGENT.invoke(asked, {"configurable": world, "recursion_limit": STEPS})["messages"]
+    numbers = re.findall(r"\d+", str(said[-1].content))
+    return float(len(said) > 3 and bool(numbers) and int(numbers[-1]) == task["answer"])
