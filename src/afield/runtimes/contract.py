@@ -20,6 +20,8 @@ REQUEST_S = 30.0
 CONNECT_S = 5.0
 # The place is wrong, not the payload.
 MISPLACED = frozenset({401, 403, 404, 405, 407, 408})
+# It takes no more for now.
+BUSY = frozenset({429, 503})
 SILENT = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
 
 
@@ -74,13 +76,20 @@ async def delete(http: aiohttp.ClientSession, url: str, attempt: Attempt) -> Non
         await response.read()
 
 
+def refused(attempt: Attempt, status: int, said: str) -> RolloutFailure:
+    """What it means that an agent answered a payload with this status."""
+    kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED | BUSY else InfrastructureFailure
+    return kind(_words(attempt, status, said), Reason.LAUNCH)
+
+
 def _refused(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | Throttled:
-    status = response.status
-    message = f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
-    if status in (429, 503):
-        return Throttled(message, _retry_after(response))
-    kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED else InfrastructureFailure
-    return kind(message, Reason.LAUNCH)
+    if response.status in BUSY:
+        return Throttled(_words(attempt, response.status, said), _retry_after(response))
+    return refused(attempt, response.status, said)
+
+
+def _words(attempt: Attempt, status: int, said: str) -> str:
+    return f"the agent refused the payload of {attempt.session_id} with {status}: {said[:2000]}"
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
