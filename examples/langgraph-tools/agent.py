@@ -1,4 +1,4 @@
-"""A LangGraph agent with tools: the graph is made once, the model of each rollout goes in by its config."""
+"""A LangGraph agent with tools, in training: the graph is made once, its model goes in by the config."""
 
 import re
 from typing import Any
@@ -42,11 +42,15 @@ GRAPH.add_edge(START, "think").add_conditional_edges("think", tools_condition).a
 AGENT = GRAPH.compile()
 
 
+def ask(model: Any, task: dict[str, Any]) -> list[Any]:
+    """The conversation about a question; production asks the same way."""
+    world = {"model": model.bind_tools(TOOLS), "prices": task["prices"], "stock": task["stock"]}
+    asked = {"messages": [SystemMessage(SYSTEM), HumanMessage(task["question"])]}
+    return AGENT.invoke(asked, {"configurable": world, "recursion_limit": STEPS})["messages"]
+
+
 @afield.agent
 def agent(task: dict[str, Any], rollout: afield.Context) -> float:
-    model = create_openai_compatible_model(rollout).bind_tools(TOOLS)  # <- the rollout's model
-    world = {"model": model, "prices": task["prices"], "stock": task["stock"]}
-    asked = {"messages": [SystemMessage(SYSTEM), HumanMessage(task["question"])]}
-    said = AGENT.invoke(asked, {"configurable": world, "recursion_limit": STEPS})["messages"]
+    said = ask(create_openai_compatible_model(rollout), task)  # <- the rollout's model
     numbers = re.findall(r"\d+", str(said[-1].content))
     return float(len(said) > 3 and bool(numbers) and int(numbers[-1]) == task["answer"])
