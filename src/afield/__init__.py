@@ -1,7 +1,8 @@
 """Rollouts from any agent, anywhere. Train the agent you already have, where it already runs.
 
 What an agent's author needs is here: `agent`, `App`, `Context`, `Reward`, the nouns `Task` and
-`Outcome`, and the failures an agent may raise; and `RolloutClient`, for whoever wants rollouts of one.
+`Outcome`, and the failures an agent may raise; `RolloutClient`, for whoever wants rollouts of one; and
+`sandbox`, a place to run commands in.
 Each is loaded when it is first asked for.
 """
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         TaskFailure,
         VerifierFailure,
     )
+    from afield.places import sandbox
     from afield.sdk.app import App
     from afield.sdk.context import Context
     from afield.sdk.entry import agent
@@ -39,6 +41,7 @@ _HOMES = {
     "TaskFailure": "afield.errors",
     "VerifierFailure": "afield.errors",
     "agent": "afield.sdk.entry",
+    "sandbox": "afield.places",
 }
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "TaskFailure",
     "VerifierFailure",
     "agent",
+    "sandbox",
 ]
 
 

@@ -10,7 +10,8 @@ import difflib
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
@@ -18,10 +19,18 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.errors import UsageError
+from afield.options import (
+    AgentCoreOptions,
+    ContainerOptions,
+    KubernetesOptions,
+    RayOptions,
+    SandboxOptions,
+)
 from afield.types import Task, check_id
 
 T = TypeVar("T", bound=Struct)
-PATHS = ("agent", "model", "tasks", "val_tasks", "limiter_file")
+PATHS = ("agent", "verifier", "model", "tasks", "val_tasks", "limiter_file")
+TARGETS = ("agent", "verifier")
 DEADLINES = (
     *("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s"),
     *("dead_s", "straggler_s"),
@@ -36,16 +45,18 @@ COUNTS = (
     *("val_every", "val_rollouts", "straggler_after"),
 )
 NOT_NEGATIVE = (
-    *("kl", "cold_start_s", "val_temperature", "extra"),
+    *("kl", "cold_start_s", "val_temperature", "extra", "gateway_port"),
     *("retries_task", "retries_verifier", "retries_infrastructure"),
 )
+APART = ("sandbox",)  # nothing but the gateway can be reached from there
+ELSEWHERE = ("container", "agentcore", "kubernetes", "ray")  # this machine's files are not there
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
 class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a training run is made of; saved as run.json and read back by --resume."""
 
-    agent: str
+    agent: str = ""  # what runs; places that run an image, or are served elsewhere, need none
     model: str
     tasks: str = ""
     exp_id: str = ""  # names the rollouts; empty takes the run's id
@@ -61,7 +72,9 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     on_stale: Literal["drop", "correct"] = "drop"
     runtime: str = "process"
     transport: str = "files"
-    deliver: Literal["store", "gateway"] = "store"
+    deliver: Literal["auto", "store", "gateway"] = "auto"
+    verifier: str = ""  # who gives the rewards, if not the agent itself
+    verifier_runtime: str = "sandbox"
     workers: int = 2
     fresh_process: bool = False
     concurrency: int = 64
@@ -112,9 +125,18 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     keep_weights: int | None = 2
     # a gateway that is running somewhere; or ours, with the engine behind it
     gateway: str = ""
+    gateway_host: str = "127.0.0.1"  # where ours listens
+    gateway_port: int = 0  # 0 is any free one
+    gateway_url: str = ""  # how agents reach ours, if not by that
     engine: str = "torch"
     engine_slots: int = 64
     engine_ledger: bool = False
+    # what each kind of place is told
+    sandbox: SandboxOptions = SandboxOptions()
+    container: ContainerOptions = ContainerOptions()
+    agentcore: AgentCoreOptions = AgentCoreOptions()
+    kubernetes: KubernetesOptions = KubernetesOptions()
+    ray: RayOptions = RayOptions()
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -138,8 +160,18 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def _check_places(self) -> None:
         if self.exp_id:
             check_id(self.exp_id, "exp_id")
-        if self.gateway and not self.gateway.startswith(("http://", "https://")):
-            raise ValueError(f"gateway {self.gateway!r} must be its address, such as http://127.0.0.1:8400")
+        for name in ("gateway", "gateway_url"):
+            value = getattr(self, name)
+            if value and not value.startswith(("http://", "https://")):
+                raise ValueError(f"{name} {value!r} must be an address, such as http://127.0.0.1:8400")
+        if self.deliver == "store" and self.place in APART:
+            raise ValueError(
+                f"deliver = 'store' is out of reach in a {self.place}; leave it out, or 'gateway'"
+            )
+        if self.gateway_url and not (self.gateway_port or self.gateway):
+            raise ValueError("gateway_url says how agents reach our gateway; give its gateway_port as well")
+        if self.deliver == "store" and self.verifier:
+            raise ValueError("a verifier gets what agents hand in at the gateway; leave deliver out")
 
     def _check_staleness(self) -> None:
         given, fixed = self.max_staleness, STALENESS[self.mode]
@@ -151,6 +183,29 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             )
 
     @property
+    def place(self) -> str:
+        """The kind of runtime, without what it is told in the same word."""
+        return self.runtime.partition("=")[0]
+
+    @property
+    def delivery(self) -> Literal["store", "gateway"]:
+        """Agents that cannot reach the run's files, or may not give rewards, deliver to their gateway."""
+        if self.deliver != "auto":
+            return self.deliver
+        apart = self.place in APART or (self.place in ELSEWHERE and not self.stored_elsewhere)
+        return "gateway" if apart or self.verifier else "store"
+
+    @property
+    def outcomes(self) -> str:
+        """The transport's specification; a bucket given for AgentCore is one."""
+        bucket = self.agentcore.bucket if self.place == "agentcore" else ""
+        return f"s3://{bucket}" if bucket and self.transport == "files" else self.transport
+
+    @property
+    def stored_elsewhere(self) -> bool:
+        return "://" in self.outcomes and not self.outcomes.startswith("files:")
+
+    @property
     def staleness(self) -> int:
         return STALENESS[self.mode] if self.max_staleness is None else self.max_staleness
 
@@ -158,24 +213,55 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -> TrainConfig:
     """`given` are the command line's values; those that are None were not given."""
     said = from_file(file) if file else {}
-    said |= {key: value for key, value in given.items() if value is not None}
+    said = merged(said, {key: value for key, value in given.items() if value is not None})
     if "steps" in said and "epochs" in said:
         raise UsageError("steps and epochs both say how long a run is; give one of them")
-    return build(defaults | said, str(file) if file else "the command line")
+    return build(merged(defaults, said), str(file) if file else "the command line")
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables of both, key by key; elsewhere `above` counts."""
+    both = dict(below)
+    for key, value in above.items():
+        tables = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
+        both[key] = merged(both[key], value) if tables else value
+    return both
+
+
+def assigned(words: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` or `TABLE.KEY=VALUE`; a value is read as TOML has it, or is text."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or not key:
+            raise UsageError(f"--set {word!r} must be KEY=VALUE or TABLE.KEY=VALUE")
+        value: Any = text
+        with suppress(tomllib.TOMLDecodeError):
+            value = tomllib.loads(f"value = {text}")["value"]
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merged(values, value)
+    return values
 
 
 def build(values: Mapping[str, Any], source: str) -> TrainConfig:
-    known = structs.fields(TrainConfig)
-    names = [field.name for field in known]
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
-            raise UsageError(f"unknown key {key!r} in {source}; {hint}")
-    for field in known:
+    _check_keys(values, TrainConfig, source)
+    for field in structs.fields(TrainConfig):
         if field.required and not values.get(field.name):
             raise UsageError(f"{field.name} is missing: give it on the command line or in --config")
     return converted(values, TrainConfig, source)
+
+
+def _check_keys(values: Mapping[str, Any], into: type[Struct], source: str, table: str = "") -> None:
+    known = {field.name: field for field in structs.fields(into)}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {table + near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise UsageError(f"unknown key {table + key!r} in {source}; {hint}")
+        inner = known[key].type
+        if isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, Mapping):
+            _check_keys(value, inner, source, f"{table}{key}.")
 
 
 def converted(values: Mapping[str, Any], into: type[T], source: str) -> T:
@@ -200,7 +286,7 @@ def located(key: str, value: Any, base: Path) -> Any:
     """A path made absolute, so that a run can be resumed from anywhere."""
     if not isinstance(value, str):
         return value
-    if key != "agent":
+    if key not in TARGETS:
         return str((base / value).absolute()) if value else value
     place, colon, name = value.rpartition(":")
     return f"{(base / place).absolute()}{colon}{name}" if place.endswith(".py") else value
@@ -280,3 +366,8 @@ class Environment(Struct, frozen=True):
 def agent_environment() -> dict[str, str]:
     """The environment an agent process inherits: ours without our secrets."""
     return {key: value for key, value in os.environ.items() if key != "AFIELD_ADMIN_KEY"}
+
+
+def lend(values: Mapping[str, str]) -> None:
+    """Into this process's environment, for libraries that look only there."""
+    os.environ.update(values)

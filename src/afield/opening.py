@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -43,14 +43,16 @@ def client(
     pace: Pace | None = None,
     limiter_file: str | Path | None = None,
     watcher: Watcher | None = None,
+    options: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> RolloutClient:
-    """`values` are fields of `Plan` (concurrency, retries, sampling) and of `Deadlines` (run_s, life_s).
+    """`values` are fields of `Plan` (concurrency, retries, sampling) and of `Deadlines` (run_s, life_s);
+    `options` what the runtime is told, such as {"limits": {"memory_mb": 512}} for a sandbox.
 
     An agent that is a function of this program runs in its threads; one that is named, in processes of
-    its own; one that others serve needs no name. The admin key may come from AFIELD_ADMIN_KEY. An
-    experiment with a name, started again on the same directory (runs/EXP_ID unless told otherwise), goes
-    on where it was.
+    its own; one that others serve, or that is an image, needs no name. The admin key may come from
+    AFIELD_ADMIN_KEY. An experiment with a name, started again on the same directory (runs/EXP_ID unless told
+    otherwise), goes on where it was.
     """
     environment = Environment.read()
     key = admin_key or environment.admin_key
@@ -59,9 +61,11 @@ def client(
     if not str(gateway).startswith(("http://", "https://")):
         raise UsageError(f"gateway {gateway!r} must be its address, such as http://127.0.0.1:8400")
     exp_id = exp_id or f"exp-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
-    plan = _plan(exp_id, model_id, values)
     run = RunDir(Path(directory) if directory else environment.runs / exp_id)
-    carrier, agents = _parts(agent, runtime, transport, run, workers=workers, fresh_process=fresh_process)
+    how = {"workers": workers, "fresh_process": fresh_process, "deliver": values.get("deliver", "auto")}
+    config = _config(agent, runtime, transport, options, how)
+    plan = _plan(exp_id, model_id, {**values, "deliver": config.delivery})
+    carrier, agents = _parts(agent, config, run)
     return RolloutClient(
         plan,
         gateway=wiring.load("gateway.client:HttpGateway")(gateway, key),
@@ -86,24 +90,39 @@ def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> Plan:
     return converted(planned | named, Plan, "open")
 
 
-def _parts(
-    agent: Agent | None, runtime: str | None, transport: str | None, run: RunDir, **how: Any
-) -> tuple[Transport, Runtime]:
+def _config(
+    agent: Agent | None,
+    runtime: str | None,
+    transport: str | None,
+    options: Mapping[str, Any] | None,
+    how: dict[str, Any],
+) -> TrainConfig:
     named = isinstance(agent, str)
     runtime = runtime or ("process" if named or agent is None else "inline")
     transport = transport or ("files" if runtime != "inline" else "memory")
+    place = runtime.partition("=")[0]
     _check(agent, runtime, transport)
-    place = located("agent", agent, Path.cwd()) if named else ""
-    values = {"agent": place, "model": "", "runtime": runtime, "transport": transport, **how}
+    where = located("agent", agent, Path.cwd()) if named else ""
+    values = {"agent": where, "model": "", "runtime": runtime, "transport": transport, **how}
+    if options is not None:
+        if place not in wiring.TOLD:
+            raise UsageError(f"runtime {place!r} takes no options; those that do: {', '.join(wiring.TOLD)}")
+        values[place] = dict(options)
     config = converted(values, TrainConfig, "open")
+    if not callable(agent):
+        wiring.check_place(config)
+    return config
+
+
+def _parts(agent: Agent | None, config: TrainConfig, run: RunDir) -> tuple[Transport, Runtime]:
     carrier = wiring.transport(config, run)
-    if named or agent is None:
+    if not callable(agent):
         return carrier, wiring.runtime(config, run, carrier)
     return carrier, wiring.load(wiring.RUNTIMES["inline"])(agent, deliver=carrier.deliver)
 
 
 def _check(agent: Agent | None, runtime: str, transport: str) -> None:
-    if agent is None and not runtime.startswith("served"):
+    if agent is None and runtime.partition("=")[0] in wiring.TAKES_TARGET:
         raise UsageError(f"runtime {runtime!r} needs an agent: path/to/file.py:name or package.module:name")
     if isinstance(agent, str) and ":" not in agent:
         raise UsageError(f"agent {agent!r} must be path/to/file.py:name or package.module:name")

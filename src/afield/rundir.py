@@ -10,7 +10,8 @@
       validation/       step-0010.jsonl: the rollouts of a validation; validation.jsonl has a line for each
       ledger.sqlite     attempts, finished rollouts, groups, what was trained at which step
       spool/            finished rollouts until a step has taken them
-      gateway/ outcomes/ logs/
+      sessions.sqlite   the roster: which sessions run now, and where
+      gateway/ outcomes/ logs/ verifiers/
       summary.json rewards.png
 
 A step is done when its checkpoint directory has its name; everything else can be brought back to it.
@@ -73,6 +74,11 @@ class RunDir:
     @property
     def limiter(self) -> Path:
         return self.path / "limiter.sqlite"
+
+    @property
+    def sessions(self) -> Path:
+        """The roster of what runs."""
+        return self.path / "sessions.sqlite"
 
     @property
     def gateway(self) -> Path:

@@ -72,13 +72,16 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
         "--engine",
         config.engine,
         "--port",
-        "0",
+        str(config.gateway_port),
         "--store",
         str(run.gateway),
     ]
     command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
-    if config.deliver == "gateway":
-        spec = config.transport if "://" in config.transport else f"files://{run.outcomes}"
+    command += ["--host", config.gateway_host]
+    if config.gateway_url:
+        command += ["--public-url", config.gateway_url]
+    if config.delivery == "gateway":
+        spec = config.outcomes if "://" in config.outcomes else f"files://{run.outcomes}"
         command += ["--outcomes", spec]
     if config.engine_ledger:
         command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
@@ -95,6 +98,20 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
         )
     try:
         yield GatewayChild(process, log_path)
+    finally:
+        await _end(process)
+
+
+@asynccontextmanager
+async def guard(run: RunDir) -> AsyncIterator[None]:
+    """A process that ends what we leave running if we are killed, unless another of us takes it over."""
+    command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
+    with (run.logs / "guard.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield
     finally:
         await _end(process)
 
@@ -138,6 +155,11 @@ class Parts:
         self, gateway: Gateway, agents: Runtime, carrier: Transport, watcher: Watcher, val: Sequence[Task]
     ) -> Gatherer:
         await agents.check()
+        judging = wiring.verifiers(self.config, self.run, carrier)
+        if judging is not None:
+            await (await self.stack.enter_async_context(judging)).check()
+        if agents.capabilities.outlives:
+            await self.stack.enter_async_context(guard(self.run))
         limiter = wiring.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
@@ -151,6 +173,7 @@ class Parts:
             spool=self.spool,
             watcher=watcher,
             limiter=limiter,
+            verifiers=judging,
         )
         await self.stack.enter_async_context(conductor)
         return Gatherer(
@@ -226,7 +249,7 @@ async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key:
     made = wiring.load("gateway.client:HttpGateway")
     if child is not None:
         told = await child.ready()
-        return made(told["url"], told["admin_key"])
+        return made(told["local_url"], told["admin_key"])
     if not admin_key:
         raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
     return made(config.gateway, admin_key, patience_s=config.patience_s)

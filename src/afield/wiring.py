@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec import structs
 
 from afield.config import TrainConfig, agent_environment
 from afield.deadlines import Deadlines
@@ -22,6 +26,8 @@ from afield.rundir import RunDir
 from afield.seams import Engine, EngineInfo, Runtime, Trainer, Transport
 from afield.types import Budget, FailureKind, Sampling, Task
 from afield.window import Window
+
+log = logging.getLogger("afield.wiring")
 
 EXTRAS = {
     "cli": "train",
@@ -43,8 +49,24 @@ START_TIMEOUT_S = 120.0
 SERVERS = ("vllm", "sglang")
 RUNTIMES = {
     "process": "runtimes.process:ProcessRuntime",
+    "sandbox": "runtimes.sandbox:SandboxRuntime",
+    "container": "runtimes.container:ContainerRuntime",
+    "agentcore": "runtimes.agentcore:AgentCoreRuntime",
+    "kubernetes": "runtimes.kube:KubernetesRuntime",
+    "ray": "runtimes.raytasks:RayRuntime",
     "inline": "runtimes.inline:InlineRuntime",
     "served": "runtimes.served:ServedRuntime",
+}
+# What `--runtime NAME=VALUE` says for short.
+IN_SHORT = {"container": "image", "agentcore": "arn", "kubernetes": "image", "ray": "address"}
+TOLD = ("sandbox", "container", "agentcore", "kubernetes", "ray")  # those with options of their own
+TAKES_TARGET = ("process", "sandbox", "ray", "inline")  # the others run an image, or are served elsewhere
+LIBRARIES = {
+    "docker": "container",
+    "kubernetes_asyncio": "kubernetes",
+    "ray": "ray",
+    "boto3": "aws",
+    "botocore": "aws",
 }
 TRANSPORTS = {"files": "transports.files:FilesTransport", "memory": "transports.memory:MemoryTransport"}
 TRAINERS = {"grpo": "trainers.grpo:GRPO"}
@@ -63,7 +85,7 @@ def load(where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("afield"):
             raise
-        extra = EXTRAS[module.partition(".")[0]]
+        extra = LIBRARIES.get((error.name or "").partition(".")[0]) or EXTRAS[module.partition(".")[0]]
         raise UsageError(f"{error.name} is not installed: pip install 'afield[{extra}]'") from error
 
 
@@ -140,23 +162,60 @@ def _config(model: Path) -> dict[str, Any]:
 
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
-    """`process`, `inline`, or `served=URL,URL`: agents that somebody else runs."""
+    """Where agents run; what is launched there is noted in the run's roster."""
+    return _runtime(config, run, carrier)
+
+
+def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime | None:
+    """Where verifiers run: the same kinds of places, each for one verifier alone."""
+    if not config.verifier:
+        return None
+    judging = structs.replace(
+        config,
+        agent=config.verifier,
+        runtime=config.verifier_runtime,
+        fresh_process=True,
+        workers=1,
+        verifier="",
+        deliver="auto",
+    )
+    return _runtime(judging, RunDir(run.path / "verifiers"), carrier)
+
+
+def _runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     name, _, argument = config.runtime.partition("=")
+    if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
+        log.warning("there is no bubblewrap here: agents run in plain processes, as you allowed")
+        config, name = structs.replace(config, fresh_process=True), "process"
     made = choose("runtime", name, RUNTIMES)
     if name == "served":
         return made(addresses(argument))
     if name == "inline":
-        agent = load("sdk.serve:load_object")(config.agent)
-        if isinstance(agent, load("sdk.app:Entrypoints")):
-            raise UsageError(f"{config.agent} is an app: run it with --runtime process")
-        return made(agent, deliver=carrier.deliver)
-    return made(
-        config.agent,
-        workers=config.workers,
-        fresh=config.fresh_process,
-        log_dir=run.logs,
-        env=agent_environment(),
-    )
+        return made(_function(config), **({"deliver": carrier.deliver} if config.delivery == "store" else {}))
+    if name == "process":
+        return made(
+            config.agent,
+            workers=config.workers,
+            fresh=config.fresh_process,
+            log_dir=run.logs,
+            env=agent_environment(),
+        )
+    options = getattr(config, name)
+    if argument:
+        options = structs.replace(options, **{IN_SHORT[name]: argument})
+    if name == "sandbox":
+        return made(config.agent, options, log_dir=run.logs)
+    if name == "agentcore":
+        return made(options, name=run.id, ledger=run.path / "agentcore.sqlite")
+    target = (config.agent,) if name in TAKES_TARGET else ()
+    return made(*target, options, name=run.id, log_dir=run.logs)
+
+
+def _function(config: TrainConfig) -> Any:
+    agent = load("sdk.serve:load_object")(config.agent)
+    if isinstance(agent, load("sdk.app:Entrypoints")):
+        raise UsageError(f"{config.agent} is an app: run it with --runtime process")
+    return agent
 
 
 def addresses(given: str) -> list[str]:
@@ -171,14 +230,22 @@ def addresses(given: str) -> list[str]:
 
 def transport(config: TrainConfig, run: RunDir) -> Transport:
     """`files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
-    if "://" in config.transport:
-        return load("transports.parse:from_spec")(config.transport, run.outcomes)
+    if "://" in config.outcomes:
+        return load("transports.parse:from_spec")(config.outcomes, run.outcomes)
     made = choose("transport", config.transport, TRANSPORTS)
     return made() if config.transport == "memory" else made(run.outcomes)
 
 
 def limiter(config: TrainConfig) -> LocalLimiter | SharedLimiter:
     pace = Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
+    if config.place == "agentcore":  # its quotas, unless told otherwise
+        told = config.agentcore
+        pace = Pace(
+            rate_per_s=config.launch_rate or told.rate,
+            stop_per_s=told.stop_rate,
+            start_s=config.cold_start_s or told.cold_start_s,
+            starting=config.launching,
+        )
     if config.limiter_file:
         return SharedLimiter(pace, Path(config.limiter_file))
     return LocalLimiter(pace)
@@ -221,7 +288,8 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         },
         sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
         budget=Budget(calls=config.max_calls, context=config.max_context),
-        deliver=config.deliver,
+        deliver=config.delivery,
+        judged=bool(config.verifier),
         sweep_s=config.sweep_s,
         patience_s=config.patience_s,
     )
@@ -252,19 +320,53 @@ def window(config: TrainConfig, tasks: Sequence[Task]) -> Window:
 
 def check_choices(config: TrainConfig) -> None:
     """Everything that can be known to be wrong before anything is started."""
-    name, _, argument = config.runtime.partition("=")
-    choose("runtime", name, RUNTIMES)
-    if name == "served":
-        addresses(argument)
+    check_place(config)
     transport(config, RunDir(Path("check")))
     choose("trainer", config.trainer, TRAINERS)
     choose("engine", config.engine.partition("=")[0], ENGINES)
     load("tokens:ChatTokens").load(Path(config.model))
     plan(config, RunDir(Path("check")))
-    agent, _, name = config.agent.rpartition(":")
-    if not agent or not name:
-        raise UsageError(f"agent {config.agent!r} must be path/to/file.py:name or package.module:name")
-    if agent.endswith(".py") and not Path(agent).is_file():
-        raise UsageError(f"there is no file {agent}")
-    if config.transport == "memory" and config.runtime != "inline":
+    if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")
+
+
+def check_place(config: TrainConfig) -> None:
+    """Where agents and verifiers run, and whether that place was told what it needs."""
+    name, _, argument = config.runtime.partition("=")
+    choose("runtime", name, RUNTIMES)
+    if name == "served":
+        addresses(argument)
+    elif argument and name not in IN_SHORT:
+        raise UsageError(f"runtime {name} takes nothing after '=', not {argument!r}")
+    if name in TAKES_TARGET:
+        _check_target("agent", config.agent)
+    elif name != "served":
+        _check_image(name, config, argument)
+    if config.verifier:
+        _check_target("verifier", config.verifier)
+        where = config.verifier_runtime
+        if where not in ("process", "sandbox", "ray"):
+            raise UsageError(f"verifier_runtime {where!r} must be one of: process, sandbox, ray")
+
+
+def _check_target(what: str, target: str) -> None:
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"{what} {target!r} must be path/to/file.py:name or package.module:name")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UsageError(f"there is no file {place}")
+
+
+def _check_image(name: str, config: TrainConfig, argument: str) -> None:
+    options = getattr(config, name)
+    if name == "agentcore":
+        made = options.agent_name and options.container_uri and options.role_arn
+        if not (argument or options.arn or made):
+            raise UsageError(
+                "runtime agentcore needs a runtime that exists (--runtime agentcore=ARN), or in"
+                " [train.agentcore] agent_name, container_uri and role_arn to make one of"
+            )
+    elif not (argument or options.image):
+        raise UsageError(
+            f"runtime {name} needs an image: --runtime {name}=IMAGE, or --set {name}.image=IMAGE"
+        )

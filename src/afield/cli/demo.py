@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from afield.cli.train import add_run_arguments, start
-from afield.config import TrainConfig
+from afield.config import TrainConfig, agent_environment, lend
+from afield.demo import cloud
 from afield.errors import UsageError
+from afield.rundir import RunDir
 from afield.types import Task
 
 AGENTS = ("openai", "strands", "langgraph")
@@ -57,4 +61,18 @@ def run(args: argparse.Namespace) -> int:
         rows = shop.tasks(config.seed, config.steps * config.tasks_per_step)
         return [Task(row["id"], row) for row in rows]
 
-    return start(args, "demo", {**RECIPE, "model": str(here / "policy")}, make_tasks)
+    told = {**RECIPE, "model": str(here / "policy")}
+    if args.runtime == "agentcore":
+        told |= cloud.values()
+    return start(args, "demo", told, make_tasks, around)
+
+
+@contextmanager
+def around(run: RunDir, config: TrainConfig) -> Generator[None]:
+    """A cloud on this machine, for a demo on AgentCore that named none."""
+    if not cloud.on_this_machine(config):
+        yield
+        return
+    lend(cloud.KEYS)
+    with cloud.running(config, agent_environment(), run.logs):
+        yield

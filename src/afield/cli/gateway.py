@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     listener = listen(args.host, args.port)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    args.public_url = with_port(args.public_url or f"http://{host}:{listener.getsockname()[1]}")
+    port = listener.getsockname()[1]
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    args.local_url = f"http://{everywhere.get(host, host)}:{port}"
+    args.public_url = with_port(args.public_url or f"http://{host}:{port}")
     with listener:
         if args.processes > 1:
             serve_front(args, listener, not given)
@@ -143,7 +146,12 @@ async def serve(
 
 def announce(args: argparse.Namespace, model: str, made_up: bool) -> None:
     if args.json:
-        told = {"url": args.public_url, "admin_key": args.admin_key, "model": model}
+        told = {
+            "url": args.public_url,
+            "local_url": args.local_url,
+            "admin_key": args.admin_key,
+            "model": model,
+        }
         print(json.dumps(told), flush=True)
         return
     print(f"afield gateway serves {model} at {args.public_url}")

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,27 @@ import msgspec
 from msgspec import structs
 
 from afield.cli.report import draw, me, summarise
-from afield.config import PATHS, Environment, TrainConfig, build, from_file, located, read_tasks, train_config
+from afield.config import (
+    PATHS,
+    Environment,
+    TrainConfig,
+    assigned,
+    build,
+    from_file,
+    located,
+    merged,
+    read_tasks,
+    train_config,
+)
 from afield.errors import AfieldError, Fruitless, UsageError
 from afield.rundir import RunDir, find_run, write_whole
 from afield.training import Part, training
 from afield.types import Task, check_id
 
+RUNTIMES = "process, sandbox, container=IMAGE, agentcore=ARN, kubernetes=IMAGE, ray, inline, served=URL,URL"
 OVERRIDABLE = (
     *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
-    *("cold_start_s", "patience_s"),
+    *("cold_start_s", "patience_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
 )
 
 
@@ -56,6 +69,9 @@ def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) 
         help="do one half here and the other elsewhere; both meet in --run and use one --gateway",
     )
     command.add_argument("--json", action="store_true", help="end with one line of JSON; progress on stderr")
+    command.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", help="any key of [train], e.g. container.network=host"
+    )
     number = {int: "N", float: "X"}
     for name, kind, text in (
         ("steps", int, "training steps"),
@@ -87,9 +103,11 @@ def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) 
     for name, text in (
         ("mode", "sync, one-step-off or async: whether collecting waits for learning (default: sync)"),
         ("on-stale", "drop or correct groups that are staler than allowed (default: drop)"),
-        ("runtime", "process, inline, or served=URL,URL for agents that run elsewhere"),
+        ("runtime", f"{RUNTIMES} (default: process)"),
+        ("verifier", "FILE.py:NAME that gives the rewards, in a place of its own"),
+        ("verifier-runtime", "where the verifier runs (default: sandbox)"),
         ("transport", "files, memory, or an address such as s3://BUCKET?sqs=URL"),
-        ("deliver", "store, or gateway: agents post their outcomes there (default: store)"),
+        ("deliver", "store, or gateway: agents post their outcomes there (default: what they can reach)"),
         ("gateway", "address of a gateway that is running; the admin key is AFIELD_ADMIN_KEY"),
         ("trainer", "grpo"),
         ("advantage", "grpo, or remax: measured against a greedy rollout (default: grpo)"),
@@ -120,15 +138,17 @@ def start(
     kind: str,
     defaults: dict[str, Any],
     make_tasks: Callable[[TrainConfig], list[Task]],
+    around: Callable[[RunDir, TrainConfig], AbstractContextManager[None]] | None = None,
 ) -> int:
-    """A new run, or an old one again; then train until it is done."""
+    """A new run, or an old one again; then train until it is done, with `around` it what it needs."""
     environment = Environment.read()
     part = Part(args.part)
     run, config, tasks, new = prepare(args, kind, defaults, make_tasks, environment)
     with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
         try:
-            work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
-            return asyncio.run(work)
+            with around(run, config) if around else nullcontext():
+                work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
+                return asyncio.run(work)
         except (AfieldError, BaseExceptionGroup):
             if new and not run.began and part is Part.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
@@ -180,6 +200,7 @@ def check_gateway(args: argparse.Namespace, config: TrainConfig, environment: En
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     values = {k: v for k, v in vars(args).items() if k in TrainConfig.__struct_fields__ and v is not None}
+    values = merged(values, assigned(args.set or ()))
     return values | {key: located(key, values[key], Path()) for key in PATHS if key in values}
 
 
@@ -192,7 +213,7 @@ def checked(
     named = {key: value for key, value in defaults.items() if key != "exp_id"}
     config = train_config(args.config, given(args), **named)
     # Rollouts of the same name are sampled alike. Where other runs may be met, names are the run's own.
-    if not (config.exp_id or config.gateway or "://" in config.transport):
+    if not (config.exp_id or config.gateway or "://" in config.outcomes):
         config = structs.replace(config, exp_id=defaults["exp_id"])
     tasks = make_tasks(config)
     if config.epochs is not None:
@@ -213,11 +234,11 @@ def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> t
     if unknown := changes.keys() - set(TrainConfig.__struct_fields__):
         raise UsageError(f"unknown keys in {args.config}: {', '.join(sorted(unknown))}")
     saved = msgspec.to_builtins(config)
-    if fixed := [k for k, v in changes.items() if k not in OVERRIDABLE and saved[k] != v]:
+    if fixed := [k for k in changes if k not in OVERRIDABLE and merged(saved, changes)[k] != saved[k]]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
     if config.epochs and changes.get("steps", config.steps) != config.steps:
         raise UsageError(f"a run of {config.epochs} epochs keeps its {config.steps} steps")
-    config = build(saved | changes, "the command line")
+    config = build(merged(saved, changes), "the command line")
     check_gateway(args, config, environment)
     return config, run.read_tasks()
 

@@ -1,0 +1,113 @@
+"""A cloud on this machine for the demo: AgentCore by `afield acr`, S3 and SQS by moto.
+
+Both are processes of their own that end with us. What they are called and where they listen are values
+of the run, so that a run that is resumed finds them where they were. Nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from afield.config import TrainConfig
+from afield.errors import Unavailable, UsageError
+
+BUCKET = "afield-demo"
+KEYS = {"AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local", "AWS_REGION": "us-east-1"}
+QUICK = 100  # session starts a second that this AgentCore takes; AWS takes fewer
+
+
+def values() -> dict[str, Any]:
+    """What a run on this cloud is told."""
+    gateway, acr, aws = _free_ports(3)
+    storing = f"http://127.0.0.1:{aws}"
+    return {
+        "transport": f"s3://{BUCKET}?queues=afield&endpoint={storing}&region=us-east-1",
+        "gateway_port": gateway,
+        "agentcore": {
+            "agent_name": "afield_demo",
+            "container_uri": "123456789012.dkr.ecr.us-east-1.amazonaws.com/afield-demo:latest",
+            "role_arn": "arn:aws:iam::123456789012:role/afield-demo",
+            "endpoint_url": f"http://127.0.0.1:{acr}",
+            "region": "us-east-1",
+            "rate": float(QUICK),
+            "stop_rate": float(QUICK),
+            "cold_start_s": 0.5,
+            "max_rollout_s": 600,
+            "env": {**KEYS, "AWS_ENDPOINT_URL": storing},
+        },
+    }
+
+
+def on_this_machine(told: TrainConfig) -> bool:
+    """Whether a run's values are those of such a cloud."""
+    return told.place == "agentcore" and told.transport.startswith(f"s3://{BUCKET}?queues=afield&endpoint=")
+
+
+@contextmanager
+def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Generator[None]:
+    """Started, and ended again."""
+    if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
+        raise UsageError("a cloud on this machine needs moto: pip install 'afield[local-aws]'")
+    cloud = told.agentcore
+    aws = urlsplit(cloud.env["AWS_ENDPOINT_URL"]).port
+    acr = urlsplit(cloud.endpoint_url).port
+    python = [sys.executable, "-m"]
+    logs.mkdir(parents=True, exist_ok=True)
+    allowed = [f"127.0.0.1:{port}" for port in (told.gateway_port, aws)]
+    with ExitStack() as stack:
+
+        def start(name: str, *command: str) -> None:
+            stack.enter_context(_child(name, [*python, *command], environ, logs / f"{name}.log"))
+
+        start("aws", "afield.demo.aws", str(aws), BUCKET)
+        start(
+            "acr",
+            *("afield", "acr", "--json", "--exit-with-parent", "--port", str(acr)),
+            *("--image", f"{cloud.container_uri}={told.agent}", "--logs", str(logs / "acr")),
+            *("--starts-per-s", str(QUICK), "--sessions", "1000"),
+            *(word for address in allowed for word in ("--allow", address)),
+        )
+        yield
+
+
+@contextmanager
+def _child(name: str, command: list[str], environ: Mapping[str, str], log: Path) -> Generator[None]:
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={**environ, **KEYS},
+            start_new_session=True,
+        )
+    assert process.stdin and process.stdout
+    try:
+        if not process.stdout.readline():
+            tail = log.read_text(errors="replace").strip().splitlines()[-5:]
+            raise Unavailable(f"the local {name} did not start:\n" + "\n".join(tail))
+        yield
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
