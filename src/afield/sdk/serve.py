@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--watch-stdin", action="store_true", help="end when stdin does")
     options = parser.parse_args(argv)
     if options.watch_stdin:
-        _end_with_stdin()
+        end_with_stdin()
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("afield").setLevel(logging.INFO)
     try:
@@ -129,7 +129,7 @@ def _announce(port: int, ready_fd: int | None) -> None:
     os.close(ready_fd)
 
 
-def _end_with_stdin() -> None:
+def end_with_stdin() -> None:
     """Leaves stdin to a process that watches it; the agent and its children get an empty one.
 
     A process, because a thread would wait for ever on an agent that holds the interpreter's lock.

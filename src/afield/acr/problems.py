@@ -1,0 +1,70 @@
+"""What the service refuses, in the words and status codes that AWS clients turn into typed exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Kind = Literal[
+    "ValidationException",
+    "UnauthorizedException",
+    "ServiceQuotaExceededException",
+    "AccessDeniedException",
+    "ResourceNotFoundException",
+    "ConflictException",
+    "RetryableConflictException",
+    "RuntimeClientError",
+    "ThrottlingException",
+    "InternalServerException",
+]
+STATUS: dict[Kind, int] = {
+    "ValidationException": 400,
+    "UnauthorizedException": 401,
+    "ServiceQuotaExceededException": 402,
+    "AccessDeniedException": 403,
+    "ResourceNotFoundException": 404,
+    "ConflictException": 409,
+    "RetryableConflictException": 409,
+    "RuntimeClientError": 424,
+    "ThrottlingException": 429,
+    "InternalServerException": 500,
+}
+
+
+class Problem(Exception):
+    """An answer other than the one asked for. `fields` are (name, message) of what did not validate."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        fields: Sequence[tuple[str, str]] = (),
+        reason: str = "FieldValidationFailed",
+    ) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+        self._fields, self._reason = fields, reason
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.kind]
+
+    def body(self) -> dict[str, object]:
+        said: dict[str, object] = {"message": str(self)}
+        if self.kind == "ValidationException":
+            said["reason"] = self._reason
+            said["fieldList"] = [{"name": name, "message": message} for name, message in self._fields]
+        return said
+
+
+def invalid(field: str, message: str) -> Problem:
+    return Problem("ValidationException", f"{field}: {message}", fields=[(field, message)])
+
+
+def not_found(what: str) -> Problem:
+    return Problem("ResourceNotFoundException", f"{what} was not found")
+
+
+class ConnectionCut(Exception):
+    """The answer is to break off here, as a network would."""
