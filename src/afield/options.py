@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -53,8 +54,8 @@ class ContainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = ""
     mounts: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    # Images that were made for other places write beside their code, into a home, a cache.
-    limits: Limits = Limits(disk_mb=None)
+    # Images that were made for other places write beside their code; open files are bounded by the engine.
+    limits: Limits = Limits(disk_mb=None, files=None)
     port: int = 8080
     user: str = ""
     runtime: str = ""
@@ -62,21 +63,10 @@ class ContainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.network in ("", "host", "none") or self.network.startswith("container:"):
-            raise ValueError(
-                f"network = {self.network!r} gives containers no address of their own, and each serves port"
-                f" {self.port}; use 'bridge' or the name of a network"
-            )
         if not 0 < self.port < 65536:
             raise ValueError(f"port = {self.port} must be from 1 to 65535")
         for mount in self.mounts:
-            parts = mount.split(":")
-            paths = parts[:2]
-            if (
-                len(parts) not in (2, 3)
-                or not all(p.startswith("/") for p in paths)
-                or parts[2:] not in ([], ["ro"])
-            ):
+            if not re.fullmatch(r"/[^:]*:/[^:]+(:ro)?", mount):
                 raise ValueError(f"mount {mount!r} must be /HOST:/CONTAINER or /HOST:/CONTAINER:ro")
 
 
@@ -107,7 +97,10 @@ class AgentCoreOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class KubernetesOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Agents as Jobs. `secret` names a Secret whose entries become environment variables, by reference."""
+    """Agents as Jobs. `secret` names a Secret whose entries become environment variables, by reference;
+    `pull_secret` one that opens the image's registry. A pod that no node has room for is given up after
+    `unschedulable_s`: raise it where nodes are added on demand. Of the limits, pids and files are the nodes'.
+    """
 
     image: str = ""
     namespace: str = "default"
@@ -122,9 +115,17 @@ class KubernetesOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     node_selector: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     pull: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
+    pull_secret: str = ""
+    non_root: bool = False
     port: int = 8080
     ttl_s: int = 300
     deadline_s: int = 3600
+    unschedulable_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("port", 1), ("ttl_s", 0), ("deadline_s", 1), ("unschedulable_s", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
 
 
 class RayOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
