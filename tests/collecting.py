@@ -58,7 +58,7 @@ class Bench:
     @asynccontextmanager
     async def conducting(self, **plan: Any) -> AsyncIterator[tuple[Plan, Conductor]]:
         """Values of the plan, of its deadlines, and parts in place of the usual ones, all by name."""
-        names = ("gateway", "runtime", "transport", "limiter", "ledger")
+        names = ("gateway", "runtime", "transport", "limiter", "ledger", "verifiers")
         parts = {k: plan.pop(k) for k in names if k in plan}
         late = {k: plan.pop(k) for k in list(plan) if k in Deadlines.__struct_fields__}
         deadlines = Deadlines(**{"run_s": 30.0, "upload_s": 0.5, **late})

@@ -46,7 +46,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         (["train", f"{AGENTS / 'slow_agent.py'}:agnet", "--tasks", "good.jsonl", "--model", POLICY], "agnet"),
         (
             ["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--runtime", "proces"],
-            "inline, process",
+            "agentcore, container, inline, kubernetes, process, ray, sandbox, served",
         ),
         (["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--transport", "sq"], "files, memory"),
         (["train", AGENT, "--tasks", "good.jsonl", "--model", POLICY, "--trainer", "ppo"], "grpo"),

@@ -45,7 +45,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> i
         (("--run", "../up"), "run name '../up'"),
         (("--run", ""), "run name ''"),
         (("--epochs", "2", "--steps", "3"), "give one of them"),
-        (("--gateway", "localhost:8400"), "must be its address"),
+        (("--gateway", "localhost:8400"), "must be an address"),
         (("--gateway", "http://127.0.0.1:1"), "AFIELD_ADMIN_KEY"),
         (("--part", "collect"), "--gateway URL"),
         (("--runtime", "served=http://"), "served=http://HOST:PORT"),

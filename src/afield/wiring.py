@@ -351,6 +351,8 @@ def check_place(config: TrainConfig) -> None:
 
 def _check_target(what: str, target: str) -> None:
     place, _, name = target.rpartition(":")
+    if not target:
+        raise UsageError(f"{what} is missing: give path/to/file.py:name or package.module:name")
     if not place or not name:
         raise UsageError(f"{what} {target!r} must be path/to/file.py:name or package.module:name")
     if place.endswith(".py") and not Path(place).is_file():

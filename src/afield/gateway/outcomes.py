@@ -154,7 +154,7 @@ def _about(reward: dict[str, Any]) -> tuple[str | None, str | None]:
 def submission(row: SessionRow) -> wire.Submission | None:
     """What the agent handed in, for its verifier to see; None while it has said nothing."""
     said = _read_again(row.outcome)
-    if said is None:
+    if said is None or _failure(row, said, None):
         return None
     artifacts = said.record.extra if said.record else said.artifacts
     return wire.Submission(metrics=said.metrics, stop_reason=said.stop_reason, artifacts=artifacts)

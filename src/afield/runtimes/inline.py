@@ -20,7 +20,7 @@ from afield.sdk.entry import entry_of
 from afield.sdk.runner import Runner
 from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
-from afield.wire import Invocation, OutcomeRecord
+from afield.wire import Invocation, OutcomeRecord, Submission
 
 DELIVERY_S = 60.0
 Deliver = Callable[[Invocation, OutcomeRecord], Awaitable[bool]]
@@ -42,8 +42,8 @@ class InlineRuntime:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
 
-        def deliver(invocation: Invocation, record: OutcomeRecord) -> bool:
-            if self._deliver is None:
+        def deliver(invocation: Invocation, record: OutcomeRecord | Submission) -> bool:
+            if self._deliver is None or isinstance(record, Submission):
                 return deliver_to_address(invocation, record)
             if loop.is_closed():
                 raise Unavailable(f"{record.session_id} outlived the event loop of its runtime")

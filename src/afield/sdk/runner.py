@@ -24,7 +24,7 @@ from typing import Any
 from msgspec import Struct
 
 from afield import wire
-from afield.errors import TaskFailure, Unavailable, WireError, boundary
+from afield.errors import RolloutFailure, TaskFailure, Unavailable, VerifierFailure, WireError, boundary
 from afield.sdk.alive import PROCESS, Alive
 from afield.sdk.blame import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
@@ -161,13 +161,13 @@ class Runner:
         echo: dict[str, Any] = {}
         results: list[Result | Submission] = []
         failures: list[Failure] = []
-        kind = FailureKind.VERIFIER if invocation.role == "verifier" else FailureKind.TASK
-        with boundary(kind, Reason.RAISED, failures.append), attributed():
+        blamed = _blamed(invocation)
+        with boundary(blamed.kind, Reason.RAISED, failures.append), attributed(blamed):
             # Echoed as it came, whatever the agent does to it; the session's key stays out of the store.
             echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
-                work = self._awaited(value, invocation.session_id)
+                work = self._awaited(value, invocation)
                 value = asyncio.run_coroutine_threadsafe(work, self._agents_loop()).result()
             judged = invocation.role == "judged"
             results.append(read_submission(value) if judged else read_result(value, self._entry.aggregate))
@@ -205,7 +205,8 @@ class Runner:
         for failure in lost if not decided else ():
             log.error("the outcome of %s is lost: %s", session_id, failure.message)
 
-    async def _awaited(self, value: Awaitable[Any], session_id: str) -> Any:
+    async def _awaited(self, value: Awaitable[Any], invocation: Invocation) -> Any:
+        session_id = invocation.session_id
         if task := asyncio.current_task():
             with self._lock:
                 self._tasks[session_id] = task
@@ -214,7 +215,7 @@ class Runner:
                 task.cancel()
         try:
             # Attributed here as well: a SystemExit that leaves a task stops its loop.
-            with attributed():
+            with attributed(_blamed(invocation)):
                 return await value
         finally:
             self._tasks.pop(session_id, None)
@@ -237,6 +238,11 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         except (SystemExit, KeyboardInterrupt) as error:
             log.warning("a task of an agent raised %s; the agents' loop goes on", describe(error))
     loop.close()
+
+
+def _blamed(invocation: Invocation) -> type[RolloutFailure]:
+    """Whose fault it is when its code raises."""
+    return VerifierFailure if invocation.role == "verifier" else TaskFailure
 
 
 def _failure_of(record: OutcomeRecord | Submission) -> Failure | None:
