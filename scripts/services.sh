@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
 # System packages that `make test-real` uses. Installed only by root; without them their tests skip, or fail in CI.
 set -euo pipefail
-command -v redis-server >/dev/null && exit 0
+missing=()
+need() { command -v "$1" >/dev/null || missing+=("${@:2}"); }
+need redis-server redis-server
+need bwrap bubblewrap
+need podman podman runc containernetworking-plugins iptables
+need mmdebstrap mmdebstrap
+[ ${#missing[@]} = 0 ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  echo "installing redis-server ..."
+  echo "installing ${missing[*]} ..."
   apt-get update -qq
-  # RUNLEVEL=1: the tests start a server of their own; none is to be left running.
-  RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends redis-server >/dev/null
+  # RUNLEVEL=1: the tests start servers of their own; none is to be left running.
+  RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 else
-  echo "redis-server is not installed (on Debian: apt-get install redis-server); its tests skip" >&2
+  echo "not installed: ${missing[*]} (on Debian: apt-get install ${missing[*]}); their tests skip" >&2
 fi

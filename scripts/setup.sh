@@ -36,6 +36,13 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; 
   "$python" -m venv .venv
 fi
 
+# Sandboxes are made with bubblewrap; without it their tests skip, and the rest works.
+if ! command -v bwrap >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "installing bubblewrap ..."
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; } ||
+    echo "bubblewrap was not installed; --runtime sandbox needs it" >&2
+fi
+
 echo "installing afield and what it needs into .venv (a few minutes the first time) ..."
 pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip "$@"; }
 # torch first and pinned: left to a resolver it may bring gigabytes of CUDA libraries to a laptop without a GPU.
