@@ -18,6 +18,7 @@ from botocore.config import Config
 
 from afield.acr.images import Image
 from afield.acr.server import AcrOptions, AcrServer
+from processes import alive
 
 T = TypeVar("T")
 PROGRAM = Path(__file__).parent / "agents" / "agentcore_app.py"
@@ -28,6 +29,13 @@ URI = "123456789012.dkr.ecr.us-west-2.amazonaws.com/math:latest"
 
 def session_id() -> str:
     return str(uuid.uuid4())
+
+
+async def gone(*pids: int) -> None:
+    """Killed processes take a moment to go."""
+    with anyio.fail_after(10):
+        while any(alive(pid) for pid in pids):
+            await anyio.sleep(0.01)
 
 
 def client(service: str, url: str) -> Any:

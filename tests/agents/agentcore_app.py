@@ -36,17 +36,27 @@ def reach(url: str) -> dict:
         return {"error": str(error)}
 
 
+TOLD = {
+    "env": lambda payload, context: dict(os.environ),
+    "reach": lambda payload, context: reach(payload["url"]),
+    "headers": lambda payload, context: {"headers": context.request_headers or {}},
+    "child": lambda payload, context: {"pid": subprocess.Popen(["sleep", "600"]).pid},
+}
+
+
 @app.entrypoint
 def main(payload, context):
     global count
     count += 1
+    if payload.get("do") in TOLD:
+        return TOLD[payload["do"]](payload, context)
     match payload.get("do"):
         case "stream":
             return stream(payload["n"])
         case "raise":
             raise RuntimeError("the agent's own fault")
         case "die":
-            print("going down", flush=True)
+            os.write(2, b"going down\n")
             os._exit(3)
         case "sleep":
             time.sleep(payload["seconds"])
@@ -55,14 +65,6 @@ def main(payload, context):
             threading.Thread(target=work, args=(payload["seconds"], task), daemon=True).start()
         case "refuse":
             return JSONResponse({"no": True}, status_code=payload["status"])
-        case "env":
-            return dict(os.environ)
-        case "reach":
-            return reach(payload["url"])
-        case "headers":
-            return {"headers": context.request_headers or {}}
-        case "child":
-            return {"pid": subprocess.Popen(["sleep", "600"]).pid}
     return {"count": count, "session": context.session_id, "pid": os.getpid(), "payload": payload}
 
 

@@ -36,6 +36,7 @@ class AcrOptions(Struct, frozen=True, kw_only=True):
     images: Mapping[str, Image] = field(default_factory=dict)
     isolation: Literal["sandbox", "none"] = "sandbox"
     allow: tuple[tuple[str, int], ...] = ()
+    mounts: tuple[str, ...] = ()
     limits: Limits = Limits()
     quotas: Quotas = Quotas()
     pace: Pace = Pace()
@@ -87,7 +88,7 @@ class AcrServer:
             return PlainPlaces(logs)
         from afield.acr.cell_places import CellPlaces
 
-        return CellPlaces(logs, self._options.limits, self._options.allow)
+        return CellPlaces(logs, self._options.limits, self._options.allow, self._options.mounts)
 
     async def _serve(self, stack: AsyncExitStack, app: App) -> None:
         listener = self._listener or listen("127.0.0.1", 0)

@@ -1,0 +1,95 @@
+"""Programs in cells: fresh namespaces of their own, forked from a warm parent for each image.
+
+They see the system, the Python environment and their own folder, read-only, the runtime's environment
+variables and the addresses that were allowed; nothing else. Nothing of them outlives the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from afield.acr.asking import Stream
+from afield.acr.images import Image
+from afield.acr.places import Broken, Ended, Output, check_file
+from afield.cells.cell import Cell
+from afield.cells.nest import Nest
+from afield.cells.program import Program
+from afield.errors import AfieldError
+from afield.options import Limits
+
+Address = tuple[str, int]
+
+
+class CellPlaces:
+    def __init__(
+        self, logs: Path, limits: Limits, allow: Sequence[Address], mounts: tuple[str, ...] = ()
+    ) -> None:
+        self._logs, self._limits, self._allow, self._mounts = logs, limits, allow, mounts
+        self._nests: dict[Image, asyncio.Future[Nest]] = {}
+        self._closing = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._group = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._closing.set()
+        await self._group.__aexit__(None, None, None)
+
+    async def prepare(self, image: Image) -> None:
+        check_file(image)
+        await self._nest(image)
+
+    async def _nest(self, image: Image) -> Nest:
+        """The warm parent of an image, one for all its sessions. One that failed is tried anew."""
+        opening = self._nests.get(image)
+        if opening is None or (opening.done() and opening.exception() is not None):
+            opening = self._nests[image] = asyncio.get_running_loop().create_future()
+            opening.add_done_callback(lambda done: done.exception())
+            self._group.create_task(self._keep(image, opening))
+        return await asyncio.shield(opening)
+
+    async def _keep(self, image: Image, opening: asyncio.Future[Nest]) -> None:
+        program = Program(target=image.target, script=image.script, argv=image.argv, mounts=self._mounts)
+        try:
+            async with Nest(program, self._limits, log_dir=self._logs) as nest:
+                opening.set_result(nest)
+                await self._closing.wait()
+        except AfieldError as error:
+            if opening.done():
+                raise
+            opening.set_exception(Broken(f"{image} cannot be started: {error}"))
+
+    async def start(self, image: Image, name: str, env: Mapping[str, str]) -> CellPlace:
+        nest = await self._nest(image)
+        try:
+            return CellPlace(await nest.start(name, allow=self._allow, env=env))
+        except AfieldError as error:
+            raise Broken(str(error)) from error
+
+
+class CellPlace:
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self.where, self.log = f"pid {cell.pid}", cell.log
+
+    async def connect(self) -> Stream:
+        return await self._cell.connect()
+
+    async def ended(self) -> str:
+        return str(await self._cell.ended())
+
+    def kill(self) -> None:
+        self._cell.kill()
+
+    async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+        """A cell tells what a command said when it has ended."""
+        ran = await self._cell.exec(command, timeout=timeout_s)
+        if ran.stdout:
+            yield Output("stdout", ran.stdout)
+        if ran.stderr:
+            yield Output("stderr", ran.stderr)
+        yield Ended(-1 if ran.exit_code is None else ran.exit_code, ran.timed_out)
