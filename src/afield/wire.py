@@ -114,6 +114,11 @@ def adopted_key(exp_id: str, session_id: str) -> str:
     return f"{exp_id}/{ADOPTED}/{session_id}.json"
 
 
+def runtime_session_id(session_id: str) -> str:
+    """The name of a session on AgentCore, which asks for 33 characters or more."""
+    return f"afield-{hashlib.sha256(session_id.encode()).hexdigest()}"
+
+
 def read_key(key: str) -> tuple[str, str, str] | None:
     """(exp_id, the part between, session_id) of an object's key; None for a key of another make."""
     exp_id, slash, rest = key.partition("/")
