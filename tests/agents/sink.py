@@ -61,7 +61,8 @@ class Sink:
                 await anyio.sleep(0.05)
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Sink]:
+    async def running(self, bind: str = "127.0.0.1", name: str = "127.0.0.1") -> AsyncIterator[Sink]:
+        """`name` is what agents call the address it listens on."""
         app = web.Application(client_max_size=2**24)
         app.add_routes(
             [
@@ -73,8 +74,8 @@ class Sink:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await web.TCPSite(runner, bind, 0).start()
+            self.url = f"http://{name}:{runner.addresses[0][1]}"
             yield self
         finally:
             await runner.cleanup()

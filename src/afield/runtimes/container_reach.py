@@ -1,0 +1,158 @@
+"""How agents in containers reach what listens on this machine's loopback: the gateway, a store, a queue.
+
+Inside a container 127.0.0.1 is the container. Addresses of `_rollout` that name our loopback therefore get
+the name this machine has in there, with the same port; the task's own row is left as it is. Where that name
+is an address of our own (the bridge's, on Linux), a relay listens there and carries to the loopback, for
+containers only; a server that listens on all addresses needs none, and is then what answers. A relay ends
+with this process: who wants agents to outlive it lets the gateway listen on all addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from afield import wire
+
+log = logging.getLogger("afield.runtimes")
+
+FIELDS = ("base_url", "outcome_url", "sqs_url", "hint_url")
+CONNECT_S = 5.0
+CHUNK = 2**16
+DEFAULT_PORTS = {"http": 80, "https": 443, "redis": 6379, "nats": 4222}
+
+
+def loopback_ports(payload: dict[str, Any]) -> set[int]:
+    """The ports of our loopback that an attempt is sent to."""
+    found: set[int] = set()
+    for url in _addresses(payload).values():
+        parts = urlsplit(url)
+        if (port := parts.port or DEFAULT_PORTS.get(parts.scheme)) is not None:
+            found.add(port)
+    return found
+
+
+def readdressed(payload: dict[str, Any], host: str) -> dict[str, Any]:
+    """The payload as a container can use it: our loopback is called `host` in there."""
+    ours = _addresses(payload)
+    if not ours:
+        return payload
+    changed = {field: _with_host(url, host) for field, url in ours.items()}
+    return {**payload, wire.ROLLOUT_FIELD: {**payload[wire.ROLLOUT_FIELD], **changed}}
+
+
+def _addresses(payload: dict[str, Any]) -> dict[str, str]:
+    rollout = payload.get(wire.ROLLOUT_FIELD)
+    if not isinstance(rollout, dict):
+        return {}
+    urls = {field: rollout.get(field) for field in FIELDS}
+    return {field: url for field, url in urls.items() if isinstance(url, str) and _is_loopback(url)}
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _with_host(url: str, host: str) -> str:
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    port = f":{parts.port}" if parts.port is not None else ""
+    name = f"[{host}]" if ":" in host else host
+    return urlunsplit(parts._replace(netloc=f"{user}{at}{name}{port}"))
+
+
+class Relays:
+    """`async with`; one listener for each address and port, opened when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, int], asyncio.Server | None] = {}
+        self._opening = asyncio.Lock()
+        self._links: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Relays:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for server in self._servers.values():
+            if server is not None:
+                server.close()
+        for link in list(self._links):
+            link.cancel()
+        await asyncio.gather(*self._links, return_exceptions=True)
+
+    async def reach(self, gateway: str, subnet: str, ports: set[int]) -> bool:
+        """Whether `gateway`, seen from containers, is this machine; then our loopback's `ports` are there."""
+        async with self._opening:
+            return all([await self._open(gateway, subnet, port) for port in sorted(ports)])
+
+    async def _open(self, gateway: str, subnet: str, port: int) -> bool:
+        if self._servers.get((gateway, port)) is not None:
+            return True
+        try:
+            server = await asyncio.start_server(self._carry_to(port, subnet), gateway, port)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                # Somebody listens on all addresses, or another of us relays already.
+                return True
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise
+        log.info("containers reach 127.0.0.1:%d at %s:%d", port, gateway, port)
+        self._servers[gateway, port] = server
+        return True
+
+    def _carry_to(
+        self, port: int, subnet: str
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        inside = ipaddress.ip_network(subnet, strict=False)
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._links.add(task)
+            try:
+                peer = ipaddress.ip_address(writer.get_extra_info("peername")[0])
+                if peer in inside:
+                    await _carry(reader, writer, port)
+            finally:
+                self._links.discard(task)
+                writer.close()
+
+        return carry
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            theirs, ours = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return
+    try:
+        await asyncio.gather(_pump(reader, ours), _pump(theirs, writer))
+    finally:
+        ours.close()
+
+
+async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Until the source ends; the other direction may go on."""
+    with contextlib.suppress(OSError):
+        while data := await source.read(CHUNK):
+            sink.write(data)
+            await sink.drain()
+        if sink.can_write_eof():
+            sink.write_eof()
