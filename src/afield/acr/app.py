@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from afield.acr import logs
 from afield.acr.control import Control, Reply
 from afield.acr.data import Data
 from afield.acr.faults import Luck
@@ -23,10 +25,18 @@ CARD = "/invocations/.well-known/agent-card.json"
 
 class App:
     def __init__(
-        self, control: Control, data: Data, sessions: Sessions, counts: Counts, luck: Luck, *, signed: bool
+        self,
+        control: Control,
+        data: Data,
+        sessions: Sessions,
+        counts: Counts,
+        luck: Luck,
+        *,
+        signed: bool,
+        folder: Path,
     ) -> None:
         self._control, self._sessions = control, sessions
-        self._counts, self._luck, self._signed = counts, luck, signed
+        self._counts, self._luck, self._signed, self._folder = counts, luck, signed, folder
         self._asked = {
             ("POST", "/invocations"): ("InvokeAgentRuntime", data.invoke),
             ("POST", "/commands"): ("InvokeAgentRuntimeCommand", data.command),
@@ -73,6 +83,8 @@ class App:
             if request.method == method and request.path.endswith(end):
                 arn = unquote(request.path.removeprefix("/runtimes/").removesuffix(end))
                 return name, partial(asked, request, arn)
+        if logs.asked(request):
+            return "FilterLogEvents", partial(logs.answer, request, self._folder)
         name, make = self._control_route(request)
         return name, partial(_told, request, make)
 

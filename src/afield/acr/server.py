@@ -80,7 +80,7 @@ class AcrServer:
         control = Control(options.account, options.images, places, sessions, luck)
         stack.push_async_callback(control.close)
         data = Data(control, sessions, options.quotas, options.pace, luck)
-        app = App(control, data, sessions, counts, luck, signed=options.signed)
+        app = App(control, data, sessions, counts, luck, signed=options.signed, folder=logs)
         await self._serve(stack, app)
 
     def _places(self, logs: Path) -> Places:

@@ -29,7 +29,8 @@ async def session_log(api: Api, entry: Entry) -> str:
     asked: list[dict[str, Any]] = [
         {"logStreamNamePrefix": f"{day}/[runtime-logs-{entry.name}]"} for day in days
     ]
-    asked.append({"filterPattern": f'"{entry.name}"', "startTime": int((entry.since - 60) * 1000)})
+    if not api.local:
+        asked.append({"filterPattern": f'"{entry.name}"', "startTime": int((entry.since - 60) * 1000)})
     try:
         for which in asked:
             if text := await _text(api, logGroupName=log_group(entry), **which):
