@@ -5,7 +5,7 @@ missing=()
 need() { command -v "$1" >/dev/null || missing+=("${@:2}"); }
 need redis-server redis-server
 need bwrap bubblewrap
-need podman podman runc containernetworking-plugins iptables
+need podman podman runc netavark aardvark-dns catatonit iptables
 need mmdebstrap mmdebstrap
 [ ${#missing[@]} = 0 ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
