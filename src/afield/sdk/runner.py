@@ -107,6 +107,16 @@ class Runner:
             raise Unavailable(f"no thread for {accepted.session_id}: {error}; run fewer at once") from error
         return accepted
 
+    def tell(self, ended: Callable[[str], None]) -> None:
+        """`ended` is told as well, from now on."""
+        before = self._ended
+
+        def both(session_id: str) -> None:
+            before(session_id)
+            ended(session_id)
+
+        self._ended = both
+
     def stop(self, session_id: str) -> bool:
         """End a rollout; False if it is not running. Repeating is harmless.
 

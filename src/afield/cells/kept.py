@@ -1,0 +1,224 @@
+"""One cell as its keeper sees it: from the fork until nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from afield.cells.cgroups import Group, Groups
+from afield.cells.channel import Channel, Received, pair
+from afield.cells.relay import Relay
+from afield.cells.words import (
+    Done,
+    Exec,
+    File,
+    Go,
+    Gone,
+    Hello,
+    Line,
+    Message,
+    Over,
+    Start,
+    Started,
+    Up,
+)
+from afield.errors import Unavailable
+
+SETTLE_S = 5.0
+LINE_S = 10.0
+
+
+class Kept:
+    """`tell` reaches the controller: Started once, Gone once after it, and what came of each task."""
+
+    def __init__(
+        self, start: Start, directory: Path, groups: Groups, tell: Callable[[Message], None]
+    ) -> None:
+        self.id = start.id
+        self._start = start
+        self._socket = directory / f"{start.id}.sock"
+        self._groups = groups
+        self._tell = tell
+        self._relay = Relay(start.name)
+        self._group: Group | None = None
+        self._channel: Channel | None = None
+        self._pid = 0
+        self._pidfd = -1
+        self._over: Over | None = None
+        self._started = False
+        self._closed = asyncio.Event()
+        self._hello: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
+        self._up = asyncio.Event()
+        self._lines: deque[asyncio.Future[socket.socket]] = deque()
+        self._asking: set[int] = set()
+
+    def begin(self, warm: Channel) -> None:
+        log = os.open(self._start.log, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        ours, theirs = pair()
+        self._channel = Channel(ours, self._told, self._closed.set, credentials=True)
+        rlimit = "memory" not in self._groups.kinds
+        start = Start(
+            **{f: getattr(self._start, f) for f in Start.__struct_fields__ if f != "rlimit_memory"},
+            rlimit_memory=rlimit,
+        )
+        warm.send(start, [theirs.detach(), log])
+
+    async def live(self) -> None:
+        problem = ""
+        try:
+            async with asyncio.timeout(self._start.timeout_s):
+                problem = await self._rise()
+        except TimeoutError:
+            problem = f"was not ready within {self._start.timeout_s:g} s"
+        except OSError as error:
+            problem = f"cannot be started: {error}"
+        self._started = not problem
+        if problem:
+            self.kill()
+        else:
+            self._tell(Started(id=self.id, pid=self._pid, socket=str(self._socket)))
+            await self._closed.wait()
+        oom, notes = await self.bury()
+        if problem:
+            self._tell(Started(id=self.id, problem="; ".join((problem, *notes))))
+            return
+        over = self._over or Over()
+        self._tell(Gone(id=self.id, code=over.code, signal=over.signal, oom=oom, notes=notes))
+
+    async def _rise(self) -> str:
+        """Until its port takes connections; says why it never did."""
+        if await self._first(self._hello):
+            return self._why()
+        hello = self._hello.result()
+        self._pid = hello.pid
+        self._pidfd = os.pidfd_open(hello.pid)
+        self._group = self._groups.make(str(self.id), self._start.limits)
+        self._group.add(hello.pid)
+        for fd, (host, port) in zip(hello.fds, self._start.doors, strict=True):
+            await self._relay.door(socket.socket(fileno=fd), host, port)
+        if self._channel is not None:
+            self._channel.send(Go())
+        if await self._first(asyncio.ensure_future(self._up.wait())):
+            return self._why()
+        if self._start.port:
+            await self._relay.port(self._socket, self._line, self._start.port)
+        return ""
+
+    async def _first(self, wanted: asyncio.Future) -> bool:  # type: ignore[type-arg]
+        """Whether the cell ended before that."""
+        closed = asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait((wanted, closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closed.cancel()
+        return not wanted.done()
+
+    def _why(self) -> str:
+        over = self._over
+        if over is None:
+            return "was killed before it was ready"
+        how = over.problem or (f"signal {over.signal}" if over.signal else f"exit code {over.code}")
+        return f"ended before it was ready ({how})"
+
+    def ask(self, task: Exec | File, fds: Sequence[int]) -> None:
+        try:
+            if self._channel is None:
+                raise Unavailable("it has not begun")
+            self._channel.send(task, fds)
+            self._asking.add(task.id)
+        except Unavailable:
+            self._tell(Done(id=task.id, problem="its cell has ended"))
+
+    def kill(self) -> None:
+        """Everything in it. Repeating is harmless."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        elif self._channel is not None:
+            # It has not begun: without us it will not.
+            self._channel.close()
+            self._closed.set()
+
+    async def bury(self) -> tuple[bool, tuple[str, ...]]:
+        """Nothing of it is left afterwards; says what its limits had to prevent."""
+        self.kill()
+        if self._channel is not None:
+            self._channel.close()
+        for task in self._asking:
+            self._tell(Done(id=task, problem="its cell has ended"))
+        self._asking.clear()
+        await self._relay.close()
+        self._socket.unlink(missing_ok=True)
+        if self._pidfd >= 0:
+            await _ended(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        oom, notes = False, ()
+        if self._group is not None:
+            oom, notes = self._group.notes()
+            until = asyncio.get_running_loop().time() + SETTLE_S
+            while not self._group.remove() and asyncio.get_running_loop().time() < until:
+                await asyncio.sleep(0.01)
+            self._group = None
+        self._write_down(notes)
+        return oom, notes
+
+    def _write_down(self, notes: Sequence[str]) -> None:
+        if notes:
+            with Path(self._start.log).open("a") as log:
+                log.writelines(f"[cell] {note}\n" for note in notes)
+
+    def _told(self, received: Received) -> None:
+        match received.message:
+            case Hello():
+                if not self._hello.done():
+                    self._hello.set_result(received)
+            case Up():
+                self._up.set()
+            case Over() as over:
+                self._over = over
+            case Line():
+                self._lined(received)
+            case Done() as done:
+                self._asking.discard(done.id)
+                self._tell(done)
+            case _:
+                pass
+
+    async def _line(self) -> socket.socket:
+        """An unconnected socket of the cell's own network."""
+        future: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        if self._channel is None:
+            raise ConnectionError("the cell has not begun")
+        try:
+            self._channel.send(Line(id=self.id))
+        except Unavailable as error:
+            raise ConnectionError(str(error)) from error
+        self._lines.append(future)
+        async with asyncio.timeout(LINE_S):
+            return await future
+
+    def _lined(self, received: Received) -> None:
+        made = socket.socket(fileno=received.fds[0])
+        future = self._lines.popleft() if self._lines else None
+        if future is None or future.done():
+            made.close()
+        else:
+            future.set_result(made)
+
+
+async def _ended(pidfd: int) -> None:
+    gone = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(pidfd, gone.set)
+    try:
+        async with asyncio.timeout(SETTLE_S):
+            await gone.wait()
+    finally:
+        loop.remove_reader(pidfd)

@@ -1,0 +1,165 @@
+"""Carries bytes between a cell and what it may reach, and between us and the cell's own port.
+
+Both directions end apart (half-close), nothing is buffered beyond a bound, and a cell has a bounded number of
+connections at one time; more are closed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+AT_ONCE = 512
+CONNECT_S = 30.0
+BUFFER = 128 * 1024
+
+
+class _Half(asyncio.Protocol):
+    """One side of a connection; what it receives goes to the other."""
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.other: _Half | None = None
+        self._ended = ended
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.set_write_buffer_limits(high=BUFFER)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def eof_received(self) -> bool:
+        if (
+            self.other is not None
+            and self.other.transport is not None
+            and self.other.transport.can_write_eof()
+        ):
+            with contextlib.suppress(OSError, RuntimeError):
+                self.other.transport.write_eof()
+        return True
+
+    def pause_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
+        if self.other is not None and self.other.transport is not None:
+            self.other.transport.close()
+
+
+class Relay:
+    """All connections of one cell."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._servers: list[asyncio.Server] = []
+        self._halves: set[_Half] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def door(self, listener: socket.socket, host: str, port: int) -> None:
+        """What the cell connects to there goes to `host:port` out here."""
+
+        async def out(half: Callable[[], _Half]) -> None:
+            await asyncio.get_running_loop().create_connection(half, host, port)
+
+        await self._serve(out, f"{host}:{port}", sock=listener)
+
+    async def port(self, path: Path, made: Callable[[], Awaitable[socket.socket]], port: int) -> None:
+        """What connects to `path` out here goes to the cell's own port."""
+
+        async def into(half: Callable[[], _Half]) -> None:
+            loop = asyncio.get_running_loop()
+            sock = await made()
+            try:
+                sock.setblocking(False)
+                await loop.sock_connect(sock, ("127.0.0.1", port))
+                await loop.create_connection(half, sock=sock)
+            except OSError:
+                sock.close()
+                raise
+
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        listener.listen(128)
+        await self._serve(into, f"port {port}", sock=listener)
+
+    async def _serve(
+        self, onward: Callable[[Callable[[], _Half]], Awaitable[None]], to: str, *, sock: socket.socket
+    ) -> None:
+        def accepted() -> _Half:
+            near = _Near(lambda: self._onward(near, onward, to), lambda: self._halves.discard(near))
+            return near
+
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        if sock.family == socket.AF_UNIX:
+            self._servers.append(await loop.create_unix_server(accepted, sock=sock))
+        else:
+            self._servers.append(await loop.create_server(accepted, sock=sock))
+
+    def _onward(self, near: _Half, onward: Callable[[Callable[[], _Half]], Awaitable[None]], to: str) -> None:
+        self._halves.add(near)
+        if near.transport is None:
+            return
+        if len(self._halves) > AT_ONCE:
+            sys.stderr.write(f"{self._name}: over {AT_ONCE} connections at once; one to {to} was closed\n")
+            near.transport.abort()
+            return
+        near.transport.pause_reading()
+        task = asyncio.get_running_loop().create_task(self._join(near, onward, to))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _join(
+        self, near: _Half, onward: Callable[[Callable[[], _Half]], Awaitable[None]], to: str
+    ) -> None:
+        far = _Half(lambda: None)
+        far.other = near
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await onward(lambda: far)
+        except OSError as error:
+            sys.stderr.write(f"{self._name}: {to} cannot be reached: {error!r}\n")
+            if near.transport is not None:
+                near.transport.abort()
+            return
+        near.other = far
+        if near.transport is None or near.transport.is_closing():
+            if far.transport is not None:
+                far.transport.close()
+            return
+        near.transport.resume_reading()
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for task in self._tasks:
+            task.cancel()
+        for half in list(self._halves):
+            for transport in (half.transport, half.other.transport if half.other else None):
+                if transport is not None:
+                    transport.abort()
+
+
+class _Near(_Half):
+    """The side that was accepted: it asks for the other one."""
+
+    def __init__(self, onward: Callable[[], None], ended: Callable[[], None]) -> None:
+        super().__init__(ended)
+        self._onward = onward
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._onward()

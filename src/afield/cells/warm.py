@@ -1,0 +1,111 @@
+"""The warm parent: inside the walls it imports the program once, then forks a cell each time it is asked.
+
+It gives up all privilege before it imports anything of the agent's. It ends when the keeper is gone. What the
+agent does while it is imported happens here, within the walls, and reaches all cells: what must not be shared
+between sessions is not kept in module variables.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from afield.cells import kernel, serving
+from afield.cells.channel import receive, transmit
+from afield.cells.confine import HIDDEN_PROC
+from afield.cells.first import live
+from afield.cells.program import Program
+from afield.cells.rooms import USER
+from afield.cells.words import Load, Start, Warm
+from afield.errors import UsageError, boundary
+from afield.types import Failure, FailureKind, Reason
+
+
+def main(fd: int) -> NoReturn:
+    keeper = socket.socket(fileno=fd)
+    received = receive(keeper)
+    if received is None or not isinstance(received.message, Load):
+        os._exit(2)
+    load = received.message
+    try:
+        _give_up_privileges()
+    except OSError as error:
+        transmit(keeper, Warm(problem=f"namespaces cannot be made here: {error}"))
+        os._exit(2)
+    problem, app = _imported(load.program)
+    gc.collect()
+    gc.freeze()
+    transmit(keeper, Warm(problem=problem))
+    if problem:
+        os._exit(2)
+    # Cells are reparented to the first process within the walls, which reaps them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    _fork_on_demand(keeper, load, app)
+
+
+def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
+    while True:
+        received = receive(keeper)
+        if received is None:
+            os._exit(0)
+        if isinstance(received.message, Start) and os.fork() == 0:
+            keeper.close()
+            channel, log = received.fds
+            live(received.message, load, app, socket.socket(fileno=channel), log)
+        for fd in received.fds:
+            os.close(fd)
+
+
+def _give_up_privileges() -> None:
+    """Cells may mount a fresh /proc only where an untouched one exists; it is put out of reach."""
+    kernel.mount("proc", f"{HIDDEN_PROC}/proc", "proc", kernel.NO_SUID | kernel.NO_DEV | kernel.NO_EXEC)
+    kernel.mount("none", HIDDEN_PROC, "tmpfs", kernel.READ_ONLY, "size=4k")
+    kernel.unshare(kernel.NEW_USER)
+    kernel.map_ids(USER, 0)
+    kernel.drop_privileges()
+
+
+def _imported(program: Program) -> tuple[str, Any]:
+    """What went wrong, if anything did; and the app, if there is one."""
+    failures: list[Failure] = []
+    try:
+        with boundary(FailureKind.TASK, Reason.LAUNCH, failures.append):
+            for name in program.warm:
+                importlib.import_module(name)
+            if program.script:
+                _warm_up(Path(program.script))
+        if failures:
+            return f"{failures[0].traceback}\n{failures[0].message}", None
+        return "", serving.prepared(program.target) if program.target else None
+    except UsageError as error:
+        return str(error), None
+    except SystemExit as error:
+        return f"importing {program.name} ended with {error!r}", None
+
+
+def _warm_up(script: Path) -> None:
+    """Import what the script will import. What cannot be imported is the script's own business, later."""
+    sys.path.insert(0, str(script.parent))
+    for name in _imports(script):
+        with boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):
+            importlib.import_module(name)
+
+
+def _imports(script: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(script.read_bytes(), str(script))
+    except SyntaxError:
+        return
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
