@@ -113,7 +113,11 @@ class Cluster:
         return said
 
     async def get(self, path: str, kind: type[T], **how: Any) -> T:
-        return msgspec.json.decode(await patiently(lambda: self.call("GET", path, **how)), type=kind)
+        said = await patiently(lambda: self.call("GET", path, **how))
+        try:
+            return msgspec.json.decode(said, type=kind)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
 
     async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> Listed[T]:
         """All of them, page by page; the version is that of the last page."""

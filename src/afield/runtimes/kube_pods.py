@@ -19,7 +19,7 @@ from afield.runtimes.kube_objects import Event, Pod
 from afield.types import Attempt
 
 PING_S = 10.0
-LOG_S = 10.0
+LOG_S = 5.0
 LOG_LINES = 1_000
 LOG_BYTES = 64 * 1024
 
