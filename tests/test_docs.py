@@ -28,6 +28,14 @@ from afield.conformance.clients import CLIENTS
 from afield.deadlines import Deadlines
 from afield.gateway import control, dialects, lineage, sessions
 from afield.learn import StepLine
+from afield.options import (
+    AgentCoreOptions,
+    ContainerOptions,
+    KubernetesOptions,
+    Limits,
+    RayOptions,
+    SandboxOptions,
+)
 from afield.plan import DEFAULT_RETRIES, Plan
 from afield.seams import SessionSpec, SessionState
 from afield.tokens.chat import THINKING
@@ -35,6 +43,7 @@ from afield.tokens.escape import POLICIES
 from afield.tokens.formats import FORMATS, HARMONY
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
 from afield.window import Mode
+from afield.wiring import RUNTIMES, TOLD
 from gateways import ADMIN, POLICY
 from processes import afield, finish, start, summary
 
@@ -362,8 +371,10 @@ def test_the_page_on_collecting_lists_what_is_written_about_steps_and_runs() -> 
 
 def test_the_page_on_configuration_lists_every_key_with_its_default() -> None:
     rows = [row for heading in SECTIONS for row in table(CONFIG, heading)]
-    assert [row[0].strip("`") for row in rows] == list(TrainConfig.__struct_fields__)
-    for row, default in zip(rows, fields(TrainConfig).values(), strict=True):
+    told = {name: default for name, default in fields(TrainConfig).items() if not isinstance(default, Struct)}
+    assert [row[0].strip("`") for row in rows] == list(told)
+    assert [row[0].strip("`") for row in table(CONFIG, "Places")] == list(TOLD)
+    for row, default in zip(rows, told.values(), strict=True):
         if default is None or default is NODEFAULT:
             assert row[1] == written(default), row[0]
         else:
@@ -474,3 +485,34 @@ def test_the_readmes_tree_has_everything_in_the_package() -> None:
     told = {line.split()[0] for line in tree.splitlines()}
     there = {p.name + "/" * p.is_dir() for p in SOURCE.iterdir() if p.is_dir() or p.suffix == ".py"}
     assert told == {name for name in there if not name.startswith("__")}
+
+
+# --- runtimes ------------------------------------------------------------------------------------
+
+RUNTIMES_PAGE = DOCS / "runtimes.md"
+
+
+@pytest.mark.parametrize(
+    ("heading", "options"),
+    [
+        ("Sandbox", SandboxOptions),
+        ("Limits", Limits),
+        ("Container", ContainerOptions),
+        ("AgentCore", AgentCoreOptions),
+        ("Kubernetes", KubernetesOptions),
+        ("Ray", RayOptions),
+    ],
+)
+def test_the_page_on_runtimes_lists_what_each_place_is_told(heading: str, options: type[Struct]) -> None:
+    rows = table(RUNTIMES_PAGE, heading)
+    assert [row[0].strip("`") for row in rows] == list(options.__struct_fields__)
+    if options is Limits:
+        assert {row[0].strip("`"): float(row[1]) for row in rows} == fields(Limits)
+
+
+def test_the_page_on_runtimes_knows_them_all() -> None:
+    told = [name.partition("=")[0] for name in named(RUNTIMES_PAGE, "Where agents run")]
+    assert [name for name in told if name in RUNTIMES] == [
+        *("process", "sandbox", "container", "agentcore", "kubernetes", "ray", "inline", "served")
+    ]
+    assert set(RUNTIMES) <= set(told)
