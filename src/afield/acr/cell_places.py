@@ -7,6 +7,8 @@ variables and the addresses that were allowed; nothing else. Nothing of them out
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -17,8 +19,9 @@ from afield.acr.places import Broken, Ended, Output, check_file
 from afield.cells.cell import Cell
 from afield.cells.nest import Nest
 from afield.cells.program import Program
-from afield.errors import AfieldError
+from afield.errors import AfieldError, InfrastructureFailure
 from afield.options import Limits
+from afield.types import Reason
 
 Address = tuple[str, int]
 
@@ -54,8 +57,9 @@ class CellPlaces:
 
     async def _keep(self, image: Image, opening: asyncio.Future[Nest]) -> None:
         program = Program(target=image.target, script=image.script, argv=image.argv, mounts=self._mounts)
+        directory = Path(tempfile.gettempdir()) / f"afield-acr-{os.getpid()}-{len(self._nests)}"
         try:
-            async with Nest(program, self._limits, log_dir=self._logs) as nest:
+            async with Nest(program, self._limits, directory=directory, log_dir=self._logs) as nest:
                 opening.set_result(nest)
                 await self._closing.wait()
         except AfieldError as error:
@@ -68,6 +72,8 @@ class CellPlaces:
         try:
             return CellPlace(await nest.start(name, allow=self._allow, env=env))
         except AfieldError as error:
+            if isinstance(error, InfrastructureFailure) and error.reason is Reason.DIED:
+                self._nests.pop(image, None)  # the next session gets a new warm parent
             raise Broken(str(error)) from error
 
 
@@ -87,7 +93,10 @@ class CellPlace:
 
     async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
         """A cell tells what a command said when it has ended."""
-        ran = await self._cell.exec(command, timeout=timeout_s)
+        try:
+            ran = await self._cell.exec(command, timeout=timeout_s)
+        except AfieldError as error:
+            raise Broken(str(error)) from error
         if ran.stdout:
             yield Output("stdout", ran.stdout)
         if ran.stderr:

@@ -13,7 +13,7 @@ from afield.acr.asking import BROKEN, Reply, ask
 from afield.acr.control import Control
 from afield.acr.faults import Luck
 from afield.acr.http import Request
-from afield.acr.places import Output, Place
+from afield.acr.places import Broken, Ended, Output, Place
 from afield.acr.problems import ConnectionCut, Problem, invalid, not_found
 from afield.acr.quotas import Bucket, Quotas
 from afield.acr.runtimes import DEFAULT, Runtime
@@ -194,12 +194,16 @@ async def _pass_on(request: Request, reply: Reply, session_id: str) -> None:
 
 async def _events(place: Place, wish: Command) -> AsyncGenerator[bytes]:
     yield eventstream.event("chunk", {"contentStart": {}})
-    async with aclosing(place.run(wish.command, wish.timeout)) as said:
-        async for one in said:
-            if isinstance(one, Output):
-                yield eventstream.event("chunk", {"contentDelta": {one.channel: one.text}})
-            else:
-                status = "TIMED_OUT" if one.timed_out else "COMPLETED"
-                yield eventstream.event(
-                    "chunk", {"contentStop": {"exitCode": one.exit_code, "status": status}}
-                )
+    try:
+        async with aclosing(place.run(wish.command, wish.timeout)) as said:
+            async for one in said:
+                yield eventstream.event("chunk", _chunk(one))
+    except Broken as error:
+        yield eventstream.exception("runtimeClientError", {"message": str(error)})
+
+
+def _chunk(said: Output | Ended) -> dict[str, object]:
+    if isinstance(said, Output):
+        return {"contentDelta": {said.channel: said.text}}
+    status = "TIMED_OUT" if said.timed_out else "COMPLETED"
+    return {"contentStop": {"exitCode": said.exit_code, "status": status}}

@@ -2,7 +2,7 @@
 
 Plain processes share everything with this machine but their environment, which is the runtime's own.
 Each serves a socket that was opened for it, whatever port it asks for, and ends with this server,
-however that ends. What it daemonises is not found again: that takes the sandbox.
+however that ends; so does what it daemonised.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from afield.acr.images import Image
 
 TAIL_BYTES = 4_000
 PIECE = 16 * 1024
+GUARD_S = 3.0
 BASE_ENV = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
 
 
@@ -60,7 +61,7 @@ class Place(Protocol):
         ...
 
     def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
-        """A shell command beside the program; Ended comes last."""
+        """A shell command beside the program; Ended comes last. Raises Broken where the place is gone."""
         ...
 
 
@@ -166,7 +167,7 @@ class PlainPlace:
 
     def kill(self) -> None:
         for process in (*self._commands, *([] if self.gone.done() else [self._process])):
-            _kill_group(process)
+            _end(process)
 
     async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
         argv = [sys.executable, "-m", "afield.acr.program", "--command", "sh", "-c", command]
@@ -178,7 +179,7 @@ class PlainPlace:
             async for said in told(process, timeout_s):
                 yield said
         finally:
-            _kill_group(process)
+            _end(process)
             await process.wait()
             self._commands.discard(process)
 
@@ -220,6 +221,15 @@ async def _pump(
     while piece := await reader.read(PIECE):
         await queue.put(Output(channel, decoder.decode(piece)))
     await queue.put(None)
+
+
+def _end(process: Process) -> None:
+    """Its guard ends all that it started, wherever it went; a guard that does not is ended with its group."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    asyncio.get_running_loop().call_later(
+        GUARD_S, lambda: process.returncode is None and _kill_group(process)
+    )
 
 
 def _kill_group(process: Process) -> None:

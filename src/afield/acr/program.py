@@ -16,7 +16,8 @@ from pathlib import Path
 
 import uvicorn
 
-from afield.sdk.serve import end_with_stdin, load
+from afield.sdk.guard import end_with_stdin
+from afield.sdk.serve import load
 
 
 def main() -> None:

@@ -125,7 +125,8 @@ class Sessions:
 
     async def enter(self, key: Key, wanted: Wanted) -> Session:
         """The session, started if there is none. Raises the Problem of one that cannot be."""
-        session = self._alive.get(key)
+        while (session := self._alive.get(key)) is not None and session.over.done():
+            await session.buried.wait()
         if session is None:
             session = self._begin(key, wanted)
         # Shielded: a client that goes away does not end a start that others wait for.
@@ -161,35 +162,35 @@ class Sessions:
 
     async def _live(self, session: Session) -> None:
         starting = asyncio.create_task(self._start(session))
+        problem: Problem | None = None
         try:
             await asyncio.wait({starting, session.over}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done() and (problem := starting.result()) is not None:
                 session.end("failed")
-                session.ready.set_exception(problem)
-            elif starting.done() and session.place is not None and not session.over.done():
+            elif session.place is not None and not session.over.done():
                 session.active = asyncio.get_running_loop().time()
                 session.ready.set_result(session.place)
                 await self._watch(session, session.place)
         finally:
-            await self._bury(session, starting)
+            await self._bury(session, starting, problem)
 
-    async def _bury(self, session: Session, starting: asyncio.Task[Problem | None]) -> None:
+    async def _bury(
+        self, session: Session, starting: asyncio.Task[Problem | None], problem: Problem | None
+    ) -> None:
+        """Whoever waited for it is told when its id is free again."""
         session.end("closed")
         starting.cancel()
         await asyncio.wait({starting})
         if session.place:
             session.place.kill()
             await session.place.ended()
-        if not session.ready.done():
-            session.ready.set_exception(
-                Problem(
-                    "RetryableConflictException",
-                    f"the session ended while it started: {session.over.result()}",
-                )
-            )
-        self._counts.ends[session.over.result()] += 1
+        why = session.over.result()
+        self._counts.ends[why] += 1
         self._alive.pop(session.key, None)
         session.buried.set()
+        if not session.ready.done():
+            stopped = Problem("RetryableConflictException", f"the session ended while it started: {why}")
+            session.ready.set_exception(problem or stopped)
 
     async def _start(self, session: Session) -> Problem | None:
         began = asyncio.get_running_loop().time()
