@@ -57,8 +57,9 @@ class Silent(AfieldError):
 class Api:
     """Makes its clients when they are first needed. `close` when done."""
 
-    def __init__(self, options: AgentCoreOptions) -> None:
+    def __init__(self, options: AgentCoreOptions, *, read_s: float | None = None) -> None:
         self._options = options
+        self._read_s = read_s or SLOW * options.cold_start_s + ANSWER_S
         starts = math.ceil(SLOW * options.rate * max(1.0, options.cold_start_s))
         sizes = {"start": min(MOST_THREADS, starts), "other": max(4, math.ceil(2 * options.stop_rate))}
         self._connections = sum(sizes.values())
@@ -77,18 +78,18 @@ class Api:
 
     async def check(self) -> None:
         """Whether calls can be made at all; else a UsageError."""
-        await self._threaded("other", lambda: (self.data, self.control))
+        await self.threaded("other", lambda: (self.data, self.control))
 
     async def ask(self, operation: str, *, line: Line = "other", **arguments: Any) -> dict[str, Any]:
         """One call. Raises Refused, Silent, or UsageError."""
         service = "control" if operation in CONTROL else "logs" if operation in LOGS else "data"
-        return await self._threaded(
+        return await self.threaded(
             line, lambda: called(operation, lambda: getattr(getattr(self, service), operation)(**arguments))
         )
 
     async def invoke(self, **arguments: Any) -> bytes:
         """Start a session with a payload; the beginning of what its agent answered."""
-        return await self._threaded(
+        return await self.threaded(
             "start", lambda: called("invoke_agent_runtime", lambda: self._invoke(arguments))
         )
 
@@ -96,7 +97,7 @@ class Api:
         with self.data.invoke_agent_runtime(**arguments)["response"] as answer:
             return answer.read(ANSWER_BYTES)
 
-    async def _threaded(self, line: Line, work: Callable[[], T]) -> T:
+    async def threaded(self, line: Line, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads[line], work)
 
     # boto3 clients have no static types; each is made once, and used by many threads.
@@ -128,7 +129,7 @@ class Api:
             raise UsageError(EXTRA) from error
         config = Config(
             connect_timeout=CONNECT_S,
-            read_timeout=SLOW * self._options.cold_start_s + ANSWER_S,
+            read_timeout=self._read_s,
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=self._connections,
             tcp_keepalive=True,
