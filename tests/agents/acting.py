@@ -110,6 +110,7 @@ def _spin(task: dict) -> None:
 
 
 def _lock(task: dict) -> None:
+    time.sleep(0.5)  # until the answer to the launch is out
     # Backtracks for ever without letting go of the interpreter's lock.
     re.match(r"(a+)+$", "a" * 80 + "b")
 

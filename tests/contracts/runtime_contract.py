@@ -145,7 +145,7 @@ class RuntimeContract:
             failure = (await place.wait(attempt)).failure
             assert failure
             assert (failure.kind, failure.reason) == (FailureKind.INFRASTRUCTURE, Reason.DIED)
-            assert (said if do == "kill" else "about to leave") in failure.message
+            assert (said if do == "kill" else "about to leave") in failure.message, failure.message
             if do == "exit":
                 assert said in failure.message
         assert await place.decision(attempt) is None

@@ -115,7 +115,7 @@ class ProcessRuntime:
 
     async def check(self) -> None:
         """Until the warm workers are up, or a probe was; what stops them is in the error."""
-        started = list(self._workers) or [self._spawn(f"check-{os.getpid()}")]
+        started = [w for w in self._workers if not w.retired] or [self._spawn(f"check-{os.getpid()}")]
         while not all(worker.ready or worker.problem for worker in started):
             await self._news.wait()
         for worker in started:

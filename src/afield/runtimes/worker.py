@@ -1,7 +1,8 @@
 """One process that serves an agent: started, pinged, posted to, and killed with all it started.
 
-It leads a process group of its own and holds a pipe to us as its stdin: when we die, however we die,
-the pipe ends and so does the group. Its output goes to a log file, whose tail explains its death.
+It is under a guard (see `afield.sdk.guard`) that holds a pipe to us as its stdin: when we die, however we
+die, the pipe ends, and so does all that the agent started, daemons included. Its output goes to a log file,
+whose tail explains its death.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class Worker:
         if self._process is None:
             return "never started"
         code = await self._process.wait()
-        # The group may outlive its leader: what the agent started is killed as well.
-        self.kill()
+        # It ended what the agent started; unless it was killed itself, when its group may outlive it.
+        self._signal_group(signal.SIGKILL)
         self._buried = True
         with contextlib.suppress(FileNotFoundError):
             if self.log.stat().st_size == 0:
@@ -144,11 +145,18 @@ class Worker:
             return None
 
     def kill(self) -> None:
-        """The whole group at once, or as soon as it has started. Repeating is harmless."""
+        """At once, or as soon as it has started, with all that the agent started. Repeating is harmless."""
         self.ready, self._condemned = False, True
         if self._process is not None and not self._buried:
+            # The guard hears it, even where an agent has stopped its whole group.
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            self._signal_group(signal.SIGCONT)
+
+    def _signal_group(self, number: int) -> None:
+        if self._process is not None and not self._buried:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, number)
 
     def tail(self) -> str:
         return tail(self.log, TAIL_BYTES) or "(empty)"

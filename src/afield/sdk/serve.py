@@ -13,20 +13,19 @@ import importlib
 import importlib.util
 import logging
 import os
-import select
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 
 from afield.errors import UsageError, boundary
 from afield.sdk.app import App, Entrypoints
 from afield.sdk.entry import entry_of
+from afield.sdk.guard import end_with_stdin
 from afield.sdk.listen import listen
 from afield.types import Failure, FailureKind, Reason
 
@@ -127,38 +126,6 @@ def _announce(port: int, ready_fd: int | None) -> None:
         return
     os.write(ready_fd, f"{port}\n".encode())
     os.close(ready_fd)
-
-
-def end_with_stdin() -> None:
-    """Leaves stdin to a process that watches it; the agent and its children get an empty one.
-
-    A process, because a thread would wait for ever on an agent that holds the interpreter's lock.
-    """
-    watched, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    # Its writing end stays open here, and so ends with this process.
-    ours, _ = os.pipe()
-    us, lead = os.getpid(), os.getpgrp() == os.getpid()
-    if os.fork() == 0:
-        _watch(watched, ours, -us if lead else us)
-    os.close(watched)
-    os.close(ours)
-
-
-def _watch(stdin: int, served: int, victim: int) -> NoReturn:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    low, high = sorted((stdin, served))
-    # Everything else it inherited; a descriptor kept open here would hide that the server ended.
-    for start, end in ((0, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(start, end)
-    while True:
-        ended, _, _ = select.select([stdin, served], [], [])
-        if served in ended:
-            os._exit(0)
-        if not os.read(stdin, 4096):
-            os.kill(victim, signal.SIGKILL)
-            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""A process that ends with its parent, and takes everything it started with it.
+
+The process splits in two: what was started becomes a guard, and its child goes on with the work. Daemons
+that the work leaves behind become the guard's children (on Linux), so that the guard can end them too. It
+does so when its stdin ends (whoever started it is gone), when it is told to by SIGTERM, and when the work has
+ended, whose exit code or signal it then takes as its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+REAP_S = 10.0
+WATCHED = (signal.SIGTERM, signal.SIGCHLD)
+
+
+def end_with_stdin() -> None:
+    """Returns in the process that does the work, which finds an empty stdin. To be called before any thread
+    runs.
+    """
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    for one in WATCHED:
+        signal.signal(one, lambda *_: None)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    us = os.getpid()
+    work = os.fork()
+    if work:
+        _watch(work, wake, woken)
+    signal.set_wakeup_fd(-1)
+    for one in WATCHED:
+        signal.signal(one, signal.SIG_DFL)
+    # A guard that is killed outright takes at least the work with it.
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != us:
+        os._exit(1)
+    os.close(wake)
+    os.close(woken)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+
+def _watch(work: int, wake: int, woken: int) -> NoReturn:
+    # A process, because a thread would wait for ever on an agent that holds the interpreter's lock.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _close_others(0, wake, woken)
+    status: int | None = None
+    while status is None:
+        ready, _, _ = select.select([0, wake], [], [])
+        told = os.read(wake, 4096) if wake in ready else b""
+        status = _collect().get(work)
+        if status is None and (signal.SIGTERM in told or (0 in ready and not os.read(0, 4096))):
+            os.kill(work, signal.SIGKILL)
+            status = signal.SIGKILL
+    _end_all()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _collect() -> dict[int, int]:
+    """Children that have ended, with their statuses."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    return ended
+
+
+def _end_all() -> None:
+    """Each that is killed hands us its children, until there are none."""
+    patience = time.monotonic() + REAP_S
+    while time.monotonic() < patience:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.005)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _close_others(*keep: int) -> None:
+    """A descriptor kept open here would hide from others that the work has ended."""
+    low = 0
+    for kept in (*sorted(keep), os.sysconf("SC_OPEN_MAX")):
+        if low < kept:  # an empty range would be taken for all
+            os.closerange(low, kept)
+        low = kept + 1
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
