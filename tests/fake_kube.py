@@ -91,6 +91,8 @@ class FakeKube:
         for request in list(self._watches.values()):
             if request.transport is not None:
                 request.transport.abort()
+        self._watches.clear()
+        self.store.wake()
 
     @property
     def watches(self) -> int:
@@ -122,6 +124,7 @@ class FakeKube:
         self.requests.append((request.method, request.path, dict(request.query)))
         if self.down and request.transport is not None:
             request.transport.abort()
+            return web.Response()
         try:
             if request.headers.get("Authorization") != f"Bearer {TOKEN}":
                 raise Problem(401, "Unauthorized", "Unauthorized")
@@ -176,10 +179,14 @@ class FakeKube:
             raise Problem(403, "Forbidden", f'jobs.batch "{name}" is forbidden: exceeded quota: q, {limit}')
         if request.query.get("dryRun") == "All":
             return web.json_response(job, status=201)
+        made = self.make_job(job)
         self.bodies.append(job)
+        return web.json_response(made, status=201)
+
+    def make_job(self, job: Json) -> Json:
         made = self.store.create("jobs", job)
         self.nodes.spawn(self.nodes.job(dict(made)))
-        return web.json_response(made, status=201)
+        return made
 
     async def _job(self, request: web.Request) -> web.Response:
         self._allow("get", "jobs")
@@ -231,7 +238,7 @@ class FakeKube:
         await response.prepare(request)
         self._watches[id(request)] = request
         try:
-            while loop.time() < end:
+            while loop.time() < end and id(request) in self._watches:
                 # Taken together: what changes while we write comes in the next round.
                 changes, upto = self.store.after(at, kind, labels), self.store.version
                 for change in changes:
