@@ -28,7 +28,7 @@ class Groups:
     def __init__(self, homes: dict[str, Path], version: int) -> None:
         self._homes = homes
         self._version = version
-        self._name = f"{PREFIX}{os.getpid()}-{_born(os.getpid())}"
+        self._name = f"{PREFIX}{os.getpid()}-{born(os.getpid())}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -38,8 +38,8 @@ class Groups:
         """What makers left behind that are gone, with all that may still run in there."""
         for home in set(self._homes.values()):
             for left in home.glob(f"{PREFIX}*"):
-                pid, _, born = left.name.removeprefix(PREFIX).partition("-")
-                if pid.isdigit() and _born(int(pid)) != born:
+                pid, _, when = left.name.removeprefix(PREFIX).partition("-")
+                if pid.isdigit() and born(int(pid)) != when:
                     _clear(left)
 
     def make(self, name: str, limits: Limits) -> Group:
@@ -181,7 +181,7 @@ def _beneath(path: str, root: str) -> str:
     return path.removeprefix(root if root != "/" else "").lstrip("/")
 
 
-def _born(pid: int) -> str:
+def born(pid: int) -> str:
     """When a process was started, in the kernel's count; empty when there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

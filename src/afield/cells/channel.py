@@ -80,6 +80,10 @@ class Channel:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._loop.add_reader(sock.fileno(), self._read)
 
+    @property
+    def open(self) -> bool:
+        return self._open
+
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Takes over `fds`. Raises Unavailable when the other side is gone."""
         if not self._open:

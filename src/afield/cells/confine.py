@@ -11,6 +11,7 @@ import asyncio
 import importlib.machinery
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ class Walls(Struct, frozen=True):
 
 async def walls(program: Program, directory: Path) -> Walls:
     """Raises UsageError where there is no bubblewrap, or no such agent."""
-    return _walls(program, directory, await _python_path())
+    return _walls(program, directory, await asyncio.to_thread(_python_path))
 
 
 def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
@@ -162,14 +163,11 @@ def _own_folder(file: Path) -> Path:
     return folder
 
 
-async def _python_path() -> list[str]:
+def _python_path() -> list[str]:
     """Where modules are found, without the folder of whatever happens to run here."""
     say = "import json, sys; print(json.dumps(sys.path))"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-c", say, stdout=asyncio.subprocess.PIPE
-    )
-    out, _ = await process.communicate()
-    return _existing(json.loads(out))
+    run = subprocess.run([sys.executable, "-P", "-c", say], stdout=subprocess.PIPE, check=True)
+    return _existing(json.loads(run.stdout))
 
 
 def _existing(places: Iterable[str]) -> list[str]:

@@ -14,6 +14,7 @@ import os
 import shutil
 import socket
 import sys
+import traceback
 from asyncio.subprocess import Process
 from collections.abc import Coroutine
 from pathlib import Path
@@ -89,15 +90,13 @@ class Keeper:
         self._groups.sweep()
         ours, theirs = pair()
         command = [part.replace("{fd}", str(theirs.fileno())) for part in opening.command]
-        with Path(opening.log).open("ab") as log:
-            self._bubblewrap = await asyncio.create_subprocess_exec(
-                *command,
-                env=dict(opening.env),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-            )
+        # Its output goes where ours does: to the log of the nest.
+        self._bubblewrap = await asyncio.create_subprocess_exec(
+            *command,
+            env=dict(opening.env),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
         theirs.close()
         self._task(self._outlive(self._bubblewrap))
         with contextlib.suppress(OSError):
@@ -149,7 +148,7 @@ class Keeper:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            sys.stderr.write(f"keeper: {error!r}\n")
+            traceback.print_exception(error)
             self._done.set()
 
 

@@ -12,15 +12,17 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shutil
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from afield.cells.cell import Cell
 from afield.cells.channel import Channel, Received, pair
-from afield.cells.confine import environment, walls
+from afield.cells.confine import Walls, environment, walls
 from afield.cells.logs import Tail
 from afield.cells.program import PORT, Ended, Program
 from afield.cells.words import Address, Done, Gone, Kill, Open, Start, Started, Warm
@@ -58,51 +60,56 @@ class Nest:
         self._named: dict[int, tuple[str, Path]] = {}
         self._asked: dict[int, asyncio.Future[Done]] = {}
         self._channel: Channel | None = None
+        self._keeper: Process | None = None
+        self._warm: asyncio.Future[Warm] | None = None
         self.limited: frozenset[str] = frozenset()
 
     async def __aenter__(self) -> Self:
         """Until the warm parent takes cells. Raises UsageError with what keeps it from that."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        walled = await walls(self._program, self._directory)
-        self._warm: asyncio.Future[Warm] = asyncio.get_running_loop().create_future()
-        ours, theirs = pair()
-        with self._log.open("ab") as log:
-            self._keeper = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "afield.cells.keeper",
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        theirs.close()
-        self._channel = Channel(ours, self._told, self._lost)
-        opening = Open(
-            program=self._program,
-            command=walled.command,
-            mounted=walled.mounted,
-            env=environment(self._program),
-            directory=str(self._directory),
-            log=str(self._log),
-            timeout_s=self._timeout_s,
-        )
+        self._warm = asyncio.get_running_loop().create_future()
         try:
-            self._channel.send(opening)
-            await self._warmed()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            await self._open(await walls(self._program, self._directory))
+            await self._warmed(self._warm)
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
-    async def _warmed(self) -> None:
+    async def _open(self, walled: Walls) -> None:
+        ours, theirs = pair()
+        try:
+            with self._log.open("ab") as log:
+                self._keeper = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "afield.cells.keeper", str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours, self._told, self._lost)
+        self._channel.send(
+            Open(
+                program=self._program,
+                command=walled.command,
+                mounted=walled.mounted,
+                env=environment(self._program),
+                directory=str(self._directory),
+                timeout_s=self._timeout_s,
+            )
+        )
+
+    async def _warmed(self, warmed: asyncio.Future[Warm]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                warm = await self._warm
+                warm = await warmed
         except TimeoutError:
             said = f"{self._program.name} was not imported within {self._timeout_s:g} s"
             raise UsageError(f"{said}; its log ends: {Tail(str(self._log))}") from None
@@ -125,18 +132,31 @@ class Nest:
             )
         return f"{problem}; its log ends: {said}" if said else problem
 
+    @property
+    def alive(self) -> bool:
+        return self._channel is not None and self._channel.open
+
     async def __aexit__(self, *exc: object) -> None:
         if self._channel is not None:
             self._channel.close()
         try:
+            if self._keeper is not None:
+                await self._bid_farewell(self._keeper)
+        finally:
+            self._lost()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            if self._log.exists() and self._log.stat().st_size == 0:
+                self._log.unlink()
+
+    async def _bid_farewell(self, keeper: Process) -> None:
+        """It goes when its channel is closed, and takes all cells with it; it cleans up before it does."""
+        try:
             async with asyncio.timeout(CLOSE_S):
-                await self._keeper.wait()
-        except TimeoutError:
-            self._keeper.kill()
-            await self._keeper.wait()
-        self._lost()
-        if self._log.exists() and self._log.stat().st_size == 0:
-            self._log.unlink()
+                await keeper.wait()
+        except BaseException:
+            keeper.kill()
+            await keeper.wait()
+            raise
 
     async def start(
         self,
@@ -214,7 +234,7 @@ class Nest:
     def _told(self, received: Received) -> None:
         match received.message:
             case Warm() as warm:
-                if not self._warm.done():
+                if self._warm is not None and not self._warm.done():
                     self._warm.set_result(warm)
             case Started() as started:
                 self._risen(started)
@@ -257,7 +277,7 @@ class Nest:
 
     def _lost(self) -> None:
         """The keeper is gone, and all cells with it."""
-        if not self._warm.done():
+        if self._warm is not None and not self._warm.done():
             self._warm.set_result(Warm(problem="the keeper of the nest ended"))
         for number, future in self._starting.items():
             if not future.done():

@@ -1,4 +1,4 @@
-"""An agent on the `/invocations` contract in a cell: loaded beforehand, served on a socket that listens already.
+"""An agent on the `/invocations` contract in a cell: loaded beforehand, served on a socket that listens.
 
 With `once` the cell's program ends when its first rollout has ended and every request was answered.
 """

@@ -31,7 +31,6 @@ class Open(Struct, frozen=True, kw_only=True, tag=True):
     mounted: tuple[str, ...]
     env: Mapping[str, str]
     directory: str
-    log: str
     timeout_s: float
 
 

@@ -1,0 +1,315 @@
+"""Agents in sandboxes of this machine: a fresh cell for each attempt, forked from a warm parent.
+
+An agent reaches the gateway, and what `allow` names, and nothing else; it sees its own folder, and cannot
+write to it. Its outcome goes to the gateway: a directory cannot be reached from in there. A cell ends with
+its rollout, with all the agent started. Nothing outlives the runtime, not even after SIGKILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from afield import wire
+from afield.cells import cgroups, directories
+from afield.cells.cell import Cell
+from afield.cells.nest import Nest
+from afield.cells.program import Ended, Program
+from afield.cells.sandbox import address
+from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, UsageError, WireError
+from afield.options import SandboxOptions
+from afield.runtimes import contract
+from afield.runtimes.attempts import Attempts, broken
+from afield.seams.runtime import Capabilities, Exit, Limit, Live
+from afield.types import Attempt, Reason
+from afield.wire import Invocation
+
+# How long after its connection broke a dead cell is noticed at the latest.
+NOTICE_S = 5.0
+STOP_S = 10.0
+LOG_BYTES = 256 * 1024
+PORTS = {"http": 80, "https": 443}
+T = TypeVar("T")
+
+
+class SandboxRuntime:
+    """`target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`.
+
+    Each attempt's log is `log_dir/SESSION_ID.log`. What lies in `log_dir`, and beside it within the agent's
+    folder, is hidden from the agent.
+    """
+
+    def __init__(
+        self, target: str, options: SandboxOptions, *, log_dir: Path, start_timeout_s: float = 60.0
+    ) -> None:
+        self._target = target
+        self._options = options
+        self._allow = tuple(address(text) for text in options.allow)
+        self._log_dir = log_dir.absolute()
+        self._timeout_s = start_timeout_s
+        self._attempts = Attempts()
+        self._cells: dict[str, Cell] = {}
+        self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
+        self._opening: asyncio.Task[Nest | UsageError] | None = None
+        self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        limits = self._options.limits
+        kinds = cgroups.found().kinds
+        enforced: dict[Limit, bool] = {
+            "cpu": limits.cpus is not None and "cpu" in kinds,
+            # Without control groups the address space of each process is limited in its place.
+            "memory": limits.memory_mb is not None,
+            # The kernel does not count root's processes but in a control group.
+            "pids": limits.pids is not None and ("pids" in kinds or os.geteuid() != 0),
+            "disk": limits.disk_mb is not None,
+            "network": True,
+        }
+        named: list[Limit] = [kind for kind, is_so in enforced.items() if is_so]
+        return Capabilities(isolation="sandbox", limits=frozenset(named), exec=True)
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
+        self._group = await asyncio.TaskGroup().__aenter__()
+        self._opening = self._task(self._open())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._group is None:
+            return
+        try:
+            for task in self._launches.values():
+                task.cancel()
+            for session_id in self._attempts:
+                said = f"{session_id}: the runtime was closed"
+                self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
+            if self._opening is not None:
+                await self._close(self._opening)
+            await self._group.__aexit__(None, None, None)
+        finally:
+            self._group = self._opening = None
+
+    # --- the verbs -------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """Until the agent is imported in its sandbox; what stops it is in the error."""
+        nest = await asyncio.shield(self._opened())
+        if isinstance(nest, UsageError):
+            raise UsageError(str(nest))
+
+    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        if self._group is None:
+            raise RuntimeError("launch is called inside 'async with runtime'")
+        session_id = attempt.session_id
+        if self._attempts.begin(session_id):
+            self._launches[session_id] = self._task(self._launch(attempt, payload))
+            self._launches[session_id].add_done_callback(lambda _: self._launches.pop(session_id, None))
+        if task := self._launches.get(session_id):
+            # Shielded: a caller that gives up can still stop what it launched.
+            failure = await asyncio.shield(task)
+            if failure is not None:
+                raise failure
+
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        """Cells end with the process that started them: only this one's own run here."""
+        return self._attempts.running(attempt.session_id)
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        return await self._attempts.exit(attempt.session_id)
+
+    async def stop(self, attempt: Attempt) -> None:
+        session_id = attempt.session_id
+        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        if cell := self._cells.get(session_id):
+            cell.kill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await cell.ended()
+
+    async def status(self, attempt: Attempt) -> Live:
+        return self._live(attempt.session_id)
+
+    async def list(self) -> list[Live]:
+        return [self._live(session_id) for session_id in self._attempts]
+
+    async def logs(self, attempt: Attempt) -> str:
+        try:
+            with (self._log_dir / f"{attempt.session_id}.log").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+                return file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+
+    # --- the nest --------------------------------------------------------------------------------
+
+    async def _open(self) -> Nest | UsageError:
+        """An error is a value here: whoever asks is told, and a later launch tries again."""
+        options = self._options
+        try:
+            target, hidden = located(self._target, self._log_dir)
+            program = Program(target=target, env=options.env, mounts=options.mounts, hidden=hidden, once=True)
+            nest = Nest(
+                program,
+                options.limits,
+                directory=directories.fresh(),
+                log_dir=self._log_dir,
+                start_timeout_s=self._timeout_s,
+            )
+            return await nest.__aenter__()
+        except UsageError as error:
+            return UsageError(f"the agent {self._target} cannot be started: {error}")
+
+    def _opened(self) -> asyncio.Task[Nest | UsageError]:
+        """One that works or is on its way; a new one in place of one that died."""
+        if self._opening is None:
+            raise RuntimeError("a runtime is used inside 'async with'")
+        if self._opening.done():
+            nest = self._opening.result()
+            if isinstance(nest, Nest) and not nest.alive:
+                self._opening = self._task(self._reopen(nest))
+        return self._opening
+
+    async def _reopen(self, nest: Nest) -> Nest | UsageError:
+        await nest.__aexit__()
+        return await self._open()
+
+    async def _close(self, opening: asyncio.Task[Nest | UsageError]) -> None:
+        if not opening.done():
+            opening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            if isinstance(nest := await opening, Nest):
+                await nest.__aexit__()
+
+    # --- launching -------------------------------------------------------------------------------
+
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> RolloutFailure | None:
+        session_id = attempt.session_id
+        try:
+            reachable = self._reachable(_invocation(attempt, payload))
+            cell = await self._started(session_id, reachable)
+            await self._post(cell, attempt, payload)
+        except RolloutFailure as failure:
+            self._attempts.settle(session_id, Exit(failure.failure))
+            if cell := self._cells.get(session_id):
+                cell.kill()
+            return failure
+        return None
+
+    def _reachable(self, invocation: Invocation) -> list[tuple[str, int]]:
+        urls = [invocation.base_url]
+        if invocation.outcome_url is not None:
+            if invocation.outcome_url.startswith("file:"):
+                said = f"the outcome of {invocation.session_id} goes to {invocation.outcome_url}"
+                raise TaskFailure(f'{said}, which no sandbox reaches: set deliver = "gateway"', Reason.LAUNCH)
+            urls.append(invocation.outcome_url)
+        elif not self._allow:
+            said = f"the outcome of {invocation.session_id} goes to the bucket {invocation.s3_bucket}"
+            raise TaskFailure(
+                f'{said}, which this sandbox does not reach: set deliver = "gateway", or allow its address',
+                Reason.LAUNCH,
+            )
+        return [*map(_address_of, urls), *self._allow]
+
+    async def _started(self, session_id: str, reachable: list[tuple[str, int]]) -> Cell:
+        nest = await asyncio.shield(self._opened())
+        if isinstance(nest, UsageError):
+            raise InfrastructureFailure(str(nest), Reason.LAUNCH)
+        self._check_wanted(session_id)
+        try:
+            cell = await nest.start(session_id, allow=reachable)
+        except UsageError as error:
+            raise TaskFailure(str(error), Reason.LAUNCH) from error
+        self._cells[session_id] = cell
+        self._task(self._outlive(session_id, cell))
+        self._check_wanted(session_id)
+        return cell
+
+    def _check_wanted(self, session_id: str) -> None:
+        if not self._attempts.running(session_id):
+            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
+
+    async def _post(self, cell: Cell, attempt: Attempt, payload: dict[str, Any]) -> None:
+        try:
+            connector = aiohttp.UnixConnector(path=str(cell.socket), force_close=True)
+            async with aiohttp.ClientSession(connector=connector) as http:
+                await contract.post(http, "http://cell", attempt, payload)
+        except Throttled as error:
+            raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
+        except (aiohttp.ClientError, OSError) as error:
+            said = f"the sandbox of {attempt.session_id} did not take its payload"
+            try:
+                async with asyncio.timeout(NOTICE_S):
+                    ended = await cell.ended()
+            except TimeoutError:
+                raise InfrastructureFailure(f"{said}: {error!r}; {_tail(cell)}", Reason.LAUNCH) from error
+            raise InfrastructureFailure(f"{said}: it died with {_last(ended)}", Reason.DIED) from error
+
+    async def _outlive(self, session_id: str, cell: Cell) -> None:
+        ended = await cell.ended()
+        if ended.clean and not ended.oom:
+            end = Exit(log=ended.said)
+        else:
+            said = f"the sandbox of {session_id} (pid {cell.pid}) died with {_last(ended)}"
+            end = broken(said, Reason.DIED, ended.said)
+        # One that is still being launched is settled by its launch, which says more.
+        if task := self._launches.get(session_id):
+            await asyncio.wait([task])
+        self._attempts.settle(session_id, end)
+        self._cells.pop(session_id, None)
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _live(self, session_id: str) -> Live:
+        cell = self._cells.get(session_id)
+        return self._attempts.live(session_id, f"pid {cell.pid}" if cell else "", starting=cell is None)
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        if self._group is None:
+            raise RuntimeError("a runtime is used inside 'async with'")
+        return self._group.create_task(work)
+
+
+def located(target: str, log_dir: Path) -> tuple[str, tuple[str, ...]]:
+    """The target wherever it is read from; and what of its folder stays hidden."""
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return target, (str(log_dir),)
+    file = Path(place).resolve()
+    hidden = log_dir.resolve()
+    if hidden.is_relative_to(file.parent) and hidden != file.parent:
+        # All runs, not only this one: they lie beside each other.
+        hidden = file.parent / hidden.relative_to(file.parent).parts[0]
+    return f"{file}:{name}", (str(hidden),)
+
+
+def _invocation(attempt: Attempt, payload: dict[str, Any]) -> Invocation:
+    try:
+        return wire.read_payload(payload)
+    except WireError as error:
+        raise TaskFailure(
+            f"the payload of {attempt.session_id} is no rollout: {error}", Reason.LAUNCH
+        ) from error
+
+
+def _address_of(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or PORTS[parts.scheme]
+
+
+def _last(ended: Ended) -> str:
+    return f"{ended}; its log ends: {ended.said or '(empty)'}"
+
+
+def _tail(cell: Cell) -> str:
+    return f"its log is {cell.log}"
