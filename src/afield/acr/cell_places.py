@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ class CellPlaces:
 
     async def _keep(self, image: Image, opening: asyncio.Future[Nest]) -> None:
         program = Program(target=image.target, script=image.script, argv=image.argv, mounts=self._mounts)
-        directory = Path(tempfile.gettempdir()) / f"afield-acr-{os.getpid()}-{len(self._nests)}"
+        directory = Path(tempfile.mkdtemp(prefix=f"afield-acr-{os.getpid()}-"))
         try:
             async with Nest(program, self._limits, directory=directory, log_dir=self._logs) as nest:
                 opening.set_result(nest)
@@ -66,6 +67,8 @@ class CellPlaces:
             if opening.done():
                 raise
             opening.set_exception(Broken(f"{image} cannot be started: {error}"))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
     async def start(self, image: Image, name: str, env: Mapping[str, str]) -> CellPlace:
         nest = await self._nest(image)

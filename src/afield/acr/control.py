@@ -7,6 +7,8 @@ changed. What it holds is forgotten when the server ends.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,14 @@ class Account(Struct, frozen=True, kw_only=True):
     account: str = "123456789012"
     ready_s: float = 0.0
     code_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ready_s < math.inf:
+            raise ValueError(f"ready_s = {self.ready_s:g} must not be negative, and finite")
+        if not re.match(r"^[0-9]{12}$", self.account):
+            raise ValueError(f"account {self.account!r} must have 12 digits")
+        if not re.match(r"^[a-z0-9-]+$", self.region):
+            raise ValueError(f"region {self.region!r} must be like us-west-2")
 
     @property
     def arn(self) -> str:

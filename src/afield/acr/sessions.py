@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 import time
 from collections.abc import Generator, Mapping
@@ -41,6 +42,12 @@ class Pace(Struct, frozen=True, kw_only=True):
     hurry: float = 1.0
     answer_s: float = 900.0
     stream_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value, least = getattr(self, name), 0.0 if name == "cold_start_s" else 1e-3
+            if not least <= value < math.inf:
+                raise ValueError(f"{name} = {value:g} must be at least {least:g}, and finite")
 
 
 class Wanted(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,188 @@
+"""`afield acr` as a user starts it, with sandboxes and without, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import anyio
+import pytest
+
+from acr_places import PROGRAM, Caller, acr, gone, session_id
+from processes import afield, children, command
+
+pytestmark = pytest.mark.anyio
+BWRAP = shutil.which("bwrap") is not None
+needs_bwrap = pytest.mark.skipif(not BWRAP and not os.environ.get("CI"), reason="bubblewrap is not installed")
+both = pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=needs_bwrap)])
+
+
+@contextmanager
+def started(cwd: Path, *args: object) -> Generator[tuple[subprocess.Popen[str], Caller]]:
+    words = command("acr", "--json", "--port", 0, "--image", f"math={PROGRAM}", "--ready-s", 0, *args)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise AssertionError(process.communicate()[1])
+        yield process, Caller(json.loads(line)["url"])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@both
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "stdin"])
+async def test_nothing_is_left_behind_however_it_ends(tmp_path: Path, isolation: str, how: str) -> None:
+    with started(tmp_path, "--isolation", isolation, "--exit-with-parent") as (process, caller):
+        assert await caller.ready() == "READY"
+        for _ in range(3):
+            session = session_id()
+            await caller.invoke({"do": "child"}, session)
+        below = children(process.pid)
+        assert len(below) >= 3
+        if how == "stdin":
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdin = None
+        else:
+            process.send_signal(getattr(signal, how))
+        await gone(process.pid, *below)
+        assert [path for path in sorted((tmp_path / "acr-logs").iterdir()) if session in path.name]
+        with anyio.fail_after(10):
+            while list(Path(tempfile.gettempdir()).glob(f"afield-acr-{process.pid}-*")):  # noqa: ASYNC240
+                await anyio.sleep(0.05)
+
+
+@contextmanager
+def some_server() -> Generator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"reached")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@needs_bwrap
+async def test_a_sandboxed_program_reaches_what_is_allowed_and_nothing_else() -> None:
+    with some_server() as open_port, some_server() as closed_port:
+        async with acr(isolation="sandbox", allow=(("127.0.0.1", open_port),)) as caller:
+            assert await caller.ready() == "READY"
+            reached = await caller.invoke({"do": "reach", "url": f"http://127.0.0.1:{open_port}/"})
+            assert reached == {"status": 200, "body": "reached"}
+            refused = await caller.invoke({"do": "reach", "url": f"http://127.0.0.1:{closed_port}/"})
+            assert "refused" in refused["error"]
+            assert "error" in await caller.invoke({"do": "reach", "url": f"{caller.url}/_acr/stats"})
+
+
+@needs_bwrap
+async def test_sandboxed_sessions_behave_as_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET_OF_THE_SERVER", "hush")
+    async with acr(isolation="sandbox") as caller:
+        assert await caller.ready(environmentVariables={"FLAVOUR": "plum"}) == "READY"
+        session = session_id()
+        assert (await caller.invoke({}, session))["count"] == 1
+        assert (await caller.invoke({}, session))["count"] == 2
+        assert (await caller.invoke({}))["count"] == 1
+        env = await caller.invoke({"do": "env"}, session)
+        assert env["FLAVOUR"] == "plum"
+        assert "A_SECRET_OF_THE_SERVER" not in env
+        streamed = await caller.raw({"do": "stream", "n": 2}, session)
+        assert streamed["body"] == b'data: {"n": 0}\n\ndata: {"n": 1}\n\n'
+        with pytest.raises(caller.data.exceptions.RuntimeClientError, match=session):
+            await caller.invoke({"do": "die"}, session)
+        assert (await caller.invoke({}, session))["count"] == 1
+        await caller.stop(session)
+        with pytest.raises(caller.data.exceptions.ResourceNotFoundException):
+            await caller.stop(session)
+
+
+@needs_bwrap
+async def test_a_command_runs_inside_the_sandbox_of_its_session() -> None:
+    async with acr(isolation="sandbox") as caller:
+        await caller.ready()
+        session = session_id()
+        pid = (await caller.invoke({}, session))["pid"]
+        look = f"kill -0 {pid} && echo same; ls {Path(__file__).parent.parent / 'docs'} >&2"
+        answer = await caller.call(
+            caller.data.invoke_agent_runtime_command,
+            agentRuntimeArn=caller.arn,
+            runtimeSessionId=session,
+            body={"command": look, "timeout": 30},
+        )
+        events = [event["chunk"] for event in await caller.call(lambda: list(answer["stream"]))]
+        assert events[1] == {"contentDelta": {"stdout": "same\n"}}
+        assert "No such file" in events[2]["contentDelta"]["stderr"]
+        assert events[-1]["contentStop"]["exitCode"] != 0
+
+
+@needs_bwrap
+async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: Path) -> None:
+    from afield.acr.images import Image
+
+    target = tmp_path / "agent.py"
+    target.write_text("import nothing_of_that_name\n")
+    async with acr(isolation="sandbox", images={"math": Image(target=f"{target}:agent")}) as caller:
+        assert await caller.ready() == "CREATE_FAILED"
+        runtime = caller.arn.rpartition("/")[2]
+        got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
+        assert "nothing_of_that_name" in got["failureReason"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "give --image"),
+        (("--image", "math=nowhere.py"), "there is no file nowhere.py"),
+        (("--image", f"math={PROGRAM}", "--fault", "typo=1"), "--fault 'typo=1'"),
+        (("--image", f"math={PROGRAM}", "--allow", "8400"), "--allow '8400'"),
+        (("--image", f"math={PROGRAM}", "--starts-per-s", "0"), "start_rate = 0.0"),
+        (("--image", f"math={PROGRAM}", "--hurry", "0"), "hurry = 0"),
+        (("--image", f"math={PROGRAM}", "--account", "me"), "account 'me'"),
+        (("--code-root", "nowhere"), "--code-root nowhere"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_starts(
+    tmp_path: Path, args: tuple[str, ...], said: str
+) -> None:
+    code, _, err = afield(tmp_path, "acr", *args)
+    assert (code, said in err) == (2, True), err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_without_bubblewrap_it_says_how_to_get_it_and_what_else_there_is(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        command("acr", "--image", f"math={PROGRAM}"),
+        env={**os.environ, "PATH": str(Path(sys.executable).parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert "apt-get install bubblewrap" in ran.stderr
+    assert "--isolation none" in ran.stderr
