@@ -1,0 +1,138 @@
+"""What is wrong with a cluster, or with what is asked of it, is said before the first rollout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afield.errors import UsageError
+from afield.options import KubernetesOptions
+from afield.runtimes.kube import KubernetesRuntime
+from fake_kube import FakeKube
+from kubes import asked, fake_kube, jobs, runtime_on
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def kube(tmp_path: Path) -> AsyncIterator[FakeKube]:
+    async with fake_kube(tmp_path / "kube") as kube:
+        yield kube
+
+
+async def refused(runtime: KubernetesRuntime) -> str:
+    async with runtime:
+        with pytest.raises(UsageError) as caught:
+            await runtime.check()
+    return str(caught.value)
+
+
+async def test_a_cluster_that_will_do_passes_and_nothing_is_made(kube: FakeKube) -> None:
+    kube.named = {"serviceaccounts": {"agents"}, "secrets": {"tools", "pull"}, "runtimeclasses": {"gvisor"}}
+    more = {"service_account": "agents", "secret": "tools", "pull_secret": "pull", "runtime_class": "gvisor"}
+    async with runtime_on(kube, **more) as runtime:
+        await runtime.check()
+    assert asked(kube, "POST", "/jobs", dryRun="All") == 1
+    assert jobs(kube) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"image": ""}, "no image"),
+        ({"service_account": "nobody"}, "no service account 'nobody' in namespace 'agents'"),
+        ({"secret": "nothing"}, "no secret 'nothing'"),
+        ({"pull_secret": "closed"}, "no pull secret 'closed'"),
+        ({"runtime_class": "gvisor"}, "no runtime class 'gvisor'"),
+        ({"labels": {"team": "not a label!"}}, "'not a label!'"),
+    ],
+)
+async def test_what_is_missing_is_named(kube: FakeKube, more: dict[str, Any], said: str) -> None:
+    assert said in await refused(runtime_on(kube, **more))
+
+
+async def test_a_namespace_that_is_not_there_is_named(kube: FakeKube, tmp_path: Path) -> None:
+    options = KubernetesOptions(image="a:1", namespace="nowhere", kubeconfig=str(kube.kubeconfig))
+    assert "no namespace 'nowhere'" in await refused(KubernetesRuntime(options, name="r", log_dir=tmp_path))
+
+
+async def test_what_we_may_not_do_is_listed_with_the_remedy(kube: FakeKube) -> None:
+    kube.denied = {("create", "jobs"), ("create", "pods/proxy"), ("watch", "pods")}
+    said = await refused(runtime_on(kube))
+    for one in ("create jobs", "create pods/proxy", "watch pods", "docs/kubernetes.md"):
+        assert one in said
+    assert "delete jobs" not in said
+
+
+async def test_what_we_may_not_look_at_is_not_judged(kube: FakeKube) -> None:
+    kube.denied = {("get", "secrets"), ("get", "serviceaccounts")}
+    async with runtime_on(kube, secret="hidden", service_account="hidden") as runtime:
+        await runtime.check()
+
+
+async def test_a_full_quota_is_no_mistake(kube: FakeKube) -> None:
+    kube.quota_jobs = 0
+    async with runtime_on(kube) as runtime:
+        await runtime.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be used"),
+        ("", "cannot be used"),
+        ("not: [yaml", "cannot be used"),
+        ("just words", "cannot be used"),
+        ("{}", "cannot be used"),
+    ],
+)
+async def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "no-config"
+    if text is not None:
+        path.write_text(text)
+    options = KubernetesOptions(image="a:1", kubeconfig=str(path))
+    told = await refused(KubernetesRuntime(options, name="r", log_dir=tmp_path))
+    assert said in told and str(path) in told
+
+
+async def test_a_context_that_is_not_there_is_named(kube: FakeKube) -> None:
+    assert "'elsewhere'" in await refused(runtime_on(kube, context="elsewhere"))
+
+
+async def test_a_token_that_is_not_known_is_told(kube: FakeKube) -> None:
+    config = json.loads(kube.kubeconfig.read_text())
+    config["users"][0]["user"]["token"] = "stale"
+    kube.kubeconfig.write_text(json.dumps(config))
+    assert "log in again" in await refused(runtime_on(kube))
+
+
+async def test_a_server_that_is_not_there_is_told(kube: FakeKube) -> None:
+    config = json.loads(kube.kubeconfig.read_text())
+    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
+    kube.kubeconfig.write_text(json.dumps(config))
+    assert "http://127.0.0.1:9 does not answer" in await refused(runtime_on(kube))
+
+
+async def test_a_token_is_read_again_when_it_has_changed(
+    kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As clusters rotate them under a process that runs for days."""
+    config = json.loads(kube.kubeconfig.read_text())
+    token = tmp_path / "token"
+    token.write_text("stale")
+    config["users"][0]["user"] = {"tokenFile": str(token)}
+    kube.kubeconfig.write_text(json.dumps(config))
+    monkeypatch.setattr("afield.runtimes.kube_api.TOKEN_S", 0.0)
+    async with runtime_on(kube) as runtime:
+        token.write_text("not-a-secret")
+        await runtime.check()
+
+
+@pytest.mark.parametrize(("name", "value"), [("port", 0), ("ttl_s", -1), ("deadline_s", 0)])
+def test_numbers_that_make_no_sense_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        KubernetesOptions(**{name: value})
