@@ -119,6 +119,11 @@ def runtime_session_id(session_id: str) -> str:
     return f"afield-{hashlib.sha256(session_id.encode()).hexdigest()}"
 
 
+def is_runtime_session_id(name: str) -> bool:
+    digest = name.removeprefix("afield-")
+    return digest != name and len(digest) == 64 and not digest.strip("0123456789abcdef")
+
+
 def read_key(key: str) -> tuple[str, str, str] | None:
     """(exp_id, the part between, session_id) of an object's key; None for a key of another make."""
     exp_id, slash, rest = key.partition("/")

@@ -22,14 +22,20 @@ def commit_key(waiting: Waiting) -> str:
 
 
 def result_keys(store: Store, waiting: Waiting) -> list[str]:
-    """Where a result may lie that has no commit: as afield names it, and with the task's id as it is."""
-    exp_id, task_id = waiting.rollout.exp_id, waiting.rollout.task.id
-    ours = wire.data_key(exp_id, task_id, waiting.attempt.session_id)
-    plain = f"{exp_id}/{task_id}/{waiting.attempt.session_id}.json"
+    """Where a result may lie that has no commit: as afield names it; where strangers write, also with the
+    task's id as it is, and with the name that AgentCore knows the session by.
+    """
+    exp_id, task_id, session_id = waiting.rollout.exp_id, waiting.rollout.task.id, waiting.attempt.session_id
+    ours = wire.data_key(exp_id, task_id, session_id)
+    if not store.foreign:
+        return [ours]
+    folders, names = [ours.rpartition("/")[0]], [session_id, wire.runtime_session_id(session_id)]
     parts = task_id.split("/")
     # S3 itself takes almost any key; others refuse to be asked for these.
-    odd = not {"", ".", ".."}.isdisjoint(parts) or parts[0] in wire.OWN_PARTS or len(plain.encode()) > MAX_KEY
-    return [ours, plain] if store.foreign and plain != ours and not odd else [ours]
+    if {"", ".", ".."}.isdisjoint(parts) and parts[0] not in wire.OWN_PARTS:
+        folders.append(f"{exp_id}/{task_id}")
+    keys = dict.fromkeys(f"{folder}/{name}.json" for folder in folders for name in names)
+    return [key for key in keys if len(key.encode()) <= MAX_KEY]
 
 
 def decision(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
@@ -58,11 +64,22 @@ def decidable(store: Store, waiting: Waiting) -> bool:
 def late(store: Store, exp_id: str) -> list[Attempt]:
     prefix = f"{exp_id}/" if store.foreign else f"{exp_id}/{wire.LATE}/"
     under: dict[str, set[str]] = {}
-    for key in filter(None, map(wire.read_key, store.list(prefix))):
-        _, part, session_id = key
-        under.setdefault(part if part in wire.OWN_PARTS else "results", set()).add(session_id)
-    unwanted = under.get(wire.FENCED, set()) & under.get("results", set())
+    for key in filter(None, map(_parts, store.list(prefix))):
+        part, name = key
+        under.setdefault(part if part in wire.OWN_PARTS else "results", set()).add(name)
+    results = under.get("results", set())
+    fenced = under.get(wire.FENCED, set())
+    unwanted = {one for one in fenced if not results.isdisjoint((one, wire.runtime_session_id(one)))}
     return [Attempt.from_session_id(one) for one in sorted(under.get(wire.LATE, set()) | unwanted)]
+
+
+def _parts(key: str) -> tuple[str, str] | None:
+    """The part between, and the session's name, which may be AgentCore's."""
+    if read := wire.read_key(key):
+        return read[1], read[2]
+    folder, _, file = key.rpartition("/")
+    name = file.removesuffix(".json")
+    return ("", name) if wire.is_runtime_session_id(name) and folder else None
 
 
 def _adopt(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
