@@ -39,6 +39,7 @@ PODMAN = "on Debian: apt-get install podman runc netavark aardvark-dns catatonit
 class Podman(Struct, frozen=True):
     socket: str
     image: str
+    server: Server | None = None
 
     def options(self, target: str = "acting.py:act", **changes: Any) -> ContainerOptions:
         """For an agent of tests/agents, with afield from this working tree."""
@@ -56,6 +57,13 @@ class Podman(Struct, frozen=True):
 
     def api(self) -> APIClient:
         return APIClient(self.socket, version="auto", timeout=60)
+
+    def restart(self) -> None:
+        """The engine alone, as by an update of it; containers live on."""
+        assert self.server is not None
+        self.server.stop()
+        Path(self.socket.removeprefix("unix://")).unlink(missing_ok=True)
+        self.server.start(lambda: _answers(self.socket))
 
     def remove_all(self, run: str) -> None:
         """What is left of runs whose name begins so."""
@@ -90,7 +98,7 @@ def podman(folder: Path) -> Iterator[Podman]:
         with (home / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             image = _image(home, socket)
-        yield Podman(socket, image)
+        yield Podman(socket, image, server)
     finally:
         server.stop()
 

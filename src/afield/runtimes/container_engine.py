@@ -28,6 +28,8 @@ THREADS = 16
 CALL_S = 60
 PULL_S = 1800.0
 TAIL_LINES = 40
+# AgentCore's library serves others only where it sees that it is in a container; Podman does not show it.
+IN_CONTAINER = {"DOCKER_CONTAINER": "1"}
 T = TypeVar("T")
 
 
@@ -100,7 +102,7 @@ class Engine:
             ports = {"port_bindings": {options.port: (publish,)}} if serve else {}
             made = api.create_container(
                 options.image,
-                environment=dict(options.env),
+                environment={**IN_CONTAINER, **options.env},
                 user=options.user or None,
                 labels=dict(labels),
                 name=name,
@@ -206,6 +208,9 @@ class Engine:
 
         given = {"base_url": self._options.socket} if self._options.socket else kwargs_from_env()
         self.where = given.get("base_url") or _usual()
+        if self.where.startswith("unix://"):
+            # Tried apart: the library wraps the reason in others, and leaves its socket open.
+            _knock(self.where.removeprefix("unix://"))
         api = APIClient(
             **{**given, "base_url": self.where}, version="auto", timeout=CALL_S, max_pool_size=THREADS
         )
@@ -236,10 +241,14 @@ def _usual() -> str:
 
 
 def _listens(path: str) -> bool:
+    try:
+        _knock(path)
+    except OSError:
+        return False
+    return True
+
+
+def _knock(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as one:
-        one.settimeout(1.0)
-        try:
-            one.connect(path)
-        except OSError:
-            return False
-        return True
+        one.settimeout(CALL_S)
+        one.connect(path)

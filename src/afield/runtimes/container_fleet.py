@@ -69,7 +69,8 @@ class Fleet:
                 raise InfrastructureFailure(f"container {name} is gone: somebody removed it", Reason.DIED)
             if phase_of(found["State"]["Status"]) is Phase.ENDED:
                 tail = await self._engine.logs(name)
-                said = f"container {name} {death_of(found['State'], self._options.limits)}"
+                what = " ".join((self._options.image, *self._options.command))
+                said = f"container {name} ({what}) {death_of(found['State'], self._options.limits)}"
                 raise InfrastructureFailure(f"{said}; its log ends: {tail}", Reason.DIED)
             if asyncio.get_running_loop().time() >= end:
                 return found

@@ -128,7 +128,10 @@ def death_of(state: Mapping[str, Any], limits: Limits) -> str:
         return f"ran out of memory{bound}, exit code {code}"
     error = f": {state['Error']}" if state.get("Error") else ""
     if code > 128:
-        return f"ended with exit code {code} (signal {code - 128}, {_signal(code - 128)}){error}"
+        # Not every engine tells that it was memory.
+        bounded = code == 137 and limits.memory_mb is not None
+        hint = f"; too much memory ends so, at {limits.memory_mb} MB here" if bounded else ""
+        return f"ended with exit code {code} (signal {code - 128}, {_signal(code - 128)}{hint}){error}"
     return f"ended with exit code {code}{error}"
 
 
