@@ -9,8 +9,10 @@ their pods, and nothing of storage, networks or other controllers.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeKube:
-    def __init__(self, folder: Path) -> None:
+    """`tls` is a certificate that signed itself, and its key, in PEM files."""
+
+    def __init__(self, folder: Path, tls: tuple[Path, Path] | None = None) -> None:
+        self.tls = tls
         self.store = Store()
         self.nodes = Nodes(self.store, folder)
         self.folder = folder
@@ -76,8 +81,9 @@ class FakeKube:
         await runner.setup()
         self._http = aiohttp.ClientSession()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=self._secured()).start()
+            scheme = "https" if self.tls else "http"
+            self.url = f"{scheme}://127.0.0.1:{runner.addresses[0][1]}"
             self.kubeconfig.write_text(json.dumps(self._config()))
             yield self
         finally:
@@ -106,13 +112,23 @@ class FakeKube:
         ]
         return pod
 
+    def _secured(self) -> ssl.SSLContext | None:
+        if self.tls is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*self.tls)
+        return context
+
     def _config(self) -> Json:
         context = {"cluster": "fake", "user": "tester"}
+        trusted: Json = {}
+        if self.tls is not None:
+            trusted["certificate-authority-data"] = base64.b64encode(self.tls[0].read_bytes()).decode()
         return {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "fake",
-            "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
+            "clusters": [{"name": "fake", "cluster": {"server": self.url, **trusted}}],
             "users": [{"name": "tester", "user": {"token": TOKEN}}],
             "contexts": [{"name": "fake", "context": context}],
         }

@@ -21,13 +21,13 @@ from fake_kube_nodes import isolation
 
 
 @contextlib.asynccontextmanager
-async def fake_kube(folder: Path) -> AsyncIterator[FakeKube]:
+async def fake_kube(folder: Path, tls: tuple[Path, Path] | None = None) -> AsyncIterator[FakeKube]:
     """Skips where pods cannot be kept apart; where `CI` is set, it fails."""
     try:
         isolation()
     except FileNotFoundError as error:
         pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
-    async with FakeKube(folder).running() as kube:
+    async with FakeKube(folder, tls).running() as kube:
         kube.nodes.env = dict(os.environ)
         yield kube
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from afield.errors import UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kube import KubernetesRuntime
+from afield.runtimes.kube_check import NEEDED
 from fake_kube import FakeKube
 from kubes import asked, fake_kube, jobs, runtime_on
 
@@ -22,6 +27,13 @@ pytestmark = pytest.mark.anyio
 async def kube(tmp_path: Path) -> AsyncIterator[FakeKube]:
     async with fake_kube(tmp_path / "kube") as kube:
         yield kube
+
+
+def _certify(certificate: Path, key: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "2", "-subj", "/CN=fake", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-addext", "keyUsage=critical,digitalSignature,keyCertSign"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
 
 
 async def refused(runtime: KubernetesRuntime) -> str:
@@ -117,6 +129,19 @@ async def test_a_server_that_is_not_there_is_told(kube: FakeKube) -> None:
     assert "http://127.0.0.1:9 does not answer" in await refused(runtime_on(kube))
 
 
+async def test_a_server_is_spoken_to_in_secret_and_only_if_it_is_the_right_one(tmp_path: Path) -> None:
+    for who in ("right", "wrong"):
+        _certify(tmp_path / f"{who}.pem", tmp_path / f"{who}.key")
+    async with fake_kube(tmp_path / "kube", (tmp_path / "right.pem", tmp_path / "right.key")) as kube:
+        async with runtime_on(kube) as runtime:
+            await runtime.check()
+        config = json.loads(kube.kubeconfig.read_text())
+        other = base64.b64encode((tmp_path / "wrong.pem").read_bytes()).decode()
+        config["clusters"][0]["cluster"]["certificate-authority-data"] = other
+        kube.kubeconfig.write_text(json.dumps(config))
+        assert "certificate verify failed" in await refused(runtime_on(kube))
+
+
 async def test_a_token_is_read_again_when_it_has_changed(
     kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,3 +161,19 @@ async def test_a_token_is_read_again_when_it_has_changed(
 def test_numbers_that_make_no_sense_are_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name} = {value}"):
         KubernetesOptions(**{name: value})
+
+
+def test_the_role_in_the_docs_is_what_is_needed() -> None:
+    page = Path(__file__).parent.parent / "docs" / "kubernetes.md"
+    [manifest] = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)
+    role, binding = yaml.safe_load_all(manifest)
+    given = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    needed = {(group, f"{kind}/{sub}".rstrip("/"), verb) for group, kind, sub, verb in NEEDED}
+    assert given == needed | {("", "events", "list")}
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]

@@ -201,8 +201,8 @@ async def test_an_agent_that_forgets_payloads_gets_each_one_once(
         async with runtime_on(kube) as third:
             assert await third.adopt(attempt) is True
             assert (await third.wait(attempt)).failure is None
+            assert (await second.wait(attempt)).failure is None
             assert (await third.logs(attempt)).count("payload") == 1
-        assert (await second.wait(attempt)).failure is None
 
 
 async def test_a_job_whose_launcher_died_before_its_payload_is_not_adopted(
