@@ -38,7 +38,7 @@ def act(task: dict, rollout: afield.Context) -> float:
             _start(task["tell"], rollout.session_id, "child")
             beat(task["tell"], rollout.session_id)
         case "daemon":
-            _start(task["tell"], rollout.session_id, "daemon", "--daemon").wait()
+            _start_daemon(task["tell"], rollout.session_id)
             if task.get("stay"):
                 beat(task["tell"], rollout.session_id)
         case "environment":
@@ -157,6 +157,14 @@ def _start(*argv: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, *argv])
 
 
+def _start_daemon(url: str, session_id: str) -> None:
+    """Returns when it has told for the first time."""
+    argv = [sys.executable, __file__, url, session_id, "daemon", "--daemon"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as daemon:
+        assert daemon.stdout is not None
+        daemon.stdout.readline()
+
+
 def _daemonise() -> None:
     """As daemons do: out of the group, out of the session, nobody's child."""
     for leave in (os.setsid, lambda: None):
@@ -168,4 +176,7 @@ def _daemonise() -> None:
 if __name__ == "__main__":
     if "--daemon" in sys.argv:
         _daemonise()
+        tell(*sys.argv[1:4])
+        sys.stdout.write("told\n")
+        sys.stdout.flush()
     beat(*sys.argv[1:4])

@@ -48,8 +48,11 @@ class Sink:
         return [m for m in self.marks if m.what == what and session_id in ("", m.session_id)]
 
     async def until_told(self, what: str, session_id: str = "", times: int = 1) -> None:
-        """The next ones, not those that were told before."""
-        wanted = len(self.told(what, session_id)) + times
+        """The next ones, not those that were told before: whoever tells them is alive now."""
+        await self.until_seen(what, session_id, len(self.told(what, session_id)) + times)
+
+    async def until_seen(self, what: str, session_id: str = "", wanted: int = 1) -> None:
+        """So many in all."""
         with anyio.fail_after(BOUND_S):
             while len(self.told(what, session_id)) < wanted:
                 await anyio.sleep(0.02)

@@ -212,7 +212,7 @@ class RuntimeContract:
         if can.isolation == "process" and not stay:
             pytest.skip("several sessions may share a process, and what they start ends with that")
         attempt = await place.launch({"do": "daemon", "stay": stay})
-        await sink.until_told("daemon", times=2)
+        await sink.until_seen("daemon")
         if not stay:
             await finished(place, attempt)
         if stay or can.lingers:
@@ -226,10 +226,11 @@ class RuntimeContract:
             pytest.skip("a thread cannot be killed, nor what others serve")
         async with self.spec(tmp_path / "left").build() as runtime:
             leaving = Place(runtime, sink.transport, sink)
-            attempts = [await leaving.launch({"do": do}, do) for do in ("beat", "brood", "daemon")]
+            rows = [{"do": do, "stay": True} for do in ("beat", "brood", "daemon")]
+            attempts = [await leaving.launch(row, str(row["do"])) for row in rows]
             for what in ("beat", "child", "daemon"):
                 await sink.until_told(what)
-        for attempt in attempts[:2]:
+        for attempt in attempts:
             ended = await leaving.wait(attempt)
             assert ended.failure and ended.failure.reason is Reason.CANCELLED
         for what in ("beat", "child", "daemon"):

@@ -148,9 +148,9 @@ class Worker:
         """At once, or as soon as it has started, with all that the agent started. Repeating is harmless."""
         self.ready, self._condemned = False, True
         if self._process is not None and not self._buried:
-            # The guard hears it, even where an agent has stopped its whole group.
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            # The guard sees it even where an agent has stopped its whole group.
             self._signal_group(signal.SIGCONT)
 
     def _signal_group(self, number: int) -> None:

@@ -2,8 +2,8 @@
 
 The process splits in two: what was started becomes a guard, and its child goes on with the work. Daemons
 that the work leaves behind become the guard's children (on Linux), so that the guard can end them too. It
-does so when its stdin ends (whoever started it is gone), when it is told to by SIGTERM, and when the work has
-ended, whose exit code or signal it then takes as its own.
+does so when its stdin ends (whoever started it is gone, or wants no more of it), and when the work has ended,
+whose exit code or signal it then takes as its own. SIGTERM is handed on to the work.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _watch(work: int, wake: int, woken: int) -> NoReturn:
         ready, _, _ = select.select([0, wake], [], [])
         told = os.read(wake, 4096) if wake in ready else b""
         status = _collect().get(work)
-        if status is None and (signal.SIGTERM in told or (0 in ready and not os.read(0, 4096))):
+        if status is None and signal.SIGTERM in told:
+            os.kill(work, signal.SIGTERM)
+        if status is None and 0 in ready and not os.read(0, 4096):
             os.kill(work, signal.SIGKILL)
             status = signal.SIGKILL
     _end_all()
