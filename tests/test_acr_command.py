@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,8 @@ import anyio
 import pytest
 
 from acr_places import PROGRAM, Caller, acr, gone, session_id
+from afield.acr.faults import KINDS
+from afield.cli.acr import add
 from processes import afield, children, command
 
 pytestmark = pytest.mark.anyio
@@ -186,3 +190,34 @@ def test_without_bubblewrap_it_says_how_to_get_it_and_what_else_there_is(tmp_pat
     assert ran.returncode == 2
     assert "apt-get install bubblewrap" in ran.stderr
     assert "--isolation none" in ran.stderr
+
+
+# --- the page about it ---------------------------------------------------------------------------
+
+PAGE = Path(__file__).parent.parent / "docs" / "acr.md"
+
+
+@both
+def test_what_the_page_shows_works(tmp_path: Path, isolation: str) -> None:
+    program, program_of_the_client = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "app.py").write_text(program)
+    with started(tmp_path, "--isolation", isolation, "--image", "hello=app.py") as (_, caller):
+        code = program_of_the_client.replace("http://127.0.0.1:8480", caller.url)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+    assert "'hello': 'world'" in ran.stdout, ran.stderr
+
+
+def test_the_page_lists_every_option_and_fault() -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    add(commands)
+    there = {word for action in commands.choices["acr"]._actions for word in action.option_strings}
+    options, faults = (
+        PAGE.read_text().split(f"## {name}\n")[1].split("\n## ")[0] for name in ("Options", "Faults")
+    )
+    assert set(re.findall(r"`(--[\w-]+)`", options)) == there - {"-h", "--help"}
+    kinds = [
+        kind for row in re.findall(r"^\| (`.*?) \|", faults, re.M) for kind in re.findall(r"`(\w+)`", row)
+    ]
+    assert set(kinds) == set(KINDS)

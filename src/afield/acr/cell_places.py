@@ -76,8 +76,14 @@ class CellPlaces:
             return CellPlace(await nest.start(name, allow=self._allow, env=env))
         except AfieldError as error:
             if isinstance(error, InfrastructureFailure) and error.reason is Reason.DIED:
-                self._nests.pop(image, None)  # the next session gets a new warm parent
+                self._forget(image, nest)
             raise Broken(str(error)) from error
+
+    def _forget(self, image: Image, nest: Nest) -> None:
+        """The next session gets a new warm parent, unless another has done so already."""
+        opening = self._nests.get(image)
+        if opening is not None and opening.done() and not opening.exception() and opening.result() is nest:
+            del self._nests[image]
 
 
 class CellPlace:

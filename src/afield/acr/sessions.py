@@ -240,10 +240,12 @@ class Sessions:
         killed_at = loop.time() + fault.seconds if fault else float("inf")
         look_s = min(max(idle_s / 4, SHORTEST_LOOK_S), LONGEST_LOOK_S)
         try:
-            while not ended.done() and not session.over.done():
-                await self._look(session, place, idle_s, life_s, killed_at)
+            while True:
                 next_s = min(look_s, max(0.0, min(session.born + life_s, killed_at) - loop.time()))
                 await asyncio.wait({ended, session.over}, timeout=next_s, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done() or session.over.done():
+                    break
+                await self._look(session, place, idle_s, life_s, killed_at)
             if ended.done():
                 session.end("died")
         finally:
