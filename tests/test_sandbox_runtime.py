@@ -10,6 +10,7 @@ from afield.options import Limits, SandboxOptions
 from afield.runtimes.sandbox import SandboxRuntime
 from agents.places import ACTING, Spec
 from contracts.runtime_contract import RuntimeContract
+from isolation import needs_bubblewrap
 
 pytestmark = pytest.mark.anyio
 
@@ -20,6 +21,7 @@ def made(target: str, folder: str) -> SandboxRuntime:
     return SandboxRuntime(target, options, log_dir=Path(folder) / "logs")
 
 
+@needs_bubblewrap
 class TestSandbox(RuntimeContract):
     def spec(self, folder: Path, target: str = f"{ACTING}:act") -> Spec:
         return Spec("test_sandbox_runtime:made", {"target": target, "folder": str(folder)})

@@ -14,7 +14,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from msgspec import Struct
+from msgspec import MsgspecError, Struct
 
 from afield.cells.words import MAX_BYTES, MAX_FDS, Message, decode, encode
 from afield.errors import Unavailable, UsageError
@@ -130,8 +130,8 @@ class Channel:
                 received = receive(self._sock)
             except BlockingIOError:
                 return
-            except OSError:
-                received = None
+            except (OSError, MsgspecError):
+                received = None  # Whoever does not speak our language is gone to us.
             if received is None:
                 self._end()
                 return

@@ -130,7 +130,8 @@ def _special() -> list[str]:
     for name in UNREADABLE_PROC:
         if Path("/proc", name).exists():
             command += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    return command
+    # One file system for all cells: what could be written there would reach the others.
+    return [*command, "--remount-ro", "/dev"]
 
 
 def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:

@@ -22,6 +22,7 @@ from afield.cells.channel import Received, receive, transmit
 from afield.cells.confine import WORK
 from afield.cells.kernel import PR_SET_DUMPABLE, prctl
 from afield.cells.logs import BoundedLog
+from afield.cells.notices import Notices
 from afield.cells.tasks import Tasks
 from afield.cells.words import Exec, File, Go, Hello, Line, Load, Over, Start, Up
 from afield.cells.yoke import bear
@@ -59,12 +60,15 @@ class First:
         self._main = 0
         self._up = False
         self._tasks = Tasks(start, channel)
+        self._reached: set[tuple[str, int]] = set()
+        self._notices: Notices | None = None
 
     def prepare(self) -> socket.socket | None:
         """Everything but the program; the listening socket of a target."""
         prctl(PR_SET_DUMPABLE, 0)
         start, program = self._start, self._load.program
         hosts, doors = rooms.hosts_and_doors(start.doors)
+        self._reached = {door.getsockname()[:2] for door in doors}
         rooms.furnish(start.limits, self._load.mounted, hosts, image=bool(program.root))
         os.chdir(WORK)
         transmit(self._channel, Hello(), [door.fileno() for door in doors])
@@ -79,9 +83,9 @@ class First:
         """True in the program's own process; the first process stays in here until the cell ends."""
         output, writing = os.pipe()
         woken, waking = os.pipe()
-        os.set_blocking(output, False)
-        os.set_blocking(woken, False)
-        os.set_blocking(waking, False)
+        told, telling = socket.socketpair()
+        for fd in (output, woken, waking):
+            os.set_blocking(fd, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         if not self._load.program.empty:
@@ -90,16 +94,18 @@ class First:
                 signal.set_wakeup_fd(-1)
                 for fd in (output, woken, waking, self._log.fd):
                     os.close(fd)
+                told.close()
                 self._channel.close()
-                bear(self._start, output=writing)
+                bear(self._start, output=writing, listener=telling)
                 return True
         os.close(writing)
+        telling.close()
         self._up_if_so()
-        return self._watch(output, woken)
+        return self._watch(output, woken, told)
 
-    def _watch(self, output: int, woken: int) -> NoReturn:
+    def _watch(self, output: int, woken: int, told: socket.socket) -> NoReturn:
         poll = select.poll()
-        for fd in (self._channel.fileno(), output, woken):
+        for fd in (self._channel.fileno(), output, woken, told.fileno()):
             poll.register(fd, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll(None if self._up else POLL_S * 1000)}
@@ -110,12 +116,21 @@ class First:
                     os.read(woken, 4096)
                 self._reap(output)
             if self._channel.fileno() in ready:
-                received = receive(self._channel)
-                if received is None:
-                    os._exit(0)
-                self._asked(received)
+                self._asked(receive(self._channel))
+            if told.fileno() in ready:
+                poll.unregister(told)
+                self._hear(told, poll)
+            if self._notices is not None and self._notices.fd in ready and not self._notices.answer():
+                poll.unregister(self._notices.fd)
             if not self._up:
                 self._up_if_so()
+
+    def _hear(self, told: socket.socket, poll: select.poll) -> None:
+        """The program's filter is in place, and tells what it refuses from now on."""
+        _, fds, _, _ = socket.recv_fds(told, 1, 1)
+        if fds:
+            self._notices = Notices(fds[0], self._reached, _listens, self._log.write)
+            poll.register(fds[0], select.POLLIN)
 
     def _reap(self, output: int) -> None:
         while True:
@@ -139,7 +154,9 @@ class First:
             transmit(self._channel, over)
         os._exit(0)
 
-    def _asked(self, received: Received) -> None:
+    def _asked(self, received: Received | None) -> None:
+        if received is None:
+            os._exit(0)
         match received.message:
             case Line() as line:
                 with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as made:

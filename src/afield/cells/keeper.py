@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -27,6 +28,7 @@ from afield.cells.words import Done, Exec, File, Kill, Load, Message, Open, Star
 from afield.errors import Unavailable
 from afield.options import Limits
 
+AT_ONCE = 16  # cells that are made at one time
 NEST = Limits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
@@ -42,6 +44,7 @@ class Keeper:
         self._directory: Path | None = None
         self._cells: dict[int, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def run(self) -> None:
         """Until the controller is gone, or the warm parent."""
@@ -124,16 +127,10 @@ class Keeper:
             return
         cell = Kept(start, self._directory, self._groups, self._tell)
         self._cells[start.id] = cell
-        try:
-            cell.begin(self._warm)
-        except (OSError, Unavailable) as error:
-            del self._cells[start.id]
-            self._tell(Started(id=start.id, problem=f"no cell can be started: {error}"))
-            return
-        self._task(self._live(cell))
+        self._task(self._live(cell, self._warm))
 
-    async def _live(self, cell: Kept) -> None:
-        await cell.live()
+    async def _live(self, cell: Kept, warm: Channel) -> None:
+        await cell.live(warm, self._turn)
         self._cells.pop(cell.id, None)
 
     def _tell(self, message: Message) -> None:
@@ -159,6 +156,9 @@ def _close(fds: list[int]) -> None:
 
 def main() -> None:
     controller = socket.socket(fileno=int(sys.argv[1]))
+    # Several descriptors for each of many cells.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(_main(controller))
 
 

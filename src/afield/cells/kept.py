@@ -51,14 +51,13 @@ class Kept:
         self._pid = 0
         self._pidfd = -1
         self._over: Over | None = None
-        self._started = False
         self._closed = asyncio.Event()
         self._hello: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
         self._up = asyncio.Event()
         self._lines: deque[asyncio.Future[socket.socket]] = deque()
         self._asking: set[int] = set()
 
-    def begin(self, warm: Channel) -> None:
+    def _begin(self, warm: Channel) -> None:
         log = os.open(self._start.log, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         ours, theirs = pair()
         self._channel = Channel(ours, self._told, self._closed.set, credentials=True)
@@ -69,16 +68,9 @@ class Kept:
         )
         warm.send(start, [theirs.detach(), log])
 
-    async def live(self) -> None:
-        problem = ""
-        try:
-            async with asyncio.timeout(self._start.timeout_s):
-                problem = await self._rise()
-        except TimeoutError:
-            problem = f"was not ready within {self._start.timeout_s:g} s"
-        except OSError as error:
-            problem = f"cannot be started: {error}"
-        self._started = not problem
+    async def live(self, warm: Channel, turn: asyncio.Semaphore) -> None:
+        """`turn` bounds how many are made at one time: the clock of a start runs from its turn on."""
+        problem = await self._risen(warm, turn)
         if problem:
             self.kill()
         else:
@@ -91,11 +83,32 @@ class Kept:
         over = self._over or Over()
         self._tell(Gone(id=self.id, code=over.code, signal=over.signal, oom=oom, notes=notes))
 
-    async def _rise(self) -> str:
+    async def _risen(self, warm: Channel, turn: asyncio.Semaphore) -> str:
         """Until its port takes connections; says why it never did."""
+        try:
+            async with turn:
+                deadline = asyncio.get_running_loop().time() + self._start.timeout_s
+                async with asyncio.timeout_at(deadline):
+                    problem = await self._rise(warm)
+            if not problem:
+                async with asyncio.timeout_at(deadline):
+                    problem = await self._serve()
+        except TimeoutError:
+            return f"was not ready within {self._start.timeout_s:g} s"
+        except (OSError, Unavailable) as error:
+            return f"cannot be started: {error}"
+        return problem
+
+    async def _rise(self, warm: Channel) -> str:
+        """Until its namespaces and limits are there, and its program may start."""
+        if self._closed.is_set():
+            return self._why()
+        self._begin(warm)
         if await self._first(self._hello):
             return self._why()
         hello = self._hello.result()
+        if len(hello.fds) != len(self._start.doors):
+            return "has other doors than it was told to have"
         self._pid = hello.pid
         self._pidfd = os.pidfd_open(hello.pid)
         self._group = self._groups.make(str(self.id), self._start.limits)
@@ -104,6 +117,9 @@ class Kept:
             await self._relay.door(socket.socket(fileno=fd), host, port)
         if self._channel is not None:
             self._channel.send(Go())
+        return ""
+
+    async def _serve(self) -> str:
         if await self._first(asyncio.ensure_future(self._up.wait())):
             return self._why()
         if self._start.port:
@@ -140,9 +156,10 @@ class Kept:
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        elif self._channel is not None:
+        else:
             # It has not begun: without us it will not.
-            self._channel.close()
+            if self._channel is not None:
+                self._channel.close()
             self._closed.set()
 
     async def bury(self) -> tuple[bool, tuple[str, ...]]:
@@ -176,20 +193,20 @@ class Kept:
 
     def _told(self, received: Received) -> None:
         match received.message:
-            case Hello():
-                if not self._hello.done():
-                    self._hello.set_result(received)
+            case Hello() if not self._hello.done():
+                self._hello.set_result(received)
             case Up():
                 self._up.set()
             case Over() as over:
                 self._over = over
-            case Line():
+            case Line() if len(received.fds) == 1:
                 self._lined(received)
-            case Done() as done:
+            case Done() as done if done.id in self._asking:
                 self._asking.discard(done.id)
                 self._tell(done)
             case _:
-                pass
+                for fd in received.fds:
+                    os.close(fd)
 
     async def _line(self) -> socket.socket:
         """An unconnected socket of the cell's own network."""

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import sys
+from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
@@ -26,7 +27,12 @@ class Prepared:
         self.app = app
         self.front = _Front(app)
         self.config = uvicorn.Config(
-            self.front, log_level="warning", access_log=False, timeout_keep_alive=30, ws="none"
+            self.front,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=30,
+            ws="none",
+            date_header=False,
         )
         self.config.load()
 
@@ -43,7 +49,7 @@ def serve(agent: Prepared, listener: socket.socket, *, once: bool) -> NoReturn:
         agent.app.runner.instance = secrets.token_hex(8)
         if once:
             agent.app.runner.tell(agent.front.over)
-    uvicorn.Server(agent.config).run(sockets=[listener])
+    _Server(agent.config).run(sockets=[listener])
     leave(0)
 
 
@@ -52,6 +58,16 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+class _Server(uvicorn.Server):
+    """Does nothing while nobody asks: ten ticks a second, times hundreds of cells, are a processor's work."""
+
+    async def main_loop(self) -> None:
+        await asyncio.Event().wait()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        leave(128 + sig)
 
 
 class _Front:

@@ -1,0 +1,43 @@
+"""What tests of isolated places share: where they can run, and a nest with an agent of theirs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from afield.cells import directories
+from afield.cells.nest import Nest
+from afield.cells.program import Program
+from afield.options import Limits
+
+if shutil.which("bwrap") is None and os.environ.get("CI"):
+    raise RuntimeError("CI runs the tests of sandboxes: install bubblewrap")
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+
+
+@asynccontextmanager
+async def nest_of(
+    tmp_path: Path, program: Program, limits: Limits | None = None, timeout_s: float = 60.0
+) -> AsyncIterator[Nest]:
+    nest = Nest(
+        program,
+        limits or Limits(),
+        directory=directories.fresh(),
+        log_dir=tmp_path / "logs",
+        start_timeout_s=timeout_s,
+    )
+    async with nest:
+        yield nest
+
+
+def written(folder: Path, source: str, name: str = "agent.py") -> Path:
+    """A program in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(source)
+    return folder / name
