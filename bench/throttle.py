@@ -1,0 +1,194 @@
+"""How close to a limit on session starts rollouts are launched: `python bench/throttle.py [--json]`.
+
+`afield acr` starts at most 25 sessions a second (a token bucket of one second's worth; stops are counted
+apart), each with a cold start of 10 s. The product's own conductor, limiter and AgentCore runtime launch
+1,000 rollouts of an agent that does nothing but deliver. The server counts: `rate_per_s` is the session
+starts after the first, over the time from the first to the last; `throttled` the part of all its calls that
+it answered with 429. Ends with {"rollouts", "limit_per_s", "rate_per_s", "share", "throttled", "failed"};
+status 1 if a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from chaos_script import write_script
+
+from afield.conduct import Conductor
+from afield.deadlines import Deadlines
+from afield.gateway.client import HttpGateway
+from afield.ledger import Ledger
+from afield.limiter import LocalLimiter, Pace
+from afield.options import AgentCoreOptions
+from afield.plan import Plan
+from afield.runtimes.agentcore import AgentCoreRuntime
+from afield.spool import Spool
+from afield.transports.files import FilesTransport
+from afield.types import Finished, Outcome, Rollout, Task
+
+BENCH = Path(__file__).resolve().parent
+POLICY = BENCH.parent / "src" / "afield" / "demo" / "policy"
+ADMIN = "throttle-admin-key"
+IMAGE = "minimal"
+SHARE, THROTTLED = 0.95, 0.01
+EXP = "throttle"
+STARTED_S = 120.0
+
+
+class Quiet:
+    """Watches nothing; failures are counted at the end."""
+
+    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
+        if outcome.failure:
+            print(f"{outcome.session_id}: {outcome.failure.message[:500]}", file=sys.stderr, flush=True)
+
+    def rollout_finished(self, finished: Finished) -> None: ...
+
+
+@asynccontextmanager
+async def part(log: Path, *command: object) -> AsyncIterator[dict[str, Any]]:
+    """A part of afield in a process of its own; what it said of itself once it was ready."""
+    environment = {**os.environ, "AFIELD_ADMIN_KEY": ADMIN}
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *map(str, (sys.executable, "-m", "afield", *command, "--json", "--exit-with-parent")),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+        )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(STARTED_S):
+            line = await process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{command[0]} did not start; see {log}")
+        yield json.loads(line)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
+    script = write_script(place / "script.jsonl", 0.0)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        store = ("--store", place / "gateway", "--outcomes", f"files://{place / 'outcomes'}")
+        engine = ("--model", POLICY, "--engine", f"scripted={script}")
+        up = await enter(part(place / "gateway.log", "gateway", *engine, *store, "--port", 0))
+        host = up["url"].rpartition("//")[2]
+        limits = (
+            "--starts-per-s",
+            args.limit,
+            "--stops-per-s",
+            args.limit,
+            "--cold-start-s",
+            args.cold_start,
+        )
+        where = ("--image", f"{IMAGE}={BENCH / 'throttle_agent.py'}:run", "--allow", host, "--port", 0)
+        quiet = ("--logs", place / "sessions", "--isolation", args.isolation)
+        acr = await enter(part(place / "acr.log", "acr", *where, *limits, *quiet))
+        launched = await launch(args, place, up["url"], acr["url"])
+        async with aiohttp.ClientSession() as http, http.get(f"{acr['url']}/_acr/stats") as answer:
+            stats = await answer.json()
+    return summary(args, launched, stats)
+
+
+async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_url: str) -> list[Outcome]:
+    options = AgentCoreOptions(
+        endpoint_url=acr_url,
+        agent_name=IMAGE,
+        container_uri=IMAGE,
+        role_arn="arn:aws:iam::123456789012:role/agents",
+        rate=args.limit,
+        stop_rate=args.limit,
+        cold_start_s=args.cold_start,
+    )
+    plan = Plan(
+        exp_id=EXP,
+        model_id="policy",
+        concurrency=args.rollouts,
+        deliver="gateway",
+        deadlines=Deadlines(run_s=600.0, teardown_s=120.0),
+    )
+    pace = Pace(rate_per_s=options.rate, stop_per_s=options.stop_rate, start_s=options.cold_start_s)
+    runtime = AgentCoreRuntime(options, name=EXP, ledger=place / "sessions.sqlite")
+    async with (
+        HttpGateway(gateway_url, ADMIN) as gateway,
+        FilesTransport(place / "outcomes") as transport,
+        runtime,
+    ):
+        await runtime.check()
+        with Ledger(place / "ledger.sqlite") as ledger:
+            conductor = Conductor(
+                plan,
+                gateway=gateway,
+                runtime=runtime,
+                transport=transport,
+                ledger=ledger,
+                spool=Spool(place / "spool"),
+                watcher=Quiet(),
+                limiter=LocalLimiter(pace),
+            )
+            async with conductor:
+                wishes = [
+                    Rollout(id=f"r{n}", exp_id=EXP, group_id=f"g{n}", task=Task(f"t{n}", {}))
+                    for n in range(args.rollouts)
+                ]
+                notes = await asyncio.gather(*(conductor.run(wish) for wish in wishes))
+    return [note.outcome for note in notes]
+
+
+def summary(args: argparse.Namespace, outcomes: list[Outcome], stats: dict[str, Any]) -> dict[str, Any]:
+    answers = {name: stats["answers"].get(name, {}) for name in ("InvokeAgentRuntime", "StopRuntimeSession")}
+    calls = sum(sum(counts.values()) for counts in answers.values())
+    refused = sum(counts.get("429", 0) for counts in answers.values())
+    told = {
+        "rollouts": len(outcomes),
+        "limit_per_s": args.limit,
+        "rate_per_s": stats["start_rate"],
+        "share": round(stats["start_rate"] / args.limit, 4),
+        "throttled": round(refused / calls, 5),
+        "failed": sum(outcome.failure is not None for outcome in outcomes),
+        "calls": calls,
+        "starts": stats["starts"],
+        "cold_start_s": args.cold_start,
+        "cpu_s": round(time.process_time(), 1),
+    }
+    return told | {"ok": told["share"] >= SHARE and told["throttled"] <= THROTTLED and not told["failed"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--limit", type=float, default=25.0, help="session starts a second, and stops")
+    parser.add_argument("--cold-start", type=float, default=10.0, help="seconds")
+    parser.add_argument("--isolation", choices=("sandbox", "none"), default="sandbox")
+    parser.add_argument("--json", action="store_true", help="one line of JSON and nothing else")
+    args = parser.parse_args()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16_384)), hard))
+    with tempfile.TemporaryDirectory(prefix="afield-throttle-") as place:
+        told = asyncio.run(measure(args, Path(place)))
+    if not args.json:
+        told_of = f"{told['share']:.1%} of {told['limit_per_s']:g} a second"
+        print(f"{told['rollouts']} rollouts: {told_of}, {told['throttled']:.2%} of calls answered 429")
+    print(json.dumps(told))
+    return 0 if told["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
