@@ -141,7 +141,7 @@ class Nodes:
             name = job["metadata"]["name"]
             limit = f"requested: pods=1, limited: pods={self.quota_pods}"
             told = f'pods "{name}-x" is forbidden: exceeded quota: q, {limit}'
-            involved = {"kind": "Job", "name": name}
+            involved = {"kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
             event = {"metadata": {"name": f"{name}.{uuid4().hex[:8]}"}, "involvedObject": involved}
             self.store.create(
                 "events", event | {"reason": "FailedCreate", "message": f"Error creating: {told}"}

@@ -119,17 +119,17 @@ class Cluster:
         except msgspec.MsgspecError as error:
             raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
 
-    async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> Listed[T]:
-        """All of them, page by page; the version is that of the last page."""
+    async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> tuple[list[T], str]:
+        """All of them, page by page, and the version they were at."""
         items: list[T] = []
         more = ""
         while True:
             page = {**params, "limit": PAGE, **({"continue": more} if more else {})}
             found = await self.get(path, Listed[kind], params=page)
-            items += found.items
+            items += found.items or []
             more = found.metadata.continue_
             if not more:
-                return Listed(items, found.metadata)
+                return items, found.metadata.resource_version
 
 
 async def patiently(ask: Callable[[], Awaitable[T]]) -> T:

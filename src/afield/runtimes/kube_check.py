@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from afield.errors import AfieldError, Throttled, Unavailable, UsageError
+from afield.errors import Throttled, Unavailable, UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kube_api import Cluster, Refused, patiently
 from afield.runtimes.kube_job import job_for
@@ -37,7 +37,7 @@ async def check(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
         await _allowed(cluster)
         await _parts(cluster, options)
         await _accepted(cluster, options, run)
-    except Unavailable as error:
+    except (Unavailable, Throttled) as error:
         raise UsageError(f"the cluster cannot be used: {error}; is its address right?") from error
 
 
@@ -117,5 +117,3 @@ async def _accepted(cluster: Cluster, options: KubernetesOptions, run: str) -> N
     except Refused as error:
         if error.status != 409:
             raise UsageError(f"the cluster would not take our Jobs: {error}") from error
-    except AfieldError as error:
-        raise Unavailable(str(error)) from error

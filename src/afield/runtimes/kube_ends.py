@@ -7,7 +7,6 @@ that is still to come could explain it better.
 from __future__ import annotations
 
 import signal
-import time
 
 from msgspec import Struct
 
@@ -89,18 +88,20 @@ def _pod_end(sight: Sight) -> End | None:
     return None
 
 
-def stalled(pod: Pod, unschedulable_s: float) -> str:
-    """Why a pod will not start; empty while it may."""
+def hopeless(pod: Pod) -> str:
+    """Why a pod will never start; empty while it may."""
     for status in pod.status.container_statuses:
         waiting = status.state.waiting
         if waiting and waiting.reason in HOPELESS:
             return f"{waiting.reason}: {waiting.message}".rstrip(": ")
+    return ""
+
+
+def homeless(pod: Pod) -> str:
+    """Why no node takes a pod now; empty where one has."""
     scheduled = pod.condition("PodScheduled")
     if scheduled and scheduled.status == "False" and scheduled.reason == "Unschedulable":
-        since = scheduled.last_transition_time or pod.metadata.creation_timestamp
-        if since is None or time.time() - since.timestamp() >= unschedulable_s:
-            said = f"no node takes it for {unschedulable_s:g} s: {scheduled.message}"
-            return f"{said}; ask for less, or raise unschedulable_s where nodes are added on demand"
+        return scheduled.message or scheduled.reason
     return ""
 
 

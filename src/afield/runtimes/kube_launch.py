@@ -12,7 +12,7 @@ from typing import Any
 from afield import wire
 from afield.errors import InfrastructureFailure, TaskFailure, Throttled, WireError
 from afield.runtimes.attempts import Attempts
-from afield.runtimes.kube_ends import stalled
+from afield.runtimes.kube_ends import homeless, hopeless
 from afield.runtimes.kube_objects import Pod
 from afield.runtimes.kube_session import Session, Sessions
 from afield.runtimes.kube_space import Space
@@ -54,23 +54,34 @@ class Launch:
     async def _ready(self) -> Pod | None:
         """Its pod, once that serves; None where a Job that was there before has ended well."""
         session, now = self._session, asyncio.get_running_loop().time
-        asked = now()
+        asked = housed = now()
         unschedulable_s = self._space.options.unschedulable_s
         while await self._check_wanted():
             pod = session.pod
             if pod is not None and pod.ready:
                 return pod
-            if pod is not None and (why := stalled(pod, unschedulable_s)):
-                raise InfrastructureFailure(f"{session.id} cannot start: {why}", Reason.LAUNCH)
-            if pod is None and now() - asked >= PODLESS_S:
+            # By our own clock: the cluster's may be another.
+            housed = housed if pod and homeless(pod) else now()
+            if pod is not None:
+                self._check_hope(pod, now() - housed)
+            elif now() - asked >= PODLESS_S:
                 asked = now()
                 await self._explain_podless()
             await session.changed(min(BETWEEN_S, unschedulable_s + 0.05))
         return None
 
+    def _check_hope(self, pod: Pod, homeless_s: float) -> None:
+        why = hopeless(pod)
+        if homeless_s >= (most_s := self._space.options.unschedulable_s) and (told := homeless(pod)):
+            why = f"no node takes it for {most_s:g} s: {told}; ask for less, or raise unschedulable_s"
+        if why:
+            raise InfrastructureFailure(f"{self._session.id} cannot start: {why}", Reason.LAUNCH)
+
     async def _explain_podless(self) -> None:
         session = self._session
-        why = await (await self._space.pods()).not_created(session.name)
+        if not session.uid:
+            return
+        why = await (await self._space.pods()).not_created(session.uid)
         if "exceeded quota" in why:
             raise Throttled(f"{session.id} gets no pod: {why}")
         if why:

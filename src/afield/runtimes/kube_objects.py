@@ -35,7 +35,6 @@ class Condition(Struct, frozen=True, rename="camel"):
     status: str = ""
     reason: str = ""
     message: str = ""
-    last_transition_time: datetime | None = None
 
     @property
     def holds(self) -> bool:
@@ -124,7 +123,9 @@ class ListMeta(Struct, frozen=True, rename="camel"):
 
 
 class Listed(Struct, Generic[Item], frozen=True):
-    items: list[Item]
+    """Some servers say null for nothing."""
+
+    items: list[Item] | None = None
     metadata: ListMeta = ListMeta()
 
 

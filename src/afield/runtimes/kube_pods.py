@@ -13,7 +13,7 @@ from msgspec import Struct
 from afield.errors import AfieldError, Throttled, Unavailable
 from afield.runtimes import contract
 from afield.runtimes.contract import Said
-from afield.runtimes.kube_api import CONNECT_S, SILENT, Cluster, Refused, named, patiently, refusal, status_in
+from afield.runtimes.kube_api import CONNECT_S, SILENT, Cluster, Refused, named, refusal, status_in
 from afield.runtimes.kube_job import CONTAINER
 from afield.runtimes.kube_objects import Event, Pod
 from afield.types import Attempt
@@ -79,18 +79,18 @@ class Pods:
 
     async def of(self, selector: str) -> list[Pod]:
         """The newest first."""
-        found = await self._cluster.list(self._cluster.core("pods"), Pod, {"labelSelector": selector})
-        return sorted(found.items, key=lambda pod: str(pod.metadata.creation_timestamp), reverse=True)
+        found, _ = await self._cluster.list(self._cluster.core("pods"), Pod, {"labelSelector": selector})
+        return sorted(found, key=lambda pod: str(pod.metadata.creation_timestamp), reverse=True)
 
-    async def not_created(self, job: str) -> str:
+    async def not_created(self, uid: str) -> str:
         """Why a Job has no pod, in the words of who should make it; empty where nobody says."""
-        selector = f"involvedObject.kind=Job,involvedObject.name={job}"
+        selector = f"involvedObject.kind=Job,involvedObject.uid={uid}"
         path = self._cluster.core("events")
         try:
-            found = await patiently(lambda: self._cluster.list(path, Event, {"fieldSelector": selector}))
+            found, _ = await self._cluster.list(path, Event, {"fieldSelector": selector})
         except Refused:  # events are not everybody's to read
             return ""
-        return next((e.message for e in reversed(found.items) if e.reason == "FailedCreate"), "")
+        return next((event.message for event in reversed(found) if event.reason == "FailedCreate"), "")
 
     def _path(self, pod: str, what: str) -> str:
         return f"{self._cluster.core('pods')}/{pod}:{self._port}/proxy/{what}"

@@ -48,7 +48,8 @@ class Space:
 
     async def all(self) -> list[Job]:
         cluster = await self.cluster()
-        return (await cluster.list(cluster.jobs(), Job, {"labelSelector": self.selector})).items
+        found, _ = await cluster.list(cluster.jobs(), Job, {"labelSelector": self.selector})
+        return found
 
     async def find(self, session_id: str) -> Job | None:
         """None where there is none of this run, or it is on its way out."""

@@ -65,15 +65,13 @@ class Watch(Generic[K]):
         self._changed = changed
         self._gone = gone
         self._known: dict[str, K] = {}
-        self.version = ""
-        self.lists = 0
-        self.listed = asyncio.Event()
+        self._version = ""
 
     async def keep(self) -> None:
         pause_s = PAUSE_S[0]
         while True:
             try:
-                if not self.version:
+                if not self._version:
                     await self._list()
                 began = asyncio.get_running_loop().time()
                 async for change in self._changes():
@@ -84,7 +82,7 @@ class Watch(Generic[K]):
                     continue
             except _Expired:
                 log.info("%s: the watch is too old and begins anew", self._path)
-                self.version = ""
+                self._version = ""
             except SILENT as error:
                 log.info("%s: the watch broke (%s) and is taken up again", self._path, named(error))
             except (AfieldError, msgspec.MsgspecError) as error:
@@ -93,22 +91,20 @@ class Watch(Generic[K]):
             pause_s = min(2 * pause_s, PAUSE_S[1])
 
     async def _list(self) -> None:
-        found = await self._cluster.list(self._path, self._kind, {"labelSelector": self._selector})
-        there = {item.metadata.uid: item for item in found.items}
+        found, version = await self._cluster.list(self._path, self._kind, {"labelSelector": self._selector})
+        there = {item.metadata.uid: item for item in found}
         for uid in self._known.keys() - there.keys():
             self._gone(self._known.pop(uid))
         for item in there.values():
             self._put(item)
-        self.version = found.metadata.resource_version
-        self.lists += 1
-        self.listed.set()
+        self._version = version
 
     async def _changes(self) -> AsyncGenerator[Change]:
         params: Mapping[str, str] = {
             "watch": "1",
             "allowWatchBookmarks": "true",
             "labelSelector": self._selector,
-            "resourceVersion": self.version,
+            "resourceVersion": self._version,
             "timeoutSeconds": str(WATCH_S),
         }
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=WATCH_S + SLACK_S)
@@ -131,16 +127,16 @@ class Watch(Generic[K]):
                     raise _Expired
                 raise Unavailable(f"the watch says {status.code}: {status.message}")
             case "BOOKMARK":
-                self.version = msgspec.json.decode(change.object, type=_Bare).metadata.resource_version
+                self._version = msgspec.json.decode(change.object, type=_Bare).metadata.resource_version
             case "DELETED":
                 item = msgspec.json.decode(change.object, type=self._kind)
                 self._known.pop(item.metadata.uid, None)
                 self._gone(item)
-                self.version = item.metadata.resource_version
+                self._version = item.metadata.resource_version
             case _:
                 item = msgspec.json.decode(change.object, type=self._kind)
                 self._put(item)
-                self.version = item.metadata.resource_version
+                self._version = item.metadata.resource_version
 
     def _put(self, item: K) -> None:
         before = self._known.get(item.metadata.uid)
