@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from afield.cells import directories
+from afield.cells.cgroups import PREFIX
 from afield.cells.nest import Nest
 from afield.cells.program import Program
 from afield.options import Limits
@@ -41,3 +43,21 @@ def written(folder: Path, source: str, name: str = "agent.py") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(source)
     return folder / name
+
+
+def arguments_of_all() -> list[bytes]:
+    """The command lines of all processes of this machine."""
+    found: list[bytes] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.append((entry / "cmdline").read_bytes())
+    return found
+
+
+def groups_left() -> list[Path]:
+    """Control groups that any nest has made here."""
+    homes = {Path("/sys/fs/cgroup")}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, kind, path = line.split(":", 2)
+        homes.add(Path("/sys/fs/cgroup", kind, path.lstrip("/")))
+    return [left for home in homes for left in home.glob(f"{PREFIX}*")]

@@ -69,7 +69,8 @@ class First:
         start, program = self._start, self._load.program
         hosts, doors = rooms.hosts_and_doors(start.doors)
         self._reached = {door.getsockname()[:2] for door in doors}
-        rooms.furnish(start.limits, self._load.mounted, hosts, image=bool(program.root))
+        shown = program.mounts if program.root else self._load.mounted
+        rooms.furnish(start.limits, shown, hosts, image=bool(program.root))
         os.chdir(WORK)
         transmit(self._channel, Hello(), [door.fileno() for door in doors])
         for door in doors:

@@ -165,6 +165,7 @@ class Nest:
         allow: Sequence[Address] = (),
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
+        timeout_s: float | None = None,
     ) -> Cell:
         """A new cell, once its port takes connections. It may reach the addresses in `allow`, by these names.
 
@@ -180,7 +181,7 @@ class Nest:
             env=dict(env or {}),
             limits=limits or self._limits,
             port=self._port(doors),
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s or self._timeout_s,
         )
         future = self._starting[number] = asyncio.get_running_loop().create_future()
         self._named[number] = name, log

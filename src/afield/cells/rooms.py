@@ -38,7 +38,7 @@ def furnish(limits: Limits, mounted: Sequence[str], hosts: str, *, image: bool) 
         else f",size={limits.disk_mb}m,nr_inodes={limits.disk_mb * INODES_PER_MB}"
     )
     kernel.mount("cell", STAGE, "tmpfs", QUIET, f"mode=755{size}")
-    root = _own_root() if image else ""
+    root = _own_root(mounted) if image else ""
     # One file system for all of them, so that the limit is one as well.
     for number, place in enumerate((*SCRATCH, "/dev/shm")):
         made = f"{STAGE}/{number}"
@@ -139,8 +139,8 @@ def _fresh_proc(place: str) -> None:
             kernel.mount("/dev/null", f"{place}/{name}", flags=kernel.BIND)
 
 
-def _own_root() -> str:
-    """The image, with a layer of this cell's own above it where the kernel can do that."""
+def _own_root(mounted: Sequence[str]) -> str:
+    """The image, with a layer of this cell's own above it, and what was asked for beside it."""
     root, upper, work = f"{STAGE}/root", f"{STAGE}/upper", f"{STAGE}/layer"
     for path in (root, upper, work):
         Path(path).mkdir()
@@ -152,6 +152,13 @@ def _own_root() -> str:
     for name, content in (("passwd", PASSWD), ("group", GROUP), ("hosts", "")):
         if not Path(root, "etc", name).exists():
             Path(f"{root}/etc/{name}").write_text(content)
+    for path in mounted:
+        if Path(path).is_dir():
+            _mount_point(f"{root}{path}")
+        else:
+            _mount_point(f"{root}{Path(path).parent}")
+            Path(f"{root}{path}").touch()
+        kernel.bind(path, f"{root}{path}")
     return root
 
 
