@@ -1,0 +1,224 @@
+"""`afield kill` and `afield reap`: end sessions, by name or because nobody owns them any more.
+
+Sessions in a place that others can reach are stopped there; those of this machine's processes by signals, to
+exactly the process that was noted. `reap --when-stdin-ends` is what a controller starts beside itself: it
+acts when the controller is gone and no other has taken its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from msgspec import Struct
+
+from afield.cli import sessions as shown
+from afield.cli.sessions import Part, Session
+from afield.errors import AfieldError, UsageError
+from afield.seams import Runtime
+from afield.types import Attempt
+
+AT_ONCE = 16
+TRIES = 4
+POLL_S = 0.5
+TERM_S = 3.0
+KILL_S = 10.0
+
+
+class Ended(Struct, frozen=True):
+    run: str
+    session: str
+    ended: bool
+    said: str
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "kill", help="end sessions", description="End sessions; their controller, if any, may try them again."
+    )
+    command.add_argument("session", nargs="*", metavar="SESSION")
+    command.add_argument("--run", dest="name", metavar="RUN", help="those of this run; alone: all of them")
+    command.add_argument("--orphans", action="store_true", help="all whose controller is dead")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=kill)
+    command = commands.add_parser(
+        "reap",
+        help="end what dead controllers left running",
+        description="End the sessions whose controller is dead, of all runs or of one.",
+    )
+    command.add_argument("name", nargs="?", metavar="RUN", help="id, path, or latest")
+    command.add_argument("--when-stdin-ends", action="store_true", help="wait for that first, then --grace-s")
+    command.add_argument(
+        "--grace-s", type=float, default=20.0, metavar="S", help="for another controller to take over"
+    )
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=reap)
+
+
+def kill(args: argparse.Namespace) -> int:
+    if not (args.session or args.name or args.orphans):
+        raise UsageError("say which: SESSION..., --run RUN, or --orphans")
+    running = shown.sessions(shown.parts(args.name))
+    wanted = running
+    if args.session:
+        known = {session.id for session in running}
+        for session_id in args.session:
+            if session_id not in known:
+                raise shown.unknown(session_id, known)
+        wanted = [session for session in running if session.id in args.session]
+    if args.orphans:
+        wanted = [session for session in wanted if session.entry.orphan]
+    return _tell(asyncio.run(_end(wanted)), as_json=args.json)
+
+
+def reap(args: argparse.Namespace) -> int:
+    if args.grace_s < 0:
+        raise UsageError(f"--grace-s {args.grace_s:g} must be 0 or more")
+    if args.when_stdin_ends:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        deadline = time.monotonic() + args.grace_s
+        while time.monotonic() < deadline and any(_left(part) for part in shown.parts(args.name)):
+            time.sleep(min(POLL_S, args.grace_s))
+    cautious = args.when_stdin_ends
+    return _tell(asyncio.run(_reap(shown.parts(args.name), cautious=cautious)), as_json=args.json)
+
+
+def _left(part: Part) -> bool:
+    """Whether a part of a run has lost its controller and has no other."""
+    roster = part.roster()
+    try:
+        owners = roster.owners()
+        return any(o.alive is False for o in owners) and not any(o.alive is not False for o in owners)
+    finally:
+        roster.close()
+
+
+async def _reap(among: Sequence[Part], *, cautious: bool) -> list[Ended]:
+    """`cautious`: a part that another controller has taken over is left to it, whole."""
+    done: list[Ended] = []
+    for part in among:
+        roster = part.roster()
+        owned = any(owner.alive is not False for owner in roster.owners())
+        roster.close()
+        if owned and cautious:
+            continue
+        orphans = [s for s in shown.sessions([part]) if s.entry.orphan]
+        done += await _end_part(part, orphans, others=not owned)
+        _forget_dead(part)
+    return done
+
+
+def _forget_dead(part: Part) -> None:
+    """Rows of sessions that ended with their controller, and the controllers that have nothing left."""
+    roster = part.roster()
+    try:
+        for entry in roster.entries():
+            if Session(part, entry).stale:
+                roster.strike(entry.session_id)
+        orphaned = {entry.owner for entry in roster.entries()}
+        for owner in roster.owners():
+            if owner.alive is False and owner not in orphaned:
+                roster.leave(owner)
+    finally:
+        roster.close()
+
+
+async def _end(wanted: Sequence[Session]) -> list[Ended]:
+    done: list[Ended] = []
+    for part in dict.fromkeys(session.part for session in wanted):
+        done += await _end_part(part, [s for s in wanted if s.part == part], others=False)
+    return done
+
+
+async def _end_part(part: Part, wanted: Sequence[Session], *, others: bool) -> list[Ended]:
+    """With `others`, also what the place lists and nobody noted."""
+    if not wanted and not others:
+        return []
+    try:
+        runtime = part.runtime()
+        can = runtime.capabilities
+        if not can.reaches:
+            return [await _end_process(session) for session in wanted]
+        async with runtime:
+            attempts = [session.attempt for session in wanted]
+            if others and can.lists:
+                noted = {session.id for session in wanted}
+                listed = [live.session_id for live in await runtime.list()]
+                attempts += [Attempt.from_session_id(s) for s in listed if s not in noted]
+            room = asyncio.Semaphore(AT_ONCE)
+            return list(await asyncio.gather(*(_stop(part, runtime, a, room) for a in attempts)))
+    except AfieldError as error:
+        said = f"the place cannot be asked: {error}"
+        return [Ended(part.run.id, session.id, False, said) for session in wanted] or [
+            Ended(part.run.id, "*", False, said)
+        ]
+
+
+async def _stop(part: Part, runtime: Runtime, attempt: Attempt, room: asyncio.Semaphore) -> Ended:
+    async with room:
+        for tried in range(1, TRIES + 1):
+            try:
+                await runtime.stop(attempt)
+                break
+            except AfieldError as error:
+                if tried == TRIES:
+                    return Ended(part.run.id, attempt.session_id, False, str(error))
+                await asyncio.sleep(tried)
+    _strike(part, attempt.session_id)
+    return Ended(part.run.id, attempt.session_id, True, "stopped")
+
+
+async def _end_process(session: Session) -> Ended:
+    entry, run = session.entry, session.part.run.id
+    process = entry.process
+    if process is None or process == entry.owner:
+        said = f"it runs inside its controller: stop that, pid {entry.owner.pid} on {entry.owner.host}"
+        return Ended(run, session.id, False, said)
+    if process.alive is None:
+        return Ended(run, session.id, False, f"it runs on {process.host}: kill it there")
+    for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
+        end = time.monotonic() + seconds
+        if process.alive:
+            _signal(process.pid, number)
+        while process.alive and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+    if process.alive:
+        return Ended(run, session.id, False, f"pid {process.pid} does not end")
+    _strike(session.part, session.id)
+    return Ended(run, session.id, True, f"pid {process.pid} has ended")
+
+
+def _signal(pid: int, number: int) -> None:
+    """A process that leads a group goes with its group; one that does not may share it with others."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, number) if os.getpgid(pid) == pid else os.kill(pid, number)
+
+
+def _strike(part: Part, session_id: str) -> None:
+    roster = part.roster()
+    try:
+        roster.strike(session_id)
+    finally:
+        roster.close()
+
+
+def _tell(done: Sequence[Ended], *, as_json: bool) -> int:
+    failed = [one for one in done if not one.ended]
+    if as_json:
+        lines = [{"run": d.run, "session": d.session, "ended": d.ended, "said": d.said} for d in done]
+        print(json.dumps({"sessions": lines, "ended": len(done) - len(failed), "failed": len(failed)}))
+    else:
+        for one in done:
+            print(f"{one.run}  {one.session}  {one.said if one.ended else f'NOT ENDED: {one.said}'}")
+        if not done:
+            print("nothing to end")
+    return 1 if failed else 0

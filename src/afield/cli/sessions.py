@@ -1,0 +1,292 @@
+"""`afield ps`, `kill`, `logs` and `reap`: the sessions that run now, over all runs and runtimes.
+
+What runs is in each run's roster; the places themselves are asked only where they can tell more. A session
+whose controller is dead is an orphan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from afield.cli.logs import without_keys
+from afield.cli.train import saved_config
+from afield.config import Environment
+from afield.errors import AfieldError, UsageError
+from afield.rundir import RunDir, find_run
+from afield.seams import Runtime
+from afield.types import Attempt
+
+FOLLOW_S = 0.3
+READ = 2**16
+
+
+class Part(Struct, frozen=True):
+    """The agents of a run, or its verifiers: each has a roster and a runtime of its own."""
+
+    run: RunDir
+    verifying: bool = False
+
+    @property
+    def home(self) -> RunDir:
+        return RunDir(self.run.path / "verifiers") if self.verifying else self.run
+
+    def roster(self) -> Any:
+        from afield import wiring
+
+        return wiring.load("runtimes.roster:Roster")(self.home.sessions)
+
+    def runtime(self) -> Runtime:
+        """As the run was started with; nothing is noted in the roster on our behalf."""
+        from afield import wiring
+
+        config = saved_config(self.run)
+        build = wiring.verifiers if self.verifying else wiring.runtime
+        made: Any = build(config, self.run, wiring.transport(config, self.run))
+        return made.runtime if isinstance(made, wiring.load("runtimes.roster:Rostered")) else made
+
+
+class Session(Struct, frozen=True):
+    """A row of a roster (`afield.runtimes.roster.Entry`), and whose it is."""
+
+    part: Part
+    entry: Any
+
+    @property
+    def id(self) -> str:
+        return self.entry.session_id
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt.from_session_id(self.id)
+
+    @property
+    def stale(self) -> bool:
+        """It could not outlive its controller, which is dead."""
+        gone = self.entry.process is None or not self.entry.process.alive
+        return self.entry.orphan and not self.entry.outlives and gone
+
+    def told(self) -> dict[str, Any]:
+        entry, owner = self.entry, self.entry.owner
+        return {
+            "run": self.part.run.id,
+            "session": entry.session_id,
+            "role": "verifier" if self.part.verifying else "agent",
+            "runtime": entry.runtime,
+            "phase": str(entry.phase),
+            "where": entry.where,
+            "age_s": round(max(0.0, time.time() - entry.since), 1),
+            "owner": {"host": owner.host, "pid": owner.pid, "alive": owner.alive},
+            "orphan": entry.orphan,
+        }
+
+
+def add(commands: Any) -> None:
+    from afield.cli import ending
+
+    command = commands.add_parser(
+        "ps", help="sessions that run now", description="Sessions that run now, of all runs or of one."
+    )
+    command.add_argument("name", nargs="?", metavar="RUN", help="id, path, or latest")
+    command.add_argument(
+        "--all", action="store_true", help="ask the places too: also sessions that are in no roster"
+    )
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=ps)
+    command = commands.add_parser(
+        "logs", help="what a session printed", description="What a session printed, or prints."
+    )
+    command.add_argument("session", metavar="SESSION")
+    command.add_argument("--run", dest="name", metavar="RUN", help="look in this run only")
+    command.add_argument("--follow", "-f", action="store_true", help="go on until the session has ended")
+    command.add_argument("--tail", type=int, metavar="N", help="the last N lines only")
+    command.set_defaults(run=logs)
+    ending.add(commands)
+
+
+# --- what runs ---------------------------------------------------------------------------------------
+
+
+def parts(name: str | None) -> list[Part]:
+    """Those of one run, or of all, that have a roster or could have one."""
+    runs = Environment.read().runs
+    if name is not None:
+        found = [find_run(runs, name)]
+    else:
+        found = [RunDir(path.parent) for path in sorted(runs.glob("*/run.json"))]
+    both = [Part(run, verifying) for run in found for verifying in (False, True)]
+    return [part for part in both if part.home.sessions.exists()]
+
+
+def sessions(among: Iterable[Part]) -> list[Session]:
+    found: list[Session] = []
+    for part in among:
+        roster = part.roster()
+        try:
+            found += [Session(part, entry) for entry in roster.entries()]
+        finally:
+            roster.close()
+    return [session for session in found if not session.stale]
+
+
+def ps(args: argparse.Namespace) -> int:
+    among = parts(args.name)
+    lines = [session.told() for session in sessions(among)]
+    if args.all:
+        lines = asyncio.run(_asked(among, lines))
+    if args.json:
+        print(json.dumps({"sessions": lines}))
+        return 0
+    if not lines:
+        print(f"no session runs{f' in {args.name}' if args.name else ''}")
+        return 0
+    head = ("RUN", "SESSION", "RUNTIME", "PHASE", "WHERE", "AGE", "OWNER")
+    _table([head, *(_line(line) for line in lines)])
+    return 0
+
+
+async def _asked(among: Sequence[Part], lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the places say: newer phases, where sessions are, and some that nobody noted."""
+    known = {(line["run"], line["role"], line["session"]): line for line in lines}
+    for part in among:
+        try:
+            runtime = part.runtime()
+            if not runtime.capabilities.lists:
+                continue
+            async with runtime:
+                listed = await runtime.list()
+        except AfieldError as error:
+            print(f"afield: {part.run.id} cannot be asked: {error}", file=sys.stderr)
+            continue
+        role = "verifier" if part.verifying else "agent"
+        kind = saved_config(part.run).runtime.partition("=")[0]
+        for live in listed:
+            line = known.setdefault(
+                (part.run.id, role, live.session_id),
+                {
+                    "run": part.run.id,
+                    "session": live.session_id,
+                    "role": role,
+                    "runtime": kind,
+                    "phase": "",
+                    "where": "",
+                    "age_s": round(time.time() - live.since, 1) if live.since else None,
+                    "owner": None,
+                    "orphan": None,
+                },
+            )
+            line.update(phase=str(live.phase), where=live.where or line["where"])
+    return list(known.values())
+
+
+def _line(told: dict[str, Any]) -> tuple[str, ...]:
+    owner = told["owner"]
+    if owner is None:
+        whose = "not in the roster"
+    elif told["orphan"]:
+        whose = f"ORPHAN of pid {owner['pid']}"
+    else:
+        whose = f"pid {owner['pid']}" + ("" if owner["alive"] else f" on {owner['host']}")
+    run = told["run"] + (" (verifier)" if told["role"] == "verifier" else "")
+    where = told["where"] or "-"
+    return run, told["session"], told["runtime"], told["phase"], where, _age(told["age_s"]), whose
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def unknown(session_id: str, known: Iterable[str]) -> UsageError:
+    near = difflib.get_close_matches(session_id, sorted(set(known)), n=5)
+    hint = f"; did you mean {', '.join(near)}?" if near else "; `afield ps` lists what runs"
+    return UsageError(f"unknown session {session_id!r}{hint}")
+
+
+# --- what they print -----------------------------------------------------------------------------------
+
+
+def logs(args: argparse.Namespace) -> int:
+    if args.tail is not None and args.tail < 0:
+        raise UsageError(f"--tail {args.tail} must be 0 or more")
+    runs = Environment.read().runs
+    found = [find_run(runs, args.name)] if args.name else [RunDir(p.parent) for p in runs.glob("*/run.json")]
+    homes = [home for run in found for home in (run, RunDir(run.path / "verifiers"))]
+    running = [s for s in sessions(parts(args.name)) if s.id == args.session]
+    files = [home.logs / f"{args.session}.log" for home in homes]
+    # A warm worker prints into a log of its own, which it names.
+    files += [s.part.home.logs / s.entry.where.rpartition("(")[2].rstrip(")") for s in running]
+    if file := next((file for file in files if file.is_file() and file.suffix == ".log"), None):
+        _print_file(file, args)
+        return 0
+    if not running:
+        stems = [path.stem for home in homes for path in home.logs.glob("*.log")]
+        raise unknown(args.session, [*(s.id for s in sessions(parts(args.name))), *stems])
+    return asyncio.run(_print_logs(running[0], args))
+
+
+def _print_file(file: Path, args: argparse.Namespace) -> None:
+    with file.open(errors="replace") as lines:
+        _print(_last(lines.read(), args.tail))
+        while args.follow and _runs(args):
+            time.sleep(FOLLOW_S)
+            while more := lines.read(READ):
+                _print(more)
+        if args.follow:
+            _print(lines.read())
+
+
+async def _print_logs(session: Session, args: argparse.Namespace) -> int:
+    runtime = session.part.runtime()
+    if not runtime.capabilities.reaches:
+        said = f"{session.id} prints nothing that is kept; its controller is pid {session.entry.owner.pid}"
+        raise UsageError(said)
+    async with runtime:
+        told = await runtime.logs(session.attempt)
+        _print(_last(told, args.tail))
+        while args.follow and _runs(args):
+            await asyncio.sleep(FOLLOW_S)
+            before, told = told, await runtime.logs(session.attempt)
+            _print(_beyond(before, told))
+    return 0
+
+
+def _runs(args: argparse.Namespace) -> bool:
+    return any(session.id == args.session for session in sessions(parts(args.name)))
+
+
+def _beyond(before: str, now: str) -> str:
+    """What is new; the place may keep only the last part, so the old text may begin later than it did."""
+    mark = before[-200:]
+    at = now.rfind(mark)
+    return now[at + len(mark) :] if at >= 0 else now
+
+
+def _last(text: str, count: int | None) -> str:
+    if count is None:
+        return text
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[len(lines) - count :] if count < len(lines) else lines)
+
+
+def _print(text: str) -> None:
+    if text:
+        print(without_keys(text), end="" if text.endswith("\n") else "\n", flush=True)
