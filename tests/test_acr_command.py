@@ -23,6 +23,8 @@ import pytest
 
 from acr_places import PROGRAM, Caller, acr, gone, session_id
 from afield.acr.faults import KINDS
+from afield.acr.images import Image
+from afield.acr.sessions import Pace
 from afield.cli.acr import add
 from processes import afield, children, command
 
@@ -147,8 +149,6 @@ async def test_a_command_runs_inside_the_sandbox_of_its_session() -> None:
 
 @needs_bwrap
 async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: Path) -> None:
-    from afield.acr.images import Image
-
     target = tmp_path / "agent.py"
     target.write_text("import nothing_of_that_name\n")
     async with acr(isolation="sandbox", images={"math": Image(target=f"{target}:agent")}) as caller:
@@ -156,6 +156,18 @@ async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: 
         runtime = caller.arn.rpartition("/")[2]
         got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
         assert "nothing_of_that_name" in got["failureReason"]
+
+
+@needs_bwrap
+async def test_a_sandboxed_program_that_never_serves_is_424_after_the_time_it_has(tmp_path: Path) -> None:
+    program = tmp_path / "asleep.py"
+    program.write_text("import time\ntime.sleep(600)\n")
+    images = {"math": Image(script=str(program))}
+    async with acr(isolation="sandbox", images=images, pace=Pace(init_s=2.0)) as caller:
+        assert await caller.ready() == "READY"
+        with pytest.raises(caller.data.exceptions.RuntimeClientError, match="not ready within 2 s"):
+            await caller.invoke({})
+        assert await caller.sessions() == []
 
 
 @pytest.mark.parametrize(

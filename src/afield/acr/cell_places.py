@@ -29,9 +29,16 @@ Address = tuple[str, int]
 
 class CellPlaces:
     def __init__(
-        self, logs: Path, limits: Limits, allow: Sequence[Address], mounts: tuple[str, ...] = ()
+        self,
+        logs: Path,
+        limits: Limits,
+        *,
+        allow: Sequence[Address],
+        mounts: tuple[str, ...],
+        init_s: float,
     ) -> None:
         self._logs, self._limits, self._allow, self._mounts = logs, limits, allow, mounts
+        self._init_s = init_s
         self._nests: dict[Image, asyncio.Future[Nest]] = {}
         self._closing = asyncio.Event()
 
@@ -73,7 +80,7 @@ class CellPlaces:
     async def start(self, image: Image, name: str, env: Mapping[str, str]) -> CellPlace:
         nest = await self._nest(image)
         try:
-            return CellPlace(await nest.start(name, allow=self._allow, env=env))
+            return CellPlace(await nest.start(name, allow=self._allow, env=env, timeout_s=self._init_s))
         except AfieldError as error:
             if isinstance(error, InfrastructureFailure) and error.reason is Reason.DIED:
                 self._forget(image, nest)

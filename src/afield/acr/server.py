@@ -88,7 +88,10 @@ class AcrServer:
             return PlainPlaces(logs)
         from afield.acr.cell_places import CellPlaces
 
-        return CellPlaces(logs, self._options.limits, self._options.allow, self._options.mounts)
+        options = self._options
+        return CellPlaces(
+            logs, options.limits, allow=options.allow, mounts=options.mounts, init_s=options.pace.init_s
+        )
 
     async def _serve(self, stack: AsyncExitStack, app: App) -> None:
         listener = self._listener or listen("127.0.0.1", 0)
