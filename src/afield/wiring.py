@@ -163,7 +163,7 @@ def _config(model: Path) -> dict[str, Any]:
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     """Where agents run; what is launched there is noted in the run's roster."""
-    return _runtime(config, run, carrier)
+    return _rostered(_runtime(config, run, carrier), run, config.place)
 
 
 def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime | None:
@@ -179,7 +179,12 @@ def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime |
         verifier="",
         deliver="auto",
     )
-    return _runtime(judging, RunDir(run.path / "verifiers"), carrier)
+    home = RunDir(run.path / "verifiers")
+    return _rostered(_runtime(judging, home, carrier), home, judging.place)
+
+
+def _rostered(made: Runtime, run: RunDir, name: str) -> Runtime:
+    return load("runtimes.roster:Rostered")(made, load("runtimes.roster:Roster")(run.sessions), name)
 
 
 def _runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
