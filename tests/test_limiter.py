@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from afield.errors import UsageError
 from afield.limiter import Limiter, LocalLimiter, Pace, SharedLimiter, Unlimited
-from afield.limiter.rhythm import BURST_S
+from afield.limiter.rhythm import BURST_S, Rhythm
 from afield.limiter.shared import LEASE_S
 from virtual_time import run
 
@@ -168,6 +168,19 @@ def test_no_more_launches_are_under_way_than_there_are_places(limited: Callable[
     most, took = run(main())
     assert most == 4
     assert took == pytest.approx(50, abs=2)
+
+
+@pytest.mark.parametrize("late_s", [0.005, 0.015, 0.025])
+def test_turns_that_a_busy_machine_takes_late_are_made_up_for(late_s: float) -> None:
+    """Late by so much on average, and now and then by much more; one turn is waited for at a time."""
+    chance, rhythm, now, made = random.Random(1), Rhythm(), 0.0, list[float]()
+    for _ in range(1000):
+        due = rhythm.reserve(now, 25)
+        now = max(now, due) + chance.expovariate(1 / late_s)
+        rhythm.late(due, now, 25)
+        made.append(now)
+    assert len(made) / now >= 0.95 * 25
+    assert all(later - first >= 1 for first, later in zip(made, made[25:], strict=False))
 
 
 def test_a_launch_that_raises_gives_its_place_back(limited: Callable[[Pace], Limiter]) -> None:
@@ -546,7 +559,7 @@ def test_four_processes_share_one_rate_and_one_set_of_places(tmp_path: Path) -> 
     assert all(len(one) >= 20 for one in said), [len(one) for one in said]
     assert len(began) / (began[-1] - began[0]) >= 0.8 * 40
     # Timers of a busy machine are late now and then.
-    assert_within(began, 40, slack_s=0.25)
+    assert_within(began, 40, slack_s=0.5)
     assert most_at_once(launches) <= 12
 
 

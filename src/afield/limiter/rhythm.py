@@ -1,8 +1,8 @@
 """Pace and Rhythm: what is allowed, and when the next call may be made. Pure: time comes in as a number.
 
-Turns follow the generic cell rate algorithm: no window of t seconds has more than rate * t calls and a burst,
-and no second more than the rate that was given. Of that rate a small part is left unused: calls that leave
-evenly arrive unevenly, and at exactly 25 a second some second would see 26 of them.
+Turns follow the generic cell rate algorithm: no window of t seconds has more than rate * t calls and a burst
+due, and no second has more than the rate that was given. Of that rate a small part is left unused: calls that
+leave evenly arrive unevenly, and at exactly 25 a second some second would see 26 of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from bisect import insort
 
 from msgspec import Struct, field
 
-# How late a turn may be taken and still be made up for.
 BURST_S = 0.08
+# Turns that are taken late, as on a busy machine, are made up for if they are no later than this.
+LATE_S = 0.2
 # The part of a given rate that is used: at first, and at least after refusals that looked like chance.
 USED = 0.97
 USED_AT_LEAST = 0.955
@@ -131,13 +132,13 @@ class Rhythm(Struct):
         return due
 
     def late(self, due: float, now: float, given: float | None) -> None:
-        """The turn that was due then is taken now: the next one keeps its distance."""
+        """The turn that was due then is taken now: the next ones make up for a little of that."""
         self._learn(now)
         if due in self.sent:
             self.sent.remove(due)
             insort(self.sent, now)
         if rate := self.rate(now, given):
-            self.free = max(self.free, now + 1 / rate)
+            self.free = max(self.free, now + 1 / rate - LATE_S)
 
     def _window(self, now: float, given: float | None) -> float:
         """When one more call would no longer be one too many in the second before it."""
