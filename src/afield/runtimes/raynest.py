@@ -21,7 +21,6 @@ from pathlib import Path
 import msgspec
 from msgspec import Raw, Struct
 
-from afield.runtimes.raykin import adopt_orphans, sweep
 from afield.runtimes.raywire import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Stop, Taken
 from afield.seams.runtime import Phase
 
@@ -140,8 +139,6 @@ class Nest:
     # --- the warm parent -------------------------------------------------------------------------
 
     async def _begin(self) -> Standing:
-        # Should the warm parent be killed, what its sessions leave behind comes to us.
-        adopt_orphans()
         ours, theirs = socket.socketpair()
         settings = self._settings
         dropping = [part for name in UNWANTED for part in ("-u", name)]
@@ -175,9 +172,8 @@ class Nest:
                 (size,) = FRAME.unpack(await reader.readexactly(FRAME.size))
                 self._hear(_events.decode(await reader.readexactly(size)))
         code = await process.wait()
-        # What a killed parent left is ours; a Ray worker has no other children.
-        await asyncio.to_thread(sweep)
-        died = f"signal {-code}" if code < 0 else f"exit code {code}"
+        killed = -code if code < 0 else code - 128
+        died = f"signal {killed}" if killed > 0 else f"exit code {code}"
         self._gone = f"the process that starts sessions ended with {died}; its log ends: {self._own_tail()}"
         for session_id in list(self._sessions):
             self._hear(Ended(session_id, self._gone))

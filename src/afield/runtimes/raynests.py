@@ -206,7 +206,7 @@ class Nests:
 
     async def _unless_idle(self, place: Place, asking: Coroutine[Any, Any, T]) -> T | None:
         """The answer, or None once nobody has needed the nest for long."""
-        task = self._group.create_task(asking)
+        task = asyncio.create_task(asking)
         try:
             while True:
                 done, _ = await asyncio.wait({task}, timeout=max(self._idle_s / 4, 0.05))

@@ -252,23 +252,48 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory-mb", type=int, help="most that one session may have resident")
     parser.add_argument("--log-dir", default="", help="where sessions' logs are kept; nowhere if empty")
     options = parser.parse_args(argv)
+    if parent := _guarded():
+        os.close(options.fd)
+        return _guard(parent)
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("afield").setLevel(logging.INFO)
     with socket.socket(fileno=options.fd) as nest:
         os.set_inheritable(options.fd, False)
-        try:
-            runner = load(options.target).runner
-        except UsageError as error:
-            say(nest, Ready(str(error)))
-            return 2
-        assert runner is not None, "load refuses an app without an entrypoint"
-        if options.log_dir:
-            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
-        adopt_orphans()
-        gc.freeze()
-        extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        say(nest, Ready(threads=tuple(extra)))
-        Parent(runner, nest, options.memory_mb, options.log_dir).run()
+        return _serve(nest, options.target, options.memory_mb, options.log_dir)
+
+
+def _guarded() -> int:
+    """Fork: the guard gets its child's id, the child 0.
+
+    A Ray worker that ends kills its children first, before they could end theirs. So that child is only a
+    guard, which ends what is left if the warm parent is killed; the warm parent sees its socket end.
+    """
+    adopt_orphans()
+    return os.fork()
+
+
+def _guard(parent: int) -> int:
+    """Its exit code is the warm parent's, and 128 more than the signal that killed it, as in a shell."""
+    _, status = os.waitpid(parent, 0)
+    sweep()
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str) -> int:
+    try:
+        runner = load(target).runner
+    except UsageError as error:
+        say(nest, Ready(str(error)))
+        return 2
+    assert runner is not None, "load refuses an app without an entrypoint"
+    if log_dir:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    adopt_orphans()
+    gc.freeze()
+    extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+    say(nest, Ready(threads=tuple(extra)))
+    Parent(runner, nest, memory_mb, log_dir).run()
     return 0
 
 
