@@ -148,6 +148,8 @@ async def test_a_function_is_served_with_the_sdk_and_a_command_finds_its_port(tm
             await caller.invoke({"no": "_rollout"})
         await caller.ready("plain", agentRuntimeArtifact=of("plain"))
         assert await caller.invoke({"n": 1}) == {"got": {"n": 1}}
+        card = await caller.call(caller.data.get_agent_card, agentRuntimeArn=caller.arn)
+        assert card["agentCard"] == {"status": "Healthy"}  # whatever the program serves there
 
 
 PLAIN = """

@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import botocore.exceptions
 import pytest
+import urllib3.exceptions
 
 from acr_places import acr, gone, session_id
 from afield.acr.faults import Fault, Luck, parse
@@ -317,6 +318,24 @@ async def test_a_client_that_goes_away_from_a_stream_ends_it() -> None:
         await asyncio.to_thread(leave, caller.data, caller.arn)
         await caller.until_sessions(0)  # it is idle only when the stream has ended
         assert (await caller.view("stats"))["ends"] == {"idle": 1}
+
+
+async def test_a_program_that_dies_in_the_middle_of_a_stream_breaks_it() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        session = session_id()
+        with pytest.raises((botocore.exceptions.ResponseStreamingError, urllib3.exceptions.ProtocolError)):
+            await caller.raw({"do": "stream", "n": 3, "last": "die"}, session)
+        await caller.until_sessions(0)
+        assert (await caller.invoke({}, session))["count"] == 1
+
+
+async def test_a_stream_that_takes_too_long_is_broken_off_and_the_session_stays() -> None:
+    async with acr(pace=Pace(stream_s=0.5)) as caller:
+        await caller.ready()
+        with pytest.raises((botocore.exceptions.ResponseStreamingError, urllib3.exceptions.ProtocolError)):
+            await caller.raw({"do": "stream", "n": 1000})
+        assert len(await caller.sessions()) == 1
 
 
 def test_luck_is_the_same_for_the_same_seed_in_any_order() -> None:

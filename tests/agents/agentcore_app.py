@@ -20,10 +20,12 @@ def work(seconds: float, task: int) -> None:
     app.complete_async_task(task)
 
 
-async def stream(n: int):
+async def stream(n: int, last: str):
     for i in range(n):
         yield {"n": i}
         await asyncio.sleep(0.01)
+    if last == "die":
+        os._exit(3)
 
 
 def reach(url: str) -> dict:
@@ -52,7 +54,7 @@ def main(payload, context):
         return TOLD[payload["do"]](payload, context)
     match payload.get("do"):
         case "stream":
-            return stream(payload["n"])
+            return stream(payload["n"], payload.get("last", ""))
         case "raise":
             raise RuntimeError("the agent's own fault")
         case "die":

@@ -58,7 +58,7 @@ class App:
             await answer()
         except Problem as problem:
             log.info("%s %s: %d %s: %s", request.method, request.path, problem.status, problem.kind, problem)
-            await request.refuse(problem)
+            await (request.cut() if request.status else request.refuse(problem))
         except ConnectionCut:
             await request.cut()
         finally:
