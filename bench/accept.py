@@ -43,8 +43,10 @@ class Bars:
         return all(row["ok"] for row in self.rows)
 
 
-def demo(cwd: Path, *options: object, before: tuple[str, ...] = ()) -> dict[str, Any]:
-    command = [*before, *AFIELD, "demo", "--json", *map(str, options)]
+def demo(
+    cwd: Path, *options: object, before: tuple[str, ...] = (), afield: list[str] = AFIELD
+) -> dict[str, Any]:
+    command = [*before, *afield, "demo", "--json", *map(str, options)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -180,6 +182,54 @@ def collection(bars: Bars, cwd: Path) -> dict[str, Any]:
     return runs
 
 
+# --- runtimes ------------------------------------------------------------------------------------
+
+
+def runtimes(bars: Bars, cwd: Path) -> dict[str, Any]:
+    """The same agent everywhere: one contract, the demo in four kinds of places, crowds, limits, attacks."""
+    runs: dict[str, Any] = {}
+    for place in ("process", "sandbox", "agentcore", "ray"):
+        told = runs[f"demo, {place}"] = demo(cwd, "--runtime", place, afield=afield_of(place))
+        bars.check(f"demo, {place}: last", told["last"], told["last"] >= 0.80, ">= 0.80")
+        bars.check(f"demo, {place}: wall time", told["wall_s"], told["wall_s"] <= 600, "<= 600 s")
+        bars.check(f"demo, {place}: failed rollouts", told["failed"], told["failed"] == 0, "0")
+    told = runs["crowd"] = last_line([sys.executable, "bench/runtimes.py", "--json"], ROOT)
+    bars.check("sandboxes at once", told["peak"], told["peak"] >= 500, ">= 500")
+    bars.check("sandboxes that failed", told["failed"], told["failed"] == 0, "0")
+    bars.check("left 30 s after SIGKILL", told["orphans"], told["orphans"] == 0, "0")
+    bars.check("controller's memory, second wave over first", told["growth"], told["growth"] <= 1.1, "<= 1.1")
+    for place, times in told["start_ms"].items():
+        bars.check(f"start of a {place}, ms (p50, p99)", times, bool(times), "measured")
+    start = told["start_ms"]["sandbox"][0]
+    bars.check("start of a sandbox, ms", start, start < 150, "< 150")
+    told = runs["throttle"] = last_line([sys.executable, "bench/throttle.py", "--json"], ROOT)
+    bars.check("launch rate over the limit", told["share"], told["share"] >= 0.95, ">= 0.95")
+    bars.check("calls answered 429", told["throttled"], told["throttled"] <= 0.01, "<= 0.01")
+    bars.check("rollouts that failed", told["failed"], told["failed"] == 0, "0")
+    for name, file in (
+        ("contract: process, inline, served", "tests/contracts/test_runtime.py"),
+        ("contract: sandbox", "tests/test_sandbox_runtime.py"),
+        ("contract: agentcore", "tests/test_agentcore_runtime.py"),
+        ("contract: kubernetes", "tests/test_kubernetes_contract.py"),
+        ("contract: container", "tests/real/test_containers.py"),
+        ("contract: ray, a node killed", "tests/real/test_ray.py"),
+        ("hostile agents", "tests/test_hostile.py"),
+        ("verifiers", "tests/test_judge.py"),
+    ):
+        passes(bars, name, file)
+    return runs
+
+
+def afield_of(place: str) -> list[str]:
+    """Ray has an environment of its own."""
+    if place != "ray":
+        return AFIELD
+    sys.path.append(str(ROOT / "tests"))
+    from ray_env import ray_python
+
+    return [str(ray_python()), "-m", "afield"]
+
+
 def passes(bars: Bars, name: str, file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "real or not real", file]
     done = subprocess.run(command, cwd=ROOT, check=False)
@@ -199,6 +249,7 @@ PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {
     "loop": loop,
     "gateway": gateway,
     "collect": collection,
+    "runtimes": runtimes,
 }
 
 
@@ -235,7 +286,7 @@ def main() -> int:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"  saved {path.relative_to(ROOT)}")
-        if name == "collect":
+        if name in ("collect", "runtimes"):
             page.rewrite()
         met &= bars.ok
     return 0 if met else 1

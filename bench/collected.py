@@ -22,7 +22,7 @@ def sections(run: dict[str, Any] | None) -> dict[str, str]:
         "chaos": _chaos(told["chaos"]),
         "delivery": _delivery(told["delivery"]),
         "memory": _memory(told["memory"]),
-        "modes": _table(
+        "modes": table(
             ("mode", "first", "last", "stalest", "seconds"),
             [
                 (f"`{mode}`", *(told[mode][key] for key in ("first", "last", "staleness", "wall_s")))
@@ -44,7 +44,7 @@ def _throughput(told: dict[str, Any]) -> str:
         ("greatest staleness, in versions", told["max_staleness"], "at most 2", ""),
     ]
     worst = f"The worst of {len(told['seeds'])} seeds:"
-    return f"{worst}\n\n{_table(('', 'seen', 'wanted', 'limit'), rows)}"
+    return f"{worst}\n\n{table(('', 'seen', 'wanted', 'limit'), rows)}"
 
 
 def _chaos(told: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ def _chaos(told: dict[str, Any]) -> str:
         ("greatest staleness, in versions", told["max_staleness"], calm["max_staleness"], "at most 2"),
         ("lengths as without kills, p", told["ks_p"], "", "at least 0.01"),
     ]
-    return _table(("", "with kills", "without", "wanted"), rows)
+    return table(("", "with kills", "without", "wanted"), rows)
 
 
 def _pair(told: dict[str, Any]) -> str:
@@ -80,16 +80,16 @@ def _delivery(told: dict[str, Any]) -> str:
         ("with messages", told["rollouts"], told["median_s"], f"{told['p99_s']} (p99)", "median below 0.5"),
         ("every message dropped", told["dropped"], told["dropped_median_s"], told["dropped_max_s"], sweep),
     ]
-    return _table(("", "rollouts", "median, s", "slowest, s", "wanted"), rows)
+    return table(("", "rollouts", "median, s", "slowest, s", "wanted"), rows)
 
 
 def _memory(told: dict[str, Any]) -> str:
     samples = [(f"{n:,}", f"{rss:.0f}", f"{objects:,}") for n, rss, objects in told["samples"][::3]]
     grown = told["growth"]
     rows = [*samples, ("grown", f"{grown['rss_mib']:.1%}", f"{grown['objects']:.1%}")]
-    return _table(("rollouts", "MiB resident", "objects of Python"), rows)
+    return table(("rollouts", "MiB resident", "objects of Python"), rows)
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join("".join(f"| {cell} " if cell != "" else "| " for cell in line) + "|" for line in lines)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import collected
+import placed
 from charts import LABELS
 
 HERE = Path(__file__).resolve().parent
@@ -27,10 +28,15 @@ def write(run: dict[str, Any], path: Path) -> None:
 
 
 def text(run: dict[str, Any]) -> str:
-    """The whole page: this run of the gateway's benchmark, and the newest saved one of collection."""
-    found = [json.loads(path.read_text()) for path in RESULTS.glob("collect-*.json")]
-    newest = max(found, key=lambda one: one["ended"], default=None)
-    return _gateway(run) + (HERE / "collection.md").read_text().format(**collected.sections(newest))
+    """The whole page: this run of the gateway's benchmark, and the newest saved ones of the other parts."""
+    collecting = (HERE / "collection.md").read_text().format(**collected.sections(_newest("collect")))
+    places = (HERE / "places.md").read_text().format(**placed.sections(_newest("runtimes")))
+    return _gateway(run) + collecting + places
+
+
+def _newest(part: str) -> dict[str, Any] | None:
+    found = [json.loads(path.read_text()) for path in RESULTS.glob(f"{part}-*.json")]
+    return max(found, key=lambda one: one["ended"], default=None)
 
 
 def _gateway(run: dict[str, Any]) -> str:
