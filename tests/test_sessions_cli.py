@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -216,11 +218,10 @@ def test_a_number_that_now_belongs_to_another_process_is_left_alone(field: Field
     controller = field.processes(run, {"do": "hang"})
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     field.started.append(bystander)
-    roster = Roster(run / "sessions.sqlite")
     owner = Owner.of(bystander.pid)
     earlier = Owner(owner.host, owner.pid, "1")
-    roster._do("UPDATE sessions SET process = ?", (str(earlier),))
-    roster.close()
+    with contextlib.closing(sqlite3.connect(run / "sessions.sqlite", isolation_level=None)) as db:
+        db.execute("UPDATE sessions SET process = ?", (str(earlier),))
     told("kill", "--run", "first")
     assert bystander.poll() is None
     assert controller.poll() is None

@@ -58,6 +58,14 @@ class TestWarmProcesses(TestInline):
 class TestFreshProcesses(TestInline):
     how = "fresh"
 
+    async def test_a_daemon_ends_with_the_attempt_whose_process_it_left(
+        self, place: Place, sink: Sink
+    ) -> None:
+        attempt = await place.launch({"do": "daemon"})
+        await sink.until_seen("daemon")
+        assert (await place.wait(attempt)).failure is None
+        await sink.until_quiet("daemon")
+
 
 class TestServed(RuntimeContract):
     url = ""
