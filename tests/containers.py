@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from docker import APIClient
-from docker.errors import ImageNotFound
+from docker.errors import APIError, ImageNotFound
 from msgspec import Struct
 from requests.exceptions import RequestException
 
@@ -153,4 +153,8 @@ def _image(home: Path, socket: str) -> str:
             # Podman 4 calls it `latest`, whatever it was told.
             api.tag(json.loads(said.splitlines()[-1])["status"], repository, tag)
             tar.unlink()
+            for old in (old for image in api.images(repository) for old in image["RepoTags"] if old != name):
+                # Another run of the tests may still use it.
+                with contextlib.suppress(APIError):
+                    api.remove_image(old)
     return name

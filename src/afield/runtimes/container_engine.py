@@ -198,7 +198,9 @@ class Engine:
         try:
             return work()
         except APIError as error:
-            raise Refused(str(error.explanation or error)) from error
+            said = str(error.explanation or error)
+            hint = "; install it on the engine's machine, or set init = false" if "-init" in said else ""
+            raise Refused(said + hint) from error
         except (DockerException, RequestException, OSError) as error:
             raise Unavailable(f"the container engine at {self.where} does not answer: {error}") from error
 
