@@ -90,7 +90,7 @@ async def test_a_watch_that_is_too_old_begins_anew_and_misses_nothing(kube: Fake
         pod = kube.pod_of("lost.1")
         kube.nodes.running[pod].kill()
         kube.store.items["pods"].pop(pod)
-        kube.store.items["jobs"].pop(name_of("lost.1"))
+        kube.store.items["jobs"].pop(name_of("run", "lost.1"))
         kube.store.compact()
         kube.store.wake()
         ended = await place.wait(lost)
@@ -219,17 +219,20 @@ async def test_a_job_whose_launcher_died_before_its_payload_is_not_adopted(
     assert kube.bodies == [] and jobs(kube) == []
 
 
-async def test_a_job_of_another_run_is_neither_taken_nor_touched(kube: FakeKube, sink: Sink) -> None:
+async def test_runs_with_sessions_of_one_name_do_not_meet(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink, name="theirs") as theirs, placed(kube, sink, name="ours") as ours:
         attempt = await theirs.launch({"do": "beat"})
-        with pytest.raises(InfrastructureFailure, match="is a Job of 'theirs'"):
-            await ours.launch({"do": "beat"})
-        await ours.runtime.stop(attempt)
         assert await ours.runtime.adopt(Attempt("r", 1)) is False
         assert await ours.runtime.list() == []
         assert await ours.runtime.logs(attempt) == ""
         assert (await ours.runtime.status(attempt)).phase is Phase.UNKNOWN
-        assert (await theirs.runtime.status(attempt)).phase is Phase.RUNNING
+        await ours.runtime.stop(attempt)
+        assert (await ours.wait(await ours.launch({"do": "reward", "value": 0.5}, n=2))).failure is None
+        await ours.launch({"do": "beat"}, n=3)
+        await theirs.launch({"do": "beat"}, n=3)
+        await ours.runtime.stop(Attempt("r", 3))
+        assert sorted(live.session_id for live in await theirs.runtime.list()) == ["r.1", "r.3"]
+        assert {live.phase for live in await theirs.runtime.list()} == {Phase.RUNNING}
 
 
 async def test_an_attempt_is_adopted_even_when_the_server_is_away(kube: FakeKube, sink: Sink) -> None:

@@ -97,11 +97,12 @@ async def test_without_a_service_account_a_pod_gets_no_token(kube: FakeKube, sin
 async def test_any_session_id_has_a_job_and_is_found_by_it(
     kube: FakeKube, sink: Sink, rollout_id: str
 ) -> None:
-    async with placed(kube, sink, name="a run " + "of a long name" * 9) as place:
+    run = "a run " + "of a long name" * 9
+    async with placed(kube, sink, name=run) as place:
         attempt = await place.launch({"do": "reward"}, rollout_id)
         [job] = jobs(kube)
-        assert job == name_of(attempt.session_id) and len(job) <= 63
-        async with runtime_on(kube, name="a run " + "of a long name" * 9) as other:
+        assert job == name_of(run, attempt.session_id) and len(job) <= 63
+        async with runtime_on(kube, name=run) as other:
             live = await other.status(attempt)
             assert live.session_id == attempt.session_id and live.where == f"{NAMESPACE}/{job}"
             if live.phase is not Phase.ENDED:
@@ -113,7 +114,7 @@ async def test_any_session_id_has_a_job_and_is_found_by_it(
 
 def test_ids_that_look_alike_have_names_of_their_own() -> None:
     ids = ["a.1", "A.1", "a-1", "a_1", "x" * 126 + ".1", "x" * 126 + ".2"]
-    assert len({name_of(one) for one in ids}) == len({label_of(one) for one in ids}) == len(ids)
+    assert len({name_of("run", one) for one in ids}) == len({label_of(one) for one in ids}) == len(ids)
 
 
 async def test_many_sessions_are_seen_by_one_list_and_one_watch(kube: FakeKube, sink: Sink) -> None:
@@ -167,7 +168,7 @@ async def test_a_lost_node_is_a_failure_of_the_infrastructure(kube: FakeKube, si
 async def test_a_job_that_somebody_deletes_is_told(kube: FakeKube, sink: Sink, how: str) -> None:
     async with placed(kube, sink) as place:
         attempt = await place.launch({"do": "beat"})
-        await kube.nodes.delete_job(name_of("r.1"), how)
+        await kube.nodes.delete_job(name_of("run", "r.1"), how)
         ended = await place.wait(attempt)
         assert ended.failure and ended.failure.reason is Reason.DIED and "deleted" in ended.failure.message
 

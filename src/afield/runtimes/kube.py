@@ -1,4 +1,4 @@
-"""Agents as Jobs of a Kubernetes cluster: one Job for each attempt, named after its session.
+"""Agents as Jobs of a Kubernetes cluster: one Job for each attempt, named after run and session.
 
 The image is the one that other places run; its payload goes to it through the API server once its pod is
 ready, so that no key is ever part of a Job, and nothing but the API server need be reached from here. One
@@ -330,14 +330,14 @@ class KubernetesRuntime:
                     except Throttled as error:
                         await asyncio.sleep(error.retry_after_s or 1.0)
                     except AfieldError as error:
-                        return log.warning("%s is left behind until its deadline: %s", session.name, error)
+                        return log.warning("%s is left behind until its deadline: %s", session.id, error)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.gather(*map(delete, self._sessions.known.values()))
                 self._sessions.known.clear()
         for session in self._sessions.known.values():
-            log.warning("%s may be left behind until its deadline", session.name)
+            log.warning("%s may be left behind until its deadline", session.id)
 
     async def _keep_log(self, session: Session) -> str:
         """The tail of what it printed, which is kept here as well: the pod's own goes with the pod."""

@@ -24,7 +24,7 @@ def job_for(options: KubernetesOptions, run: str, session_id: str) -> dict[str, 
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name_of(session_id), "labels": labels, "annotations": notes},
+        "metadata": {"name": name_of(run, session_id), "labels": labels, "annotations": notes},
         "spec": {
             "backoffLimit": 0,
             "completions": 1,

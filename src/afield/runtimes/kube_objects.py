@@ -154,10 +154,12 @@ class Review(Struct, frozen=True):
     status: Answer = Answer()
 
 
-def name_of(session_id: str) -> str:
-    """Of a session's Job: readable, and its own even where two ids look alike in small letters."""
+def name_of(run: str, session_id: str) -> str:
+    """Of a session's Job: readable, and its own: other runs may have sessions of the same id, and two ids may
+    look alike in small letters.
+    """
     readable = re.sub(r"[^a-z0-9]+", "-", session_id.lower())[:READABLE].strip("-")
-    return "-".join(part for part in ("afield", readable, _digest(session_id)) if part)
+    return "-".join(part for part in ("afield", readable, _digest(f"{run}\n{session_id}")) if part)
 
 
 def label_of(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from afield.runtimes.kube_api import Cluster
 from afield.runtimes.kube_ends import Sight
-from afield.runtimes.kube_objects import SESSION, Job, Pod, name_of
+from afield.runtimes.kube_objects import SESSION, Job, Pod
 from afield.runtimes.kube_space import Space
 from afield.runtimes.kube_watch import Watch
 
@@ -21,7 +21,6 @@ class Session:
 
     def __init__(self, session_id: str) -> None:
         self.id = session_id
-        self.name = name_of(session_id)
         self.sight = Sight()
         self.news = asyncio.Event()
         self.was_ready = False

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from afield.errors import InfrastructureFailure, Throttled, Unavailable
+from afield.errors import Throttled, Unavailable
 from afield.options import KubernetesOptions
 from afield.runtimes.kube_api import Cluster, Refused, opened, patiently
 from afield.runtimes.kube_job import job_for
 from afield.runtimes.kube_objects import RUN, SESSION, Job, Pod, label_of, name_of
 from afield.runtimes.kube_pods import Pods
-from afield.types import Reason
 
 EXISTS = 409
 MISSING = 404
@@ -52,18 +51,18 @@ class Space:
         return found
 
     async def find(self, session_id: str) -> Job | None:
-        """None where there is none of this run, or it is on its way out."""
+        """None where there is none, or it is on its way out."""
         cluster = await self.cluster()
         try:
-            job = await cluster.get(cluster.jobs(name_of(session_id)), Job)
+            job = await cluster.get(cluster.jobs(name_of(self.run, session_id)), Job)
         except Refused as error:
             if error.status == MISSING:
                 return None
             raise Unavailable(f"the Job of {session_id} cannot be looked for: {error}") from error
-        return job if self._ours(job) and job.metadata.deletion_timestamp is None else None
+        return job if job.metadata.deletion_timestamp is None else None
 
     async def create(self, session_id: str) -> bool:
-        """False where this run had it before; one of another run is a failure of the launch."""
+        """False where this run had it before."""
         cluster = await self.cluster()
         body = job_for(self.options, self.run, session_id)
         try:
@@ -72,12 +71,8 @@ class Space:
         except Refused as error:
             if error.status != EXISTS:
                 raise
-        name = name_of(session_id)
+        name = name_of(self.run, session_id)
         job = await cluster.get(cluster.jobs(name), Job)
-        if not self._ours(job):
-            other = job.metadata.annotations.get(RUN, "somebody else")
-            said = f"{name} in {cluster.namespace} is a Job of {other!r}; use another namespace"
-            raise InfrastructureFailure(said, Reason.LAUNCH)
         if job.metadata.deletion_timestamp:
             raise Throttled(f"an earlier Job {name} is still being deleted", 1.0)
         return False
@@ -89,7 +84,7 @@ class Space:
             if job is None:
                 return
             uid = job.metadata.uid
-        cluster, name = await self.cluster(), name_of(session_id)
+        cluster, name = await self.cluster(), name_of(self.run, session_id)
         body: dict[str, Any] = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -101,6 +96,3 @@ class Space:
         except Refused as error:
             if error.status not in (MISSING, EXISTS):
                 raise Unavailable(f"Job {name} cannot be deleted: {error}") from error
-
-    def _ours(self, job: Job) -> bool:
-        return job.metadata.labels.get(RUN) == label_of(self.run)
