@@ -303,12 +303,14 @@ class _Command:
 
     def _feed(self) -> None:
         """Until there is something to read: a command may want to be read before it reads on."""
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN | select.POLLOUT)
         while self._stdin:
-            readable, writable, _ = select.select([self._socket], [self._socket], [])
-            if readable:
+            [(_, events)] = ready.poll()
+            if events != select.POLLOUT:
                 return
             try:
-                sent = self._socket.send(self._stdin[:CHUNK], socket.MSG_DONTWAIT) if writable else 0
+                sent = self._socket.send(self._stdin[:CHUNK], socket.MSG_DONTWAIT)
             except BlockingIOError:
                 continue
             except (BrokenPipeError, ConnectionResetError):
