@@ -45,6 +45,7 @@ IMAGE = "minimal"
 SHARE, THROTTLED = 0.95, 0.01
 EXP = "throttle"
 STARTED_S = 120.0
+LIMIT_S = 180.0  # beyond twice what the limit allows
 
 
 class Quiet:
@@ -101,7 +102,8 @@ async def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         where = ("--image", f"{IMAGE}={BENCH / 'throttle_agent.py'}:run", "--allow", host, "--port", 0)
         quiet = ("--logs", place / "sessions", "--isolation", args.isolation)
         acr = await enter(part(place / "acr.log", "acr", *where, *limits, *quiet))
-        launched = await launch(args, place, up["url"], acr["url"])
+        async with asyncio.timeout(LIMIT_S + 2 * args.rollouts / args.limit):
+            launched = await launch(args, place, up["url"], acr["url"])
         async with aiohttp.ClientSession() as http, http.get(f"{acr['url']}/_acr/stats") as answer:
             stats = await answer.json()
     return summary(args, launched, stats)
@@ -177,12 +179,15 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=25.0, help="session starts a second, and stops")
     parser.add_argument("--cold-start", type=float, default=10.0, help="seconds")
     parser.add_argument("--isolation", choices=("sandbox", "none"), default="sandbox")
+    parser.add_argument("--keep", type=Path, help="a new folder for logs and state, kept afterwards")
     parser.add_argument("--json", action="store_true", help="one line of JSON and nothing else")
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16_384)), hard))
-    with tempfile.TemporaryDirectory(prefix="afield-throttle-") as place:
-        told = asyncio.run(measure(args, Path(place)))
+    with tempfile.TemporaryDirectory(prefix="afield-throttle-") as temporary:
+        if args.keep:
+            args.keep.mkdir(parents=True)
+        told = asyncio.run(measure(args, args.keep or Path(temporary)))
     if not args.json:
         told_of = f"{told['share']:.1%} of {told['limit_per_s']:g} a second"
         print(f"{told['rollouts']} rollouts: {told_of}, {told['throttled']:.2%} of calls answered 429")
