@@ -72,6 +72,7 @@ class Group(Struct, frozen=True):
             self._set("cpu", "cpu.cfs_quota_us", quota)
             self._set("memory", "memory.limit_in_bytes", memory)
             self._set("memory", "memory.memsw.limit_in_bytes", memory)
+            self._set("memory", "memory.kmem.tcp.limit_in_bytes", memory)  # what sockets hold counts apart
         self._set("pids", "pids.max", limits.pids and limits.pids + OWN_PIDS)
 
     def add(self, pid: int) -> None:
@@ -106,8 +107,8 @@ class Group(Struct, frozen=True):
     def _set(self, kind: str, name: str, value: object) -> None:
         if value is None or kind not in self.places:
             return
-        # Swap may not be counted; the rest was seen to be writable.
-        optional = "swap" in name or "memsw" in name
+        # Swap and sockets may not be counted; the rest was seen to be writable.
+        optional = any(word in name for word in ("swap", "memsw", "tcp"))
         try:
             (self.places[kind] / name).write_text(str(value))
         except OSError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.machinery
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -41,8 +42,17 @@ GROUP = "agent:x:1000:\nnogroup:x:65534:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 RUN = "import sys; sys.path[:] = {path!r}; from afield.cells.warm import main; main({fd})"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-COVERED_PROC = ("bus", "fs", "irq", "sys", "sysrq-trigger", "scsi", "acpi")
-UNREADABLE_PROC = ("kcore", "keys", "kmsg", "latency_stats", "timer_list", "sched_debug")
+UNREADABLE_PROC = (
+    "kallsyms",
+    "kcore",
+    "keys",
+    "kmsg",
+    "latency_stats",
+    "modules",
+    "sched_debug",
+    "timer_list",
+)
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 class Walls(Struct, frozen=True):
@@ -124,14 +134,30 @@ def _system(directory: Path) -> list[str]:
 
 def _special() -> list[str]:
     command = ["--dev", "/dev", "--proc", "/proc"]
-    for name in COVERED_PROC:
-        if Path("/proc", name).exists():
-            command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-    for name in UNREADABLE_PROC:
-        if Path("/proc", name).exists():
-            command += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    covered, unreadable = sensitive(Path("/proc"))
+    for name in covered:
+        command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    for name in unreadable:
+        command += ["--ro-bind", "/dev/null", f"/proc/{name}"]
     # One file system for all cells: what could be written there would reach the others.
     return [*command, "--remount-ro", "/dev"]
+
+
+def sensitive(proc: Path) -> tuple[list[str], list[str]]:
+    """What of the kernel's own files is made read-only, and what is hidden.
+
+    A cell's user may be root outside, to whom these belong: their modes keep nobody out.
+    """
+    covered, unreadable = [], []
+    for entry in sorted(os.scandir(proc), key=lambda entry: entry.name):
+        if entry.name.isdigit() or entry.is_symlink():
+            continue
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if entry.name in UNREADABLE_PROC or (entry.is_file() and not mode & 0o044):
+            unreadable.append(entry.name)
+        elif entry.is_dir() or mode & 0o222:
+            covered.append(entry.name)
+    return covered, unreadable
 
 
 def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:

@@ -2,7 +2,7 @@
 
 Refused are other namespaces and mounts, tracing, keys, the kernel's own interfaces, and sockets of families
 that no network namespace holds. A refusal is an ordinary error to the caller. With a listener the
-refused calls, and every connect, are told to whoever holds it before they are answered.
+refused calls, and every connect and kill, are told to whoever holds it before they are answered.
 """
 
 from __future__ import annotations
@@ -44,19 +44,24 @@ _EVERYWHERE = {
     "pidfd_getfd": 438, "mount_setattr": 442, "quotactl_fd": 443, "open_tree_attr": 467,
 }  # fmt: skip
 # Callers fall back to what they did before these existed.
-_UNKNOWN = (435, 425, 426, 427)  # clone3, io_uring_setup, _enter, _register
+_UNKNOWN = {  # clone3, io_uring_setup, _enter, _register; and io_setup, whose number is one for the machine
+    "x86_64": (435, 425, 426, 427, 206),
+    "aarch64": (435, 425, 426, 427, 0),
+}
 _SPECIAL = {
-    "x86_64": {"socket": 41, "connect": 42, "clone": 56, "ioctl": 16},
-    "aarch64": {"socket": 198, "connect": 203, "clone": 220, "ioctl": 29},
+    "x86_64": {"socket": 41, "connect": 42, "socketpair": 53, "clone": 56, "kill": 62, "ioctl": 16},
+    "aarch64": {"socket": 198, "connect": 203, "socketpair": 199, "clone": 220, "kill": 129, "ioctl": 29},
 }
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
-FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink: each is bound to the network namespace
+FAMILIES = (1, 2, 10)  # unix, inet, inet6: each is bound to the network namespace
+NETLINK, ROUTE = 16, 0  # of its many protocols, the one that tells a program its own addresses
 TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into another's mouth
 X32 = 0x40000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
+TOLD = ("connect", "kill")
 SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
 
 Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -68,8 +73,9 @@ def refused() -> dict[int, str]:
     return {n: name for name, n in (*_NUMBERS[machine].items(), *_EVERYWHERE.items())}
 
 
-def connect_number() -> int:
-    return _SPECIAL[os.uname().machine]["connect"]
+def told() -> dict[int, str]:
+    """Numbers and names of calls that are let through, once they were told to the listener."""
+    return {_SPECIAL[os.uname().machine][name]: name for name in TOLD}
 
 
 def supported() -> bool:
@@ -99,19 +105,28 @@ def _program(machine: str, listen: bool) -> list[Step]:
     steps = [_load(ARCH), (EQUAL, 1, 0, _ARCH[machine]), no_such, _load(NUMBER)]
     if machine == "x86_64":
         steps += [(AT_LEAST, 0, 1, X32), no_such]
-    for number in _UNKNOWN:
+    for number in _UNKNOWN[machine]:
         steps += [(EQUAL, 0, 1, number), no_such]
     for number in (*_NUMBERS[machine].values(), *_EVERYWHERE.values()):
         steps += [(EQUAL, 0, 1, number), no]
     if listen:
-        steps += [(EQUAL, 0, 1, special["connect"]), no]
-    allowed = [(EQUAL, len(FAMILIES) - n, 0, family) for n, family in enumerate(FAMILIES)]
-    steps += _when(special["socket"], 0, [*allowed, _answer(ERROR | errno.EAFNOSUPPORT)])
+        steps += [step for name in TOLD for step in ((EQUAL, 0, 1, special[name]), no)]
+    steps += _when(special["socket"], 0, _sockets())
+    steps += _when(
+        special["socketpair"], 0, [(EQUAL, 1, 0, FAMILIES[0]), _answer(ERROR | errno.EAFNOSUPPORT)]
+    )
     others = ALL_NEW | NEW_CGROUP | NEW_TIME
     steps += _when(special["clone"], 0, [(ANY_BIT, 0, 1, others & ~0xFF), no])
     injecting = [step for request in TERMINAL for step in ((EQUAL, 0, 1, request), no)]
     steps += _when(special["ioctl"], 1, injecting)
     return [*steps, _answer(ALLOW)]
+
+
+def _sockets() -> list[Step]:
+    no = _answer(ERROR | errno.EAFNOSUPPORT)
+    netlink = [_load(ARGUMENTS + 8 * 2), (EQUAL, 0, 1, ROUTE), _answer(ALLOW), no]
+    others = [(EQUAL, len(FAMILIES) - n, 0, family) for n, family in enumerate(FAMILIES)]
+    return [(EQUAL, 0, len(netlink), NETLINK), *netlink, *others, no]
 
 
 def _when(number: int, argument: int, then: list[Step]) -> list[Step]:

@@ -1,4 +1,5 @@
-"""What a cell's program was refused, said in its log: forbidden system calls, and addresses out of reach.
+"""What a cell's program was refused, said in its log: forbidden system calls, addresses and processes out of
+reach.
 
 The program's filter tells the first process of such calls before they are answered. Only what is written down
 depends on what is read here; the walls hold without it. After a number of lines there is silence.
@@ -6,12 +7,14 @@ depends on what is read here; the walls hold without it. After a number of lines
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import ipaddress
 import os
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 from afield.cells import filter as calls
 
@@ -39,7 +42,7 @@ class Notices:
         self._write = write
         self._lines = 0
         self._refused = calls.refused()
-        self._connect = calls.connect_number()
+        self._told = calls.told()
 
     def answer(self) -> bool:
         """One call; False when there is nobody left to ask."""
@@ -50,8 +53,11 @@ class Notices:
             # The caller may be gone by now.
             return error.errno in (errno.ENOENT, errno.EINTR)
         caller, pid, _, number, _, _, *arguments = ASKED.unpack(asked)
-        if number == self._connect:
-            self._tell_address(pid, arguments[1], min(arguments[2], 128))
+        if number in self._told:
+            if self._told[number] == "connect":
+                self._tell_address(pid, arguments[1], min(arguments[2], 128))
+            else:
+                self._tell_signal(arguments[0], arguments[1])
             answer = ANSWER.pack(caller, 0, 0, CONTINUE)
         else:
             self._tell(f"{self._refused.get(number, 'clone or ioctl')} (call {number}) was refused")
@@ -70,6 +76,15 @@ class Notices:
         if ipaddress.ip_address(host).is_loopback and self._listens(port):
             return
         self._tell(f"{host}:{port} cannot be reached from here: it is not allowed")
+
+    def _tell_signal(self, argument: int, number: int) -> None:
+        pid = ctypes.c_int(argument & 0xFFFFFFFF).value
+        if pid == 1:
+            self._tell(f"the first process of the cell takes no signal {number & 0xFF}")
+        elif pid == -1:
+            self._tell(f"signal {number & 0xFF} for all processes reaches those of the cell alone")
+        elif pid > 1 and not Path(f"/proc/{pid}").exists():
+            self._tell(f"signal {number & 0xFF} for process {pid}: there is none in the cell")
 
     def _tell(self, what: str) -> None:
         self._lines += 1

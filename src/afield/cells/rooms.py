@@ -6,6 +6,7 @@ there. Everything else is unreachable, because there is nothing else in the cell
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -14,13 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from afield.cells import kernel
-from afield.cells.confine import COVERED_PROC, GROUP, HOSTS, IMAGE, PASSWD, SCRATCH, STAGE, UNREADABLE_PROC
+from afield.cells.confine import GROUP, HOSTS, IMAGE, PASSWD, SCRATCH, STAGE, sensitive
 from afield.cells.words import Address
 from afield.options import Limits
 
 USER = 1000
 INODES_PER_MB = 128
 BACKLOG = 128
+# What the kernel counts for a user, who is the same one in all cells: no cell may have all of it.
+TERMINALS = 64
+COUNTED = {"max_inotify_instances": 16, "max_inotify_watches": 16_384, "max_user_namespaces": 0}
 QUIET = kernel.NO_SUID | kernel.NO_DEV
 
 
@@ -49,7 +53,11 @@ def furnish(limits: Limits, mounted: Sequence[str], hosts: str, *, image: bool) 
         _mount_point(f"{root}{place}")
         kernel.bind(made, f"{root}{place}")
     kernel.mount(
-        "devpts", f"{root}/dev/pts", "devpts", kernel.NO_SUID | kernel.NO_EXEC, "newinstance,ptmxmode=0666"
+        "devpts",
+        f"{root}/dev/pts",
+        "devpts",
+        kernel.NO_SUID | kernel.NO_EXEC,
+        f"newinstance,ptmxmode=0666,max={TERMINALS}",
     )
     _fresh_proc(f"{root}/proc")
     Path(f"{STAGE}/hosts").write_text(hosts)
@@ -129,14 +137,16 @@ def _keep_visible(place: str, made: str, mounted: Sequence[str]) -> None:
 
 def _fresh_proc(place: str) -> None:
     kernel.mount("proc", place, "proc", QUIET | kernel.NO_EXEC)
-    for name in COVERED_PROC:
-        if Path(place, name).exists():
-            kernel.mount(f"{place}/{name}", f"{place}/{name}", flags=kernel.BIND)
-            flags = kernel.BIND | kernel.REMOUNT | kernel.READ_ONLY | QUIET | kernel.NO_EXEC
-            kernel.mount("none", f"{place}/{name}", flags=flags)
-    for name in UNREADABLE_PROC:
-        if Path(place, name).exists():
-            kernel.mount("/dev/null", f"{place}/{name}", flags=kernel.BIND)
+    for name, most in COUNTED.items():
+        with contextlib.suppress(FileNotFoundError):
+            Path(place, "sys/user", name).write_text(str(most))
+    covered, unreadable = sensitive(Path(place))
+    for name in covered:
+        kernel.mount(f"{place}/{name}", f"{place}/{name}", flags=kernel.BIND)
+        flags = kernel.BIND | kernel.REMOUNT | kernel.READ_ONLY | QUIET | kernel.NO_EXEC
+        kernel.mount("none", f"{place}/{name}", flags=flags)
+    for name in unreadable:
+        kernel.mount("/dev/null", f"{place}/{name}", flags=kernel.BIND)
 
 
 def _own_root(mounted: Sequence[str]) -> str:

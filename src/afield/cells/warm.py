@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from afield.cells import kernel, serving
 from afield.cells.channel import receive, transmit
-from afield.cells.confine import HIDDEN_PROC
+from afield.cells.confine import DEVICES, HIDDEN_PROC
 from afield.cells.first import live
 from afield.cells.program import Program
 from afield.cells.rooms import USER
@@ -65,9 +65,15 @@ def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
 
 
 def _give_up_privileges() -> None:
-    """Cells may mount a fresh /proc only where an untouched one exists; it is put out of reach."""
+    # Cells may mount a fresh /proc only where an untouched one exists; it is put out of reach.
     kernel.mount("proc", f"{HIDDEN_PROC}/proc", "proc", kernel.NO_SUID | kernel.NO_DEV | kernel.NO_EXEC)
     kernel.mount("none", HIDDEN_PROC, "tmpfs", kernel.READ_ONLY, "size=4k")
+    # Devices are this machine's own, and a cell's user may be root outside: a mode changed here would be
+    # changed for everybody.
+    for name in DEVICES:
+        kernel.mount(
+            "none", f"/dev/{name}", flags=kernel.BIND | kernel.REMOUNT | kernel.READ_ONLY | kernel.NO_SUID
+        )
     kernel.unshare(kernel.NEW_USER)
     kernel.map_ids(USER, 0)
     kernel.drop_privileges()
