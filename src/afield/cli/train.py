@@ -19,6 +19,7 @@ from msgspec import structs
 
 from afield.cli.report import draw, me, summarise
 from afield.config import (
+    ELSEWHERE,
     PATHS,
     Environment,
     TrainConfig,
@@ -213,7 +214,8 @@ def checked(
     named = {key: value for key, value in defaults.items() if key != "exp_id"}
     config = train_config(args.config, given(args), **named)
     # Rollouts of the same name are sampled alike. Where other runs may be met, names are the run's own.
-    if not (config.exp_id or config.gateway or "://" in config.outcomes):
+    alone = not config.gateway and "://" not in config.outcomes and config.place not in ELSEWHERE
+    if alone and not config.exp_id:
         config = structs.replace(config, exp_id=defaults["exp_id"])
     tasks = make_tasks(config)
     if config.epochs is not None:

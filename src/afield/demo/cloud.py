@@ -40,6 +40,7 @@ def values() -> dict[str, Any]:
             "rate": float(QUICK),
             "stop_rate": float(QUICK),
             "cold_start_s": 0.5,
+            "idle_s": 300,
             "max_rollout_s": 600,
             "env": {**KEYS, "AWS_ENDPOINT_URL": storing},
         },
