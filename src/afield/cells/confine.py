@@ -8,10 +8,12 @@ home to everything else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.machinery
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -84,6 +86,8 @@ def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
     command = [bubblewrap, *_namespaces(), *_system(directory)]
     for place in mounted:
         command += ["--ro-bind", place, place]
+    for place in _sockets((*folders, *program.mounts)):
+        command += ["--ro-bind", "/dev/null", place]
     for place in _within(program.hidden, mounted):
         command += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
     if program.root:
@@ -211,6 +215,21 @@ def _outermost(places: Iterable[str]) -> list[str]:
 
 
 def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
-    for place in sorted(str(Path(h).resolve()) for h in hidden):
-        if Path(place).is_dir() and any(Path(place).is_relative_to(outer) for outer in mounted):
-            yield place
+    done: list[Path] = []
+    for place in sorted({Path(h).resolve() for h in hidden}):
+        inside = any(place.is_relative_to(outer) for outer in mounted)
+        needed = any(Path(shown).is_relative_to(place) for shown in mounted)
+        if inside and not needed and place.is_dir() and not any(map(place.is_relative_to, done)):
+            done.append(place)
+            yield str(place)
+
+
+def _sockets(folders: Iterable[str]) -> Iterator[str]:
+    """Whoever listens there can be reached through a file system that is read-only, too."""
+    for folder in folders:
+        for directory, _, names in os.walk(folder):
+            for name in names:
+                path = f"{directory}/{name}"
+                with contextlib.suppress(OSError):
+                    if stat.S_ISSOCK(os.lstat(path).st_mode):
+                        yield path

@@ -60,8 +60,9 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError):
                 self._bubblewrap.kill()
             await self._bubblewrap.wait()
-        async with asyncio.timeout(10):
-            await asyncio.gather(*(cell.bury() for cell in self._cells.values()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                await asyncio.gather(*(cell.bury() for cell in self._cells.values()))
         self._groups.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

@@ -31,6 +31,7 @@ from afield.cells.words import (
 from afield.errors import Unavailable
 
 SETTLE_S = 5.0
+DYING_S = 60.0
 LINE_S = 10.0
 
 
@@ -45,7 +46,7 @@ class Kept:
         self._socket = directory / f"{start.id}.sock"
         self._groups = groups
         self._tell = tell
-        self._relay = Relay(start.name)
+        self._relay = Relay()
         self._group: Group | None = None
         self._channel: Channel | None = None
         self._pid = 0
@@ -172,17 +173,20 @@ class Kept:
         self._asking.clear()
         await self._relay.close()
         self._socket.unlink(missing_ok=True)
+        oom, notes = False, ()
         if self._pidfd >= 0:
-            await _ended(self._pidfd)
+            ended = await _ended(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        oom, notes = False, ()
+            notes = () if ended else (f"pid {self._pid} was killed and had not ended after {DYING_S:g} s",)
         if self._group is not None:
-            oom, notes = self._group.notes()
+            oom, reached = self._group.notes()
+            notes += reached
             until = asyncio.get_running_loop().time() + SETTLE_S
             while not self._group.remove() and asyncio.get_running_loop().time() < until:
                 await asyncio.sleep(0.01)
             self._group = None
+        notes += self._relay.notes()
         self._write_down(notes)
         return oom, notes
 
@@ -230,12 +234,15 @@ class Kept:
             future.set_result(made)
 
 
-async def _ended(pidfd: int) -> None:
+async def _ended(pidfd: int) -> bool:
+    """False when it was killed and yet has not ended in all that time; the others must not wait for it."""
     gone = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(pidfd, gone.set)
     try:
-        async with asyncio.timeout(SETTLE_S):
-            await gone.wait()
+        async with asyncio.timeout(DYING_S):
+            return await gone.wait()
+    except TimeoutError:
+        return False
     finally:
         loop.remove_reader(pidfd)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
@@ -62,11 +61,20 @@ class _Half(asyncio.Protocol):
 class Relay:
     """All connections of one cell."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
         self._halves: set[_Half] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refused = 0
+        self._failed: dict[str, int] = {}
+
+    def notes(self) -> tuple[str, ...]:
+        """What had to be refused, and what could not be reached, since this was asked before."""
+        notes = [f"{to}; {n} time(s)" for to, n in self._failed.items()]
+        if self._refused:
+            notes.append(f"{AT_ONCE} connections at once are allowed; {self._refused} more were closed")
+        self._refused, self._failed = 0, {}
+        return tuple(notes)
 
     async def door(self, listener: socket.socket, host: str, port: int) -> None:
         """What the cell connects to there goes to `host:port` out here."""
@@ -114,7 +122,7 @@ class Relay:
         if near.transport is None:
             return
         if len(self._halves) > AT_ONCE:
-            sys.stderr.write(f"{self._name}: over {AT_ONCE} connections at once; one to {to} was closed\n")
+            self._refused += 1
             near.transport.abort()
             return
         near.transport.pause_reading()
@@ -131,7 +139,8 @@ class Relay:
             async with asyncio.timeout(CONNECT_S):
                 await onward(lambda: far)
         except OSError as error:
-            sys.stderr.write(f"{self._name}: {to} cannot be reached: {error!r}\n")
+            said = f"{to} could not be reached: {type(error).__name__}"
+            self._failed[said] = self._failed.get(said, 0) + 1
             if near.transport is not None:
                 near.transport.abort()
             return

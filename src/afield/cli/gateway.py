@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import re
+import resource
 import secrets
 import signal
 import socket
@@ -119,6 +120,9 @@ async def serve(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    # A thousand is too few where each agent may hold hundreds of connections.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     model = Path(args.model)
     tokens = wiring.load("tokens:ChatTokens").load(model, cache=Environment.read().certificates)
     pool = wiring.pool(args.engine, model, slots=args.slots, seed=args.seed, ledger=args.engine_ledger)

@@ -60,6 +60,11 @@ class _Answer:
         await self._send(message)
 
 
+def _asked(scope: Scope) -> str:
+    """In one line, whatever a client put into the path."""
+    return f"{scope['method']} {scope['path'][:200].encode('unicode_escape').decode()}"
+
+
 class App:
     def __init__(self, gateway: LocalGateway) -> None:
         self._gateway = gateway
@@ -74,7 +79,7 @@ class App:
         with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, broken.append):
             await self._serve(scope, receive, answer)
         for failure in broken:
-            log.error("%s %s: %s\n%s", scope["method"], scope["path"], failure.message, failure.traceback)
+            log.error("%s: %s\n%s", _asked(scope), failure.message, failure.traceback)
             if not answer.begun:  # else it breaks off, and the client sees that
                 refusal = Refusal(500, "internal_error", "the gateway failed at this request", "see its log")
                 await self._refuse(refusal, scope, answer)
@@ -100,10 +105,10 @@ class App:
                 await self._control(path, scope, receive, send)
         except (Refusal, Missing, Unavailable, OverflowError) as error:
             refusal = as_refusal(error)
-            log.info("%s %s: %d %s", scope["method"], scope["path"], refusal.status, refusal.message)
+            log.info("%s: %d %s", _asked(scope), refusal.status, refusal.message)
             await self._refuse(refusal, scope, send)
         except (ClientGone, asyncio.CancelledError):
-            log.info("%s %s: the client left", scope["method"], scope["path"])
+            log.info("%s: the client left", _asked(scope))
 
     # --- agents ----------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, 
 
 def _refuse_reward(session: Session, reward: Any) -> None:
     if reward is not None:
-        log.warning("session %s: its agent tried to give itself the reward %r", session.id, reward)
+        log.warning("session %s: its agent tried to give itself the reward %.200s", session.id, repr(reward))
         raise forbidden("this key may not give a reward", "the session's verifier does")
 
 

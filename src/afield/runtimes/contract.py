@@ -18,6 +18,7 @@ from afield.types import Attempt, Reason
 
 REQUEST_S = 30.0
 CONNECT_S = 5.0
+MOST_BYTES = 1024 * 1024
 # The place is wrong, not the payload.
 MISPLACED = frozenset({401, 403, 404, 405, 407, 408})
 # It takes no more for now.
@@ -52,7 +53,7 @@ async def post(http: aiohttp.ClientSession, url: str, attempt: Attempt, payload:
     except WireError as error:
         raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
     async with http.post(f"{url}/invocations", data=body, headers=headers, timeout=timeout) as response:
-        said = await response.read()
+        said = await _heard(response)
         if response.status not in (200, 202):
             raise _refused(attempt, response, said.decode("utf-8", "replace"))
     try:
@@ -66,7 +67,7 @@ async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
     async with http.get(f"{url}/ping", timeout=timeout) as response:
         response.raise_for_status()
-        return msgspec.json.decode(await response.read(), type=Said)
+        return msgspec.json.decode(await _heard(response), type=Said)
 
 
 async def delete(http: aiohttp.ClientSession, url: str, attempt: Attempt) -> None:
@@ -74,6 +75,17 @@ async def delete(http: aiohttp.ClientSession, url: str, attempt: Attempt) -> Non
     timeout = aiohttp.ClientTimeout(total=CONNECT_S)
     async with http.delete(f"{url}/invocations/{quote(attempt.session_id)}", timeout=timeout) as response:
         await response.read()
+
+
+async def _heard(response: aiohttp.ClientResponse) -> bytes:
+    """What an agent answers, which may be anything and without end."""
+    said = b""
+    async for piece in response.content.iter_any():
+        said += piece
+        if len(said) > MOST_BYTES:
+            response.close()
+            break
+    return said
 
 
 def refused(attempt: Attempt, status: int, said: str) -> RolloutFailure:

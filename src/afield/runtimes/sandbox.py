@@ -281,16 +281,20 @@ class SandboxRuntime:
 
 
 def located(target: str, log_dir: Path) -> tuple[str, tuple[str, ...]]:
-    """The target wherever it is read from; and what of its folder stays hidden."""
+    """The target wherever it is read from; and what stays hidden, wherever it would be visible."""
     place, _, name = target.rpartition(":")
+    logs = log_dir.resolve()
+    hidden = [logs]
+    for run in logs.parents:
+        if (run / "run.json").is_file():
+            # Keys and outcomes lie there; and other runs beside it.
+            hidden += [run, run.parent]
     if not place.endswith(".py"):
-        return target, (str(log_dir),)
+        return target, tuple(map(str, hidden))
     file = Path(place).resolve()
-    hidden = log_dir.resolve()
-    if hidden.is_relative_to(file.parent) and hidden != file.parent:
-        # All runs, not only this one: they lie beside each other.
-        hidden = file.parent / hidden.relative_to(file.parent).parts[0]
-    return f"{file}:{name}", (str(hidden),)
+    if logs.is_relative_to(file.parent) and logs != file.parent:
+        hidden.append(file.parent / logs.relative_to(file.parent).parts[0])
+    return f"{file}:{name}", tuple(map(str, hidden))
 
 
 def _invocation(attempt: Attempt, payload: dict[str, Any]) -> Invocation:
