@@ -35,9 +35,11 @@ class CellPlaces:
         *,
         allow: Sequence[Address],
         mounts: tuple[str, ...],
+        warm: tuple[str, ...],
         init_s: float,
     ) -> None:
-        self._logs, self._limits, self._allow, self._mounts = logs, limits, allow, mounts
+        self._logs, self._limits, self._allow = logs, limits, allow
+        self._shared = {"mounts": mounts, "warm": warm}
         self._init_s = init_s
         self._nests: dict[Image, asyncio.Future[Nest]] = {}
         self._closing = asyncio.Event()
@@ -64,7 +66,7 @@ class CellPlaces:
         return await asyncio.shield(opening)
 
     async def _keep(self, image: Image, opening: asyncio.Future[Nest]) -> None:
-        program = Program(target=image.target, script=image.script, argv=image.argv, mounts=self._mounts)
+        program = Program(target=image.target, script=image.script, argv=image.argv, **self._shared)
         directory = Path(tempfile.mkdtemp(prefix=f"afield-acr-{os.getpid()}-"))
         try:
             async with Nest(program, self._limits, directory=directory, log_dir=self._logs) as nest:

@@ -37,6 +37,7 @@ class AcrOptions(Struct, frozen=True, kw_only=True):
     isolation: Literal["sandbox", "none"] = "sandbox"
     allow: tuple[tuple[str, int], ...] = ()
     mounts: tuple[str, ...] = ()
+    warm: tuple[str, ...] = ()
     limits: Limits = Limits()
     quotas: Quotas = Quotas()
     pace: Pace = Pace()
@@ -90,7 +91,12 @@ class AcrServer:
 
         options = self._options
         return CellPlaces(
-            logs, options.limits, allow=options.allow, mounts=options.mounts, init_s=options.pace.init_s
+            logs,
+            options.limits,
+            allow=options.allow,
+            mounts=options.mounts,
+            warm=options.warm,
+            init_s=options.pace.init_s,
         )
 
     async def _serve(self, stack: AsyncExitStack, app: App) -> None:

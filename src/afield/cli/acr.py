@@ -90,6 +90,9 @@ def _add_programs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--mount", action="append", default=[], metavar="PATH", help="what sandboxed programs may read"
     )
+    command.add_argument(
+        "--warm", action="append", default=[], metavar="MODULE", help="what is imported once for all sessions"
+    )
     command.add_argument("--memory-mb", type=int, default=1024, help="of a session (default: 1024)")
     command.add_argument(
         "--logs", type=Path, default=Path("acr-logs"), metavar="DIR", help="a file for each session start"
@@ -147,6 +150,7 @@ def options_of(args: argparse.Namespace) -> Any:
             isolation=args.isolation,
             allow=tuple(address(spec) for spec in args.allow),
             mounts=tuple(args.mount),
+            warm=tuple(args.warm),
             limits=Limits(memory_mb=args.memory_mb),
             quotas=Quotas(
                 sessions=args.sessions,

@@ -63,6 +63,13 @@ def _session(region: str | None) -> Any:
     return boto3.Session(region_name=region)
 
 
+def warm() -> None:
+    """Load what clients are made of, so that those of processes forked from this one are made quickly."""
+    made = {"region_name": "us-east-1", "aws_access_key_id": "-", "aws_secret_access_key": "-"}
+    for service in ("s3", "sqs"):
+        _session(None).client(service, **made)
+
+
 def called(call: Callable[[], T], what: str) -> T:
     """Whatever boto3 raises becomes Unavailable; Passing where another try may help."""
     from botocore.exceptions import BotoCoreError, ClientError
