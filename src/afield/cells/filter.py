@@ -2,7 +2,8 @@
 
 Refused are other namespaces and mounts, tracing, keys, the kernel's own interfaces, and sockets of families
 that no network namespace holds. A refusal is an ordinary error to the caller. With a listener the
-refused calls, and every connect and kill, are told to whoever holds it before they are answered.
+refused calls, and each connect, kill and opening of a file to write, are told to whoever holds it before they
+are answered.
 """
 
 from __future__ import annotations
@@ -49,9 +50,15 @@ _UNKNOWN = {  # clone3, io_uring_setup, _enter, _register; and io_setup, whose n
     "aarch64": (435, 425, 426, 427, 0),
 }
 _SPECIAL = {
-    "x86_64": {"socket": 41, "connect": 42, "socketpair": 53, "clone": 56, "kill": 62, "ioctl": 16},
-    "aarch64": {"socket": 198, "connect": 203, "socketpair": 199, "clone": 220, "kill": 129, "ioctl": 29},
-}
+    "x86_64": {
+        "open": 2, "ioctl": 16, "socket": 41, "connect": 42, "socketpair": 53, "clone": 56, "kill": 62,
+        "openat": 257,
+    },
+    "aarch64": {
+        "ioctl": 29, "openat": 56, "kill": 129, "socket": 198, "socketpair": 199, "connect": 203,
+        "clone": 220,
+    },
+}  # fmt: skip
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 FAMILIES = (1, 2, 10)  # unix, inet, inet6: each is bound to the network namespace
@@ -62,6 +69,8 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16
 ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
 TOLD = ("connect", "kill")
+OPENING = {"open": 1, "openat": 2}  # where their flags are
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
 
 Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
@@ -75,7 +84,8 @@ def refused() -> dict[int, str]:
 
 def told() -> dict[int, str]:
     """Numbers and names of calls that are let through, once they were told to the listener."""
-    return {_SPECIAL[os.uname().machine][name]: name for name in TOLD}
+    special = _SPECIAL[os.uname().machine]
+    return {special[name]: name for name in (*TOLD, *OPENING) if name in special}
 
 
 def supported() -> bool:
@@ -111,6 +121,9 @@ def _program(machine: str, listen: bool) -> list[Step]:
         steps += [(EQUAL, 0, 1, number), no]
     if listen:
         steps += [step for name in TOLD for step in ((EQUAL, 0, 1, special[name]), no)]
+        for name, flags in OPENING.items():
+            if name in special:
+                steps += _when(special[name], flags, [(ANY_BIT, 0, 1, WRITING), no])
     steps += _when(special["socket"], 0, _sockets())
     steps += _when(
         special["socketpair"], 0, [(EQUAL, 1, 0, FAMILIES[0]), _answer(ERROR | errno.EAFNOSUPPORT)]

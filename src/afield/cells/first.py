@@ -59,6 +59,7 @@ class First:
         self._log = log
         self._main = 0
         self._up = False
+        self._full = False
         self._tasks = Tasks(start, channel)
         self._reached: set[tuple[str, int]] = set()
         self._notices: Notices | None = None
@@ -125,6 +126,14 @@ class First:
                 poll.unregister(self._notices.fd)
             if not self._up:
                 self._up_if_so()
+            self._tell_if_full()
+
+    def _tell_if_full(self) -> None:
+        room = os.statvfs(WORK)
+        if not self._full and (room.f_bavail == 0 or room.f_ffree == 0):
+            self._full = room.f_blocks > 0
+            what = "disk_mb" if room.f_bavail == 0 else "files on disk that goes with disk_mb"
+            self._log.write(f"[cell] the limit {what} was reached\n".encode())
 
     def _hear(self, told: socket.socket, poll: select.poll) -> None:
         """The program's filter is in place, and tells what it refuses from now on."""
@@ -150,6 +159,7 @@ class First:
             os.kill(-1, signal.SIGKILL)
         while self._log.take(output):
             pass
+        self._tell_if_full()
         over = Over(code=code) if code >= 0 else Over(signal=-code)
         with contextlib.suppress(OSError):
             transmit(self._channel, over)

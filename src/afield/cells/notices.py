@@ -1,5 +1,5 @@
-"""What a cell's program was refused, said in its log: forbidden system calls, addresses and processes out of
-reach.
+"""What a cell's program was refused, said in its log: forbidden system calls; addresses, processes and
+files out of reach.
 
 The program's filter tells the first process of such calls before they are answered. Only what is written down
 depends on what is read here; the walls hold without it. After a number of lines there is silence.
@@ -12,6 +12,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -54,10 +55,7 @@ class Notices:
             return error.errno in (errno.ENOENT, errno.EINTR)
         caller, pid, _, number, _, _, *arguments = ASKED.unpack(asked)
         if number in self._told:
-            if self._told[number] == "connect":
-                self._tell_address(pid, arguments[1], min(arguments[2], 128))
-            else:
-                self._tell_signal(arguments[0], arguments[1])
+            self._consider(self._told[number], pid, arguments)
             answer = ANSWER.pack(caller, 0, 0, CONTINUE)
         else:
             self._tell(f"{self._refused.get(number, 'clone or ioctl')} (call {number}) was refused")
@@ -67,6 +65,23 @@ class Notices:
         except OSError as error:
             return error.errno in (errno.ENOENT, errno.EINPROGRESS)
         return True
+
+    def _consider(self, name: str, pid: int, arguments: list[int]) -> None:
+        match name:
+            case "connect":
+                self._tell_address(pid, arguments[1], min(arguments[2], 128))
+            case "kill":
+                self._tell_signal(arguments[0], arguments[1])
+            case "open":
+                self._tell_path(pid, arguments[0])
+            case _:
+                self._tell_path(pid, arguments[1])
+
+    def _tell_path(self, pid: int, place: int) -> None:
+        path = _memory(pid, place, os.pathconf("/", "PC_PATH_MAX")).partition(b"\0")[0]
+        # A name that counts from another directory than the root is not followed.
+        if path.startswith(b"/") and _unwritable(Path(os.fsdecode(path))):
+            self._tell(f"{path.decode('utf-8', 'backslashreplace')!r} cannot be written: it is read-only")
 
     def _tell_address(self, pid: int, place: int, size: int) -> None:
         found = _address(_memory(pid, place, size))
@@ -92,6 +107,19 @@ class Notices:
             self._write(f"[cell] {what}\n".encode())
         elif self._lines == MOST_LINES + 1:
             self._write(b"[cell] more refusals are not told\n")
+
+
+def _unwritable(path: Path) -> bool:
+    """Whether a file lies, or would lie, in what is read-only here; devices can be written all the same."""
+    while True:
+        try:
+            status, kind = os.statvfs(path), path.stat().st_mode
+        except FileNotFoundError:
+            path = path.parent
+        except (OSError, ValueError):
+            return False
+        else:
+            return bool(status.f_flag & os.ST_RDONLY) and not stat.S_ISCHR(kind)
 
 
 def _memory(pid: int, place: int, size: int) -> bytes:
