@@ -124,7 +124,7 @@ async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_ur
         model_id="policy",
         concurrency=args.rollouts,
         deliver="gateway",
-        deadlines=Deadlines(run_s=600.0, teardown_s=120.0),
+        deadlines=Deadlines(run_s=90.0, teardown_s=60.0),
     )
     pace = Pace(rate_per_s=options.rate, stop_per_s=options.stop_rate, start_s=options.cold_start_s)
     runtime = AgentCoreRuntime(options, name=EXP, ledger=place / "sessions.sqlite")
