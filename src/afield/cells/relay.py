@@ -25,6 +25,8 @@ class _Half(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.other: _Half | None = None
         self._ended = ended
+        self._early = bytearray()
+        self._eof = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -33,16 +35,29 @@ class _Half(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.other is not None and self.other.transport is not None:
             self.other.transport.write(data)
+            return
+        # Asked for here and not when the connection was made: then it is lost in older Pythons.
+        self._early += data
+        if self.transport is not None:
+            self.transport.pause_reading()
 
     def eof_received(self) -> bool:
-        if (
-            self.other is not None
-            and self.other.transport is not None
-            and self.other.transport.can_write_eof()
-        ):
-            with contextlib.suppress(OSError, RuntimeError):
+        self._eof = True
+        if self.other is not None and self.other.transport is not None:
+            with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
                 self.other.transport.write_eof()
         return True
+
+    def join(self, other: _Half) -> None:
+        """What came before the other side was there goes to it first."""
+        self.other = other
+        if other.transport is not None and self._early:
+            other.transport.write(bytes(self._early))
+            self._early.clear()
+        if self._eof:
+            self.eof_received()
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def pause_writing(self) -> None:
         if self.other is not None and self.other.transport is not None:
@@ -125,7 +140,6 @@ class Relay:
             self._refused += 1
             near.transport.abort()
             return
-        near.transport.pause_reading()
         task = asyncio.get_running_loop().create_task(self._join(near, onward, to))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -144,12 +158,11 @@ class Relay:
             if near.transport is not None:
                 near.transport.abort()
             return
-        near.other = far
         if near.transport is None or near.transport.is_closing():
             if far.transport is not None:
                 far.transport.close()
             return
-        near.transport.resume_reading()
+        near.join(far)
 
     async def close(self) -> None:
         for server in self._servers:
