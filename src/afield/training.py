@@ -102,20 +102,6 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
         await _end(process)
 
 
-@asynccontextmanager
-async def guard(run: RunDir) -> AsyncIterator[None]:
-    """A process that ends what we leave running if we are killed, unless another of us takes it over."""
-    command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
-    with (run.logs / "guard.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield
-    finally:
-        await _end(process)
-
-
 async def _end(process: asyncio.subprocess.Process) -> None:
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
@@ -158,8 +144,6 @@ class Parts:
         judging = wiring.verifiers(self.config, self.run, carrier)
         if judging is not None:
             await (await self.stack.enter_async_context(judging)).check()
-        if agents.capabilities.outlives:
-            await self.stack.enter_async_context(guard(self.run))
         limiter = wiring.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)

@@ -6,15 +6,19 @@ that brings it, and a choice that does not exist with the choices that do.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import structs
 
 from afield.config import TrainConfig, agent_environment
@@ -22,7 +26,7 @@ from afield.deadlines import Deadlines
 from afield.errors import UsageError
 from afield.limiter import LocalLimiter, Pace, SharedLimiter
 from afield.plan import Plan
-from afield.rundir import RunDir
+from afield.rundir import RunDir, write_whole
 from afield.seams import Engine, EngineInfo, Runtime, Trainer, Transport
 from afield.types import Budget, FailureKind, Sampling, Task
 from afield.window import Window
@@ -163,7 +167,7 @@ def _config(model: Path) -> dict[str, Any]:
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     """Where agents run; what is launched there is noted in the run's roster."""
-    return _rostered(_runtime(config, run, carrier), run, config.place)
+    return _rostered(_runtime(config, run, carrier), run, config.place, lambda: guard(config, run))
 
 
 def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime | None:
@@ -183,8 +187,27 @@ def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime |
     return _rostered(_runtime(judging, home, carrier), home, judging.place)
 
 
-def _rostered(made: Runtime, run: RunDir, name: str) -> Runtime:
-    return load("runtimes.roster:Rostered")(made, load("runtimes.roster:Roster")(run.sessions), name)
+def _rostered(made: Runtime, run: RunDir, name: str, guard: Any = None) -> Runtime:
+    return load("runtimes.roster:Rostered")(made, load("runtimes.roster:Roster")(run.sessions), name, guard)
+
+
+@asynccontextmanager
+async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
+    """A process that ends what we leave running if we are killed, unless another of us takes it over."""
+    if not run.config.exists():  # it has to know the places it reaps in
+        write_whole(run.config, msgspec.json.encode(config))
+    run.logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
+    with (run.logs / "guard.log").open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
 
 
 def _runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:

@@ -39,7 +39,7 @@ class CellPlaces:
         init_s: float,
     ) -> None:
         self._logs, self._limits, self._allow = logs, limits, allow
-        self._shared = {"mounts": mounts, "warm": warm}
+        self._mounts, self._warm = mounts, warm
         self._init_s = init_s
         self._nests: dict[Image, asyncio.Future[Nest]] = {}
         self._closing = asyncio.Event()
@@ -66,7 +66,13 @@ class CellPlaces:
         return await asyncio.shield(opening)
 
     async def _keep(self, image: Image, opening: asyncio.Future[Nest]) -> None:
-        program = Program(target=image.target, script=image.script, argv=image.argv, **self._shared)
+        program = Program(
+            target=image.target,
+            script=image.script,
+            argv=image.argv,
+            mounts=self._mounts,
+            warm=self._warm,
+        )
         directory = Path(tempfile.mkdtemp(prefix=f"afield-acr-{os.getpid()}-"))
         try:
             async with Nest(program, self._limits, directory=directory, log_dir=self._logs) as nest:

@@ -26,6 +26,8 @@ log = logging.getLogger("afield.runtimes")
 CHECK_S = 60.0
 SEAT_S = 60.0
 ASKED = 8  # nests that are waited for at one time
+MISS_S = 0.5
+LONGEST_MISS_S = 30.0
 T = TypeVar("T")
 
 
@@ -76,6 +78,9 @@ class Nests:
         self._seated: dict[str, Place] = {}
         self._waiting = 0
         self._need: Need | None = None
+        self._misses = 0
+        self._problem = ""
+        self._retry_at = 0.0
         self._news = asyncio.Event()
         self._warned = False
 
@@ -100,7 +105,7 @@ class Nests:
     async def seat(self, session_id: str) -> Place:
         """In the least occupied nest that has one, or in the next that comes."""
         self._waiting += 1
-        hopes = set(self._places)
+        misses = self._misses
         try:
             async with asyncio.timeout(SEAT_S):
                 while True:
@@ -110,10 +115,10 @@ class Nests:
                     able = [place for place in self._places if place.ready and place.room > 0]
                     if able:
                         return self._enter(max(able, key=lambda place: place.room), session_id)
+                    if self._misses > misses and not any(place.ready for place in self._places):
+                        raise InfrastructureFailure(f"no nest for the agent: {self._problem}", Reason.LAUNCH)
                     self._ask_for_more()
-                    hopes |= set(self._places)
-                    self._check_any_left(hopes)
-                    await self._news.wait()
+                    await self._change()
         except TimeoutError as error:
             said = f"Ray has no room for {session_id}; {len(self._seated)} sessions have what there is"
             raise Throttled(said) from error
@@ -143,14 +148,16 @@ class Nests:
         self._seated[session_id] = place
         return place
 
-    def _check_any_left(self, hopes: set[Place]) -> None:
-        """Raises where every nest that might have had a seat was of no use, and no new one is under way."""
-        useless = [place for place in hopes if place not in self._places and place.problem]
-        if useless and not any(not place.ready for place in self._places if place not in useless):
-            raise InfrastructureFailure(f"no nest for the agent: {useless[-1].problem}", Reason.LAUNCH)
+    async def _change(self) -> None:
+        """Until something has changed; after a miss also until it may be time for another try."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MISS_S if self._misses else None):
+                await self._news.wait()
 
     def _ask_for_more(self) -> None:
-        """Nests for all who wait, a few at a time."""
+        """Nests for all who wait, a few at a time; after a miss not at once."""
+        if self._misses and asyncio.get_running_loop().time() < self._retry_at:
+            return
         coming = [place for place in self._places if not place.ready]
         while sum(place.seats for place in coming) < self._waiting and len(coming) < ASKED:
             coming.append(self._spawn())
@@ -167,6 +174,8 @@ class Nests:
             await self._serve(place, place.handle)
         except (Lost, UsageError) as error:
             place.problem = str(error)
+            if not place.ready:
+                self._miss(place.problem)
             for session_id in list(place.sessions):
                 self._lost(session_id, f"nest {place.name} ({place.where}) is gone: {error}")
                 self.leave(session_id)
@@ -176,6 +185,13 @@ class Nests:
             self.tell()
             if place.handle is not None:
                 await place.handle.end()
+
+    def _miss(self, problem: str) -> None:
+        """A nest that was of no use. Each one in a row makes the next one wait longer."""
+        wait_s = min(MISS_S * 2**self._misses, LONGEST_MISS_S)
+        self._retry_at = asyncio.get_running_loop().time() + wait_s
+        self._misses += 1
+        self._problem = problem
 
     async def _made(self, place: Place) -> Handle:
         try:
@@ -198,6 +214,7 @@ class Nests:
         if standing.problem:
             raise Lost(standing.problem)
         self._warn(standing)
+        self._misses = 0
         place.where, place.ready = standing.where, True
         place.needed_at = asyncio.get_running_loop().time()
         self.tell()

@@ -14,7 +14,8 @@ import re
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Self
 
@@ -173,10 +174,21 @@ class Roster:
 
 
 class Rostered:
-    """A runtime whose sessions are in a roster; everything else is the runtime's own."""
+    """A runtime whose sessions are in a roster; everything else is the runtime's own.
 
-    def __init__(self, runtime: Runtime, roster: Roster, runtime_name: str) -> None:
+    Places that would stay, and cost something, after this process was killed have a `guard` beside it.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        roster: Roster,
+        runtime_name: str,
+        guard: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+    ) -> None:
         self.runtime = runtime
+        self._guard = guard
+        self._guarding = contextlib.AsyncExitStack()
         self._roster = roster
         self._name = runtime_name
         self._us: Owner | None = None
@@ -191,6 +203,8 @@ class Rostered:
         self._outlives = self.capabilities.outlives
         self._reaches = self.capabilities.reaches
         self._roster.enter(self._us)
+        if self._guard and self._outlives and self.capabilities.lingers:
+            await self._guarding.enter_async_context(self._guard())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -199,6 +213,7 @@ class Rostered:
         if self._us is not None:
             self._roster.leave(self._us)
         self._roster.close()
+        await self._guarding.aclose()
 
     async def check(self) -> None:
         await self.runtime.check()
