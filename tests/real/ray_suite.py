@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -149,86 +150,36 @@ async def test_a_lost_node_fails_its_attempts_within_seconds(cluster: Cluster, t
             await sink.until_quiet(what)
 
 
-async def test_rollouts_of_a_lost_node_finish_on_the_other(tmp_path: Path) -> None:
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **NODE})
-    first, _ = [own.add_node(num_cpus=1, **NODE) for _ in range(2)]
+async def test_rollouts_of_a_lost_node_finish_on_the_other(cluster: Cluster, tmp_path: Path) -> None:
     marks = tmp_path / "marks"
-    try:
-        target = f"{AGENTS / 'leaving_marks.py'}:agent"
-        runtime = made(target, str(tmp_path), address=own.address, cpus=0.25)
-        transport = FilesTransport(tmp_path / "outcomes")
-        engine = ScriptedEngine(lambda _: YES)
-        async with running(engine, tmp_path / "gateway") as up, transport, runtime:
-            with Ledger(tmp_path / "ledger.sqlite") as ledger:
-                bench = Bench(tmp_path, up, transport, ledger, runtime)
-                task = Task("t", {"marks": str(marks), "seconds": 4.0})
-                async with (
-                    bench.conducting(rollouts=8, start_s=60.0) as (plan, conductor),
-                    anyio.create_task_group() as group,
-                ):
-                    group.start_soon(_lose, own, first, marks)
-                    collector = Collector(plan, conductor, bench.spool)
-                    (grouped,) = await collector.collect([GroupWish("exp-e0-t", task, 0)])
-        assert [f.outcome.reward for f in grouped.finished] == [1.0] * 8
-        lost = [outcome.failure for outcome, retried in bench.seen.ended if outcome.failure and retried]
-        assert len(lost) == 4
-        assert all(f.kind is FailureKind.INFRASTRUCTURE and f.reason is Reason.DIED for f in lost)
-        assert len(marks.read_text().split()) == 12
-    finally:
-        own.shutdown()
+    target = f"{AGENTS / 'leaving_marks.py'}:agent"
+    runtime = made(target, str(tmp_path), address=cluster.address, cpus=0.25)
+    transport = FilesTransport(tmp_path / "outcomes")
+    engine = ScriptedEngine(lambda _: YES)
+    async with running(engine, tmp_path / "gateway") as up, transport, runtime:
+        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+            bench = Bench(tmp_path, up, transport, ledger, runtime)
+            task = Task("t", {"marks": str(marks), "seconds": 5.0})
+            async with (
+                bench.conducting(rollouts=8, start_s=60.0) as (plan, conductor),
+                anyio.create_task_group() as group,
+            ):
+                group.start_soon(_lose_one, cluster, marks)
+                collector = Collector(plan, conductor, bench.spool)
+                (grouped,) = await collector.collect([GroupWish("exp-e0-t", task, 0)])
+    assert [f.outcome.reward for f in grouped.finished] == [1.0] * 8
+    lost = [outcome.failure for outcome, retried in bench.seen.ended if outcome.failure and retried]
+    assert len(lost) == 4
+    assert all(f.kind is FailureKind.INFRASTRUCTURE and f.reason is Reason.DIED for f in lost)
+    assert len(marks.read_text().split()) == 12
+    cluster.add_node(num_cpus=1, **NODE)
 
 
-async def _lose(own: Cluster, node: Any, marks: Path) -> None:
+async def _lose_one(cluster: Cluster, marks: Path) -> None:
+    """One of the two, as soon as all rollouts run."""
     await until(lambda: marks.exists() and len(marks.read_text().split()) == 8)
-    await anyio.to_thread.run_sync(lambda: own.remove_node(node, allow_graceful=False))
-
-
-# --- a cluster of this process -------------------------------------------------------------------
-
-
-async def test_without_an_address_a_cluster_is_started_and_ended(tmp_path: Path) -> None:
-    async with sinking(tmp_path) as sink:
-        async with made(f"{ACTING}:act", str(tmp_path)) as runtime:
-            assert not runtime.capabilities.reaches and not runtime.capabilities.lists
-            place = Place(runtime, sink.transport, sink)
-            attempt = await place.launch({"do": "beat"})
-            await sink.until_told("beat")
-        assert not ray.is_initialized()
-        ended = await place.wait(attempt)
-        assert ended.failure and ended.failure.reason is Reason.CANCELLED
-        await sink.until_quiet("beat")
-
-
-async def test_a_killed_controller_takes_its_cluster_with_it(tmp_path: Path) -> None:
-    async with sinking(tmp_path) as sink:
-        spec = Spec("ray_env:made", {"target": f"{ACTING}:act", "folder": str(tmp_path)})
-        place = Place(spec.build(), sink.transport, sink)
-        async with controller(spec, place, {"do": "daemon", "stay": True}, Attempt("r", 1)) as process:
-            await sink.until_told("daemon", times=2)
-            # Two agents of Ray's own notice the end of their node within a minute or so, and end then.
-            started = [pid for pid in _descendants(process.pid) if "Agent" not in _named(pid)]
-            assert any("rayparent" in _named(pid) for pid in started)
-            assert any("raylet" in _named(pid) for pid in started)
-        for what in ("beat", "daemon"):
-            await sink.until_quiet(what)
-        await until(lambda: not any(alive(pid) for pid in started))
-
-
-def _named(pid: int) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return ""
-
-
-def _descendants(pid: int) -> list[int]:
-    found, left = [], [pid]
-    while left:
-        one = left.pop()
-        found.append(one)
-        with contextlib.suppress(FileNotFoundError):
-            for task in Path(f"/proc/{one}/task").iterdir():
-                left += map(int, (task / "children").read_text().split())
-    return found
+    (node,) = cluster.worker_nodes
+    await anyio.to_thread.run_sync(lambda: cluster.remove_node(node, allow_graceful=False))
 
 
 # --- nests ---------------------------------------------------------------------------------------
@@ -269,17 +220,12 @@ async def test_one_that_is_stopped_while_it_waits_never_starts(cluster: Cluster,
             place = Place(runtime, sink.transport, sink)
             for i in range(2):
                 await place.launch({"do": "beat"}, f"r{i}")
+            launching = asyncio.create_task(place.launch({"do": "reward"}, "late"))
+            await anyio.sleep(0.5)
+            await runtime.stop(Attempt("late", 1))
             with pytest.raises(InfrastructureFailure, match="stopped"):
-                async with anyio.create_task_group() as group:
-                    group.start_soon(_stop_soon, runtime)
-                    with contextlib.suppress(ExceptionGroup):
-                        await place.launch({"do": "reward"}, "late")
+                await launching
             assert not sink.told("began", "late.1")
-
-
-async def _stop_soon(runtime: Any) -> None:
-    await anyio.sleep(0.5)
-    await runtime.stop(Attempt("late", 1))
 
 
 # --- what is refused before the first rollout ----------------------------------------------------
@@ -328,3 +274,52 @@ async def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match=r"afield\[ray\]"):
         async with made(f"{ACTING}:act", str(tmp_path)):
             pass
+
+
+# --- a cluster of this process -------------------------------------------------------------------
+# Last: Ray asks for tokens there, and then in this process for good; the cluster of the tests above has none.
+
+
+async def test_without_an_address_a_cluster_is_started_and_ended(tmp_path: Path) -> None:
+    async with sinking(tmp_path) as sink:
+        async with made(f"{ACTING}:act", str(tmp_path)) as runtime:
+            assert not runtime.capabilities.reaches and not runtime.capabilities.lists
+            place = Place(runtime, sink.transport, sink)
+            attempt = await place.launch({"do": "beat"})
+            await sink.until_told("beat")
+        assert not ray.is_initialized()
+        ended = await place.wait(attempt)
+        assert ended.failure and ended.failure.reason is Reason.CANCELLED
+        await sink.until_quiet("beat")
+
+
+async def test_a_killed_controller_takes_its_cluster_with_it(tmp_path: Path) -> None:
+    async with sinking(tmp_path) as sink:
+        spec = Spec("ray_env:made", {"target": f"{ACTING}:act", "folder": str(tmp_path)})
+        place = Place(spec.build(), sink.transport, sink)
+        async with controller(spec, place, {"do": "daemon", "stay": True}, Attempt("r", 1)) as process:
+            await sink.until_told("daemon", times=2)
+            # Two agents of Ray's own notice the end of their node within a minute or so, and end then.
+            started = [pid for pid in _descendants(process.pid) if "Agent" not in _named(pid)]
+            assert any("rayparent" in _named(pid) for pid in started)
+            assert any("raylet" in _named(pid) for pid in started)
+        for what in ("beat", "daemon"):
+            await sink.until_quiet(what)
+        await until(lambda: not any(alive(pid) for pid in started))
+
+
+def _named(pid: int) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def _descendants(pid: int) -> list[int]:
+    found, left = [], [pid]
+    while left:
+        one = left.pop()
+        found.append(one)
+        with contextlib.suppress(FileNotFoundError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                left += map(int, (task / "children").read_text().split())
+    return found

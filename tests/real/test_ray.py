@@ -14,8 +14,8 @@ from ray_env import ROOT, ray_python
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 SUITE = Path(__file__).parent / "ray_suite.py"
-RUN_S = 300
-LEAST = 30
+RUN_S = 800
+LEAST = 40
 
 
 @pytest.fixture(scope="module")
