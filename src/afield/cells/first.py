@@ -155,6 +155,9 @@ class First:
             self._tasks.ended(pid, status)
 
     def _end(self, output: int, code: int) -> NoReturn:
+        left = sum(entry.name.isdigit() for entry in os.scandir("/proc")) - 1
+        if left > 0:
+            self._log.write(f"[cell] {left} process(es) that it left behind are killed\n".encode())
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         while self._log.take(output):

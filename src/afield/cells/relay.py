@@ -42,10 +42,15 @@ class _Half(asyncio.Protocol):
             self.transport.pause_reading()
 
     def eof_received(self) -> bool:
+        """The other direction may go on; where both have ended, so has the connection."""
         self._eof = True
-        if self.other is not None and self.other.transport is not None:
-            with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
-                self.other.transport.write_eof()
+        if self.other is None or self.other.transport is None:
+            return True
+        with contextlib.suppress(OSError, RuntimeError, NotImplementedError):
+            self.other.transport.write_eof()
+        if self.other._eof and self.transport is not None:
+            self.transport.close()
+            self.other.transport.close()
         return True
 
     def join(self, other: _Half) -> None:
