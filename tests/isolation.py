@@ -54,10 +54,19 @@ def arguments_of_all() -> list[bytes]:
     return found
 
 
-def groups_left() -> list[Path]:
-    """Control groups that any nest has made here."""
+def groups_left(keeper: int) -> list[Path]:
+    """Control groups that a keeper has made and not removed."""
     homes = {Path("/sys/fs/cgroup")}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, kind, path = line.split(":", 2)
         homes.add(Path("/sys/fs/cgroup", kind, path.lstrip("/")))
-    return [left for home in homes for left in home.glob(f"{PREFIX}*")]
+    return [left for home in homes for left in home.glob(f"{PREFIX}{keeper}-*")]
+
+
+def keeper_of(controller: int) -> int:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == controller and b"afield.cells.keeper" in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+    raise AssertionError(f"{controller} has no keeper")

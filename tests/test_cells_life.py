@@ -17,7 +17,7 @@ from afield.cells.program import Program
 from afield.errors import InfrastructureFailure, Missing, UsageError
 from afield.options import Limits
 from agents.places import ACTING, serving, until
-from isolation import arguments_of_all, groups_left, needs_bubblewrap, nest_of, written
+from isolation import arguments_of_all, groups_left, keeper_of, needs_bubblewrap, nest_of, written
 
 pytestmark = [pytest.mark.anyio, needs_bubblewrap]
 
@@ -46,6 +46,24 @@ async def main():
         await asyncio.sleep(600)
 
 asyncio.run(main())
+"""
+CHECK = """
+import asyncio, sys
+from pathlib import Path
+from afield.cells.nest import Nest
+from afield.cells.program import Program
+from afield.errors import UsageError
+from afield.options import Limits
+
+async def main():
+    async with Nest(Program(), Limits(), directory=Path({directory!r}), log_dir=Path({logs!r})):
+        pass
+
+try:
+    asyncio.run(main())
+except UsageError as error:
+    print(error)
+    sys.exit(3)
 """
 
 
@@ -129,6 +147,25 @@ async def test_without_bubblewrap_the_error_says_what_to_do(
     with pytest.raises(UsageError, match=r"apt-get install bubblewrap.*without_bubblewrap"):
         async with nest_of(tmp_path, Program()):
             pass
+
+
+async def test_a_machine_without_user_namespaces_is_told_so(tmp_path: Path) -> None:
+    """In a user namespace of its own, so that only the command that is tested has none."""
+    check = CHECK.format(directory=str(tmp_path / "d"), logs=str(tmp_path / "logs"))
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
+    command = ["unshare", "-Ur", "sh", "-c", forbid, "sh", sys.executable, "-c", check]
+    done = await anyio.run_process(command, check=False)
+    assert done.returncode == 3, done.stderr.decode()
+    assert b"does not let us make user namespaces" in done.stdout
+    assert b"max_user_namespaces" in done.stdout
+
+
+async def test_a_message_that_is_too_large_is_refused_and_the_cell_goes_on(tmp_path: Path) -> None:
+    async with nest_of(tmp_path, Program()) as nest:
+        cell = await nest.start("s")
+        with pytest.raises(UsageError, match="send large data as a file"):
+            await cell.exec(["echo", "x" * 200_000])
+        assert (await cell.exec("echo on")).stdout == "on\n"
 
 
 @pytest.mark.parametrize(
@@ -260,10 +297,10 @@ def _image(folder: Path) -> Path:
 
 
 async def test_a_killed_cell_is_gone_with_its_daemons_and_its_groups(tmp_path: Path) -> None:
-    before = set(groups_left())
     mark = f"66{os.getpid()}"
     async with nest_of(tmp_path, Program()) as nest:
         cell = await nest.start("s")
+        keeper = keeper_of(os.getpid())
         await cell.exec(f"setsid sh -c 'sleep {mark} & sleep {mark}' & echo started")
         await until(lambda: running(f"sleep\x00{mark}") == 2)
         cell.kill()
@@ -275,7 +312,7 @@ async def test_a_killed_cell_is_gone_with_its_daemons_and_its_groups(tmp_path: P
         with pytest.raises(InfrastructureFailure, match="ended"):
             await cell.exec("true")
         assert (await nest.start("next")).alive
-    assert set(groups_left()) <= before
+    assert groups_left(keeper) == []
 
 
 async def test_a_log_stays_within_its_bound_and_keeps_both_ends(tmp_path: Path) -> None:
@@ -302,8 +339,8 @@ async def test_nothing_is_left_when_the_controller_or_the_keeper_is_killed(
             with anyio.fail_after(60):
                 assert (await controller.stdout.receive()).startswith(b"started")
             assert running(f"sleep\x00{mark}") == 6
-            keeper = _keeper_of(controller.pid)
-            made = [group for group in groups_left() if f"-{keeper}-" in group.name]
+            keeper = keeper_of(controller.pid)
+            made = groups_left(keeper)
             os.kill(controller.pid if victim == "controller" else keeper, signal.SIGKILL)
             await until(lambda: running(f"sleep\x00{mark}") == 0)
         finally:
@@ -315,14 +352,3 @@ async def test_nothing_is_left_when_the_controller_or_the_keeper_is_killed(
     await until(lambda: not any(group.exists() for group in made))
     if victim == "controller":
         await until(lambda: not directory.exists())
-
-
-def _keeper_of(controller: int) -> int:
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == controller and b"afield.cells.keeper" in (entry / "cmdline").read_bytes():
-                return int(entry.name)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    raise AssertionError("the controller has no keeper")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -22,7 +21,7 @@ from agents.invoking import invocation, payload
 from agents.places import ACTING, Place, Spec
 from agents.sink import Sink
 from contracts.runtime_contract import RuntimeContract
-from isolation import needs_bubblewrap, written
+from isolation import keeper_of, needs_bubblewrap, written
 
 pytestmark = pytest.mark.anyio
 
@@ -103,7 +102,7 @@ async def test_a_nest_that_died_is_replaced_by_the_next_launch(tmp_path: Path, s
         place = Place(runtime, sink.transport, sink)
         first = await place.launch({"do": "beat"}, "first")
         await sink.until_told("beat")
-        os.kill(_keeper(), signal.SIGKILL)
+        os.kill(keeper_of(os.getpid()), signal.SIGKILL)
         ended = await place.wait(first)
         assert ended.failure and ended.failure.reason is Reason.DIED
         second = await place.launch({"do": "reward"}, "second")
@@ -163,12 +162,3 @@ def agent(task):
         assert await place.reward(attempt) == 0.5
         if "pids" in cgroups.found().kinds:
             assert "the limit pids was reached" in await runtime.logs(attempt)
-
-
-def _keeper() -> int:
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"afield.cells.keeper" in (entry / "cmdline").read_bytes():
-                return int(entry.name)
-    raise AssertionError("we have no keeper")

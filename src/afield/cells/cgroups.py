@@ -155,8 +155,10 @@ def _version_2(place: Path, path: str) -> Path | None:
 
 
 def _delegate(place: Path, kinds: list[str] | tuple[str, ...]) -> None:
+    control = place / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
-        (place / "cgroup.subtree_control").write_text(" ".join(f"+{kind}" for kind in kinds))
+        if missing := set(kinds) - set(control.read_text().split()):
+            control.write_text(" ".join(f"+{kind}" for kind in missing))
 
 
 def _writable(home: Path) -> bool:

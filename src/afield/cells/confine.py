@@ -114,8 +114,9 @@ def environment(program: Program) -> dict[str, str]:
 
 def _namespaces() -> list[str]:
     # Root within: the first thing the warm parent does is to mount what cells need, and to give it up.
-    flags = "--unshare-all --die-with-parent --new-session --hostname cell --uid 0 --gid 0"
-    return [*flags.split(), "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETFCAP"]
+    flags = "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
+    more = "--die-with-parent --new-session --hostname cell --uid 0 --gid 0"
+    return [*flags.split(), *more.split(), "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETFCAP"]
 
 
 def _system(directory: Path) -> list[str]:

@@ -31,6 +31,11 @@ from afield.options import Limits
 from afield.types import Reason
 
 CLOSE_S = 15.0
+NO_NAMESPACES = ("namespaces cannot be made", "new namespace", "user namespace", "setting up uid map")
+REMEDY = (
+    "this machine does not let us make user namespaces: see the settings user.max_user_namespaces,"
+    " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns"
+)
 
 
 class Nest:
@@ -121,15 +126,8 @@ class Nest:
 
     def _explained(self, problem: str) -> str:
         said = str(Tail(str(self._log)))
-        if (
-            "user namespace" in said
-            or "Creating new namespace failed" in said
-            or "setting up uid map" in said
-        ):
-            problem += (
-                "; this machine does not let us make user namespaces (sysctl user.max_user_namespaces,"
-                " kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)"
-            )
+        if any(sign in said or sign in problem for sign in NO_NAMESPACES):
+            problem += f"; {REMEDY}"
         return f"{problem}; its log ends: {said}" if said else problem
 
     @property
@@ -229,7 +227,11 @@ class Nest:
         number = next(self._ids)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda _: self._asked.pop(number, None))
-        self._send(make(id=number, **values), fds)
+        try:
+            self._send(make(id=number, **values), fds)
+        except (InfrastructureFailure, UsageError):
+            future.cancel()
+            raise
         return future
 
     def _told(self, received: Received) -> None:
