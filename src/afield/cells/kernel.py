@@ -23,6 +23,7 @@ NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
 NEW_CGROUP, NEW_TIME = 0x02000000, 0x00000080
 ALL_NEW = NEW_NS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET
 READ_ONLY, NO_SUID, NO_DEV, NO_EXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+NO_ATIME, NO_DIRATIME = 1024, 2048
 DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = (
     1,
@@ -66,6 +67,12 @@ def bind(source: str, target: str, *, read_only: bool = False) -> None:
     mount(source, target, flags=BIND | REC)
     if read_only:
         mount("none", target, flags=BIND | REMOUNT | READ_ONLY | NO_SUID | NO_DEV)
+
+
+def make_read_only(place: str) -> None:
+    """A mount of this namespace. What it may not do already stays so: the kernel insists on that."""
+    kept = os.statvfs(place).f_flag & (NO_SUID | NO_DEV | NO_EXEC | NO_ATIME | NO_DIRATIME)
+    mount("none", place, flags=BIND | REMOUNT | READ_ONLY | kept)
 
 
 def change_root(new: str) -> None:

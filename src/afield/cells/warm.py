@@ -71,9 +71,7 @@ def _give_up_privileges() -> None:
     # Devices are this machine's own, and a cell's user may be root outside: a mode changed here would be
     # changed for everybody.
     for name in DEVICES:
-        kernel.mount(
-            "none", f"/dev/{name}", flags=kernel.BIND | kernel.REMOUNT | kernel.READ_ONLY | kernel.NO_SUID
-        )
+        kernel.make_read_only(f"/dev/{name}")
     kernel.unshare(kernel.NEW_USER)
     kernel.map_ids(USER, 0)
     kernel.drop_privileges()
