@@ -21,14 +21,17 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from afield.cells import cgroups
 from afield.cells.channel import Channel, Received, pair, transmit
 from afield.cells.kept import Kept
-from afield.cells.words import Done, Exec, File, Kill, Load, Message, Open, Start, Started, Warm
+from afield.cells.words import Done, Exec, File, Kill, Learn, Load, Message, Open, Start, Started, Warm
 from afield.errors import Unavailable
 from afield.options import Limits
 
 AT_ONCE = 16  # cells that are made at one time
+LESSONS = 3  # cells that show what is imported late
 NEST = Limits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
@@ -45,6 +48,7 @@ class Keeper:
         self._cells: dict[int, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(AT_ONCE)
+        self._teaching = LESSONS
 
     async def run(self) -> None:
         """Until the controller is gone, or the warm parent."""
@@ -126,9 +130,18 @@ class Keeper:
         if self._warm is None or not self._ready or self._directory is None:
             self._tell(Started(id=start.id, problem="the nest is not ready"))
             return
-        cell = Kept(start, self._directory, self._groups, self._tell)
+        if self._teaching:
+            start = structs.replace(start, learn=True)
+        cell = Kept(start, self._directory, self._groups, self._tell, self._learnt)
         self._cells[start.id] = cell
         self._task(self._live(cell, self._warm))
+
+    def _learnt(self, modules: tuple[str, ...]) -> None:
+        """The first cells that ended well show what the others will import; then the lesson is over."""
+        if self._teaching and self._warm is not None:
+            self._teaching -= 1
+            with contextlib.suppress(Unavailable):
+                self._warm.send(Learn(modules=modules))
 
     async def _live(self, cell: Kept, warm: Channel) -> None:
         await cell.live(warm, self._turn)

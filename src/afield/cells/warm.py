@@ -8,6 +8,7 @@ between sessions is not kept in module variables.
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import importlib
 import os
@@ -24,9 +25,11 @@ from afield.cells.confine import DEVICES, HIDDEN_PROC
 from afield.cells.first import live
 from afield.cells.program import Program
 from afield.cells.rooms import USER
-from afield.cells.words import Load, Start, Warm
+from afield.cells.words import Learn, Load, Start, Warm
 from afield.errors import UsageError, boundary
 from afield.types import Failure, FailureKind, Reason
+
+LEARNING_S = 10
 
 
 def main(fd: int) -> NoReturn:
@@ -56,6 +59,8 @@ def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
         received = receive(keeper)
         if received is None:
             os._exit(0)
+        if isinstance(received.message, Learn):
+            _learn(received.message.modules)
         if isinstance(received.message, Start) and os.fork() == 0:
             keeper.close()
             channel, log = received.fds
@@ -93,6 +98,34 @@ def _imported(program: Program) -> tuple[str, Any]:
         return str(error), None
     except SystemExit as error:
         return f"importing {program.name} ended with {error!r}", None
+
+
+def _learn(modules: tuple[str, ...]) -> None:
+    """Import what a cell had to import while it worked, so that the next ones need not.
+
+    The names come from a cell, so they are only names: what they mean lies in the environment, which no cell
+    can write. One that takes too long is left to the cells again.
+    """
+
+    def enough(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, enough)
+    try:
+        signal.alarm(LEARNING_S)
+        for name in modules:
+            parts = name.split(".")
+            if name in sys.modules or not all(map(str.isidentifier, parts)) or "__main__" in parts:
+                continue
+            with contextlib.suppress(SystemExit), boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):
+                importlib.import_module(name)
+    except TimeoutError:
+        pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    gc.collect()
+    gc.freeze()
 
 
 def _warm_up(script: Path) -> None:
