@@ -270,7 +270,7 @@ class Conductor:
 
     async def _lives(self, attempt: Attempt) -> bool:
         """Whether an agent that an earlier process launched still works on it."""
-        found = await self._runtime.adopt(attempt)
+        found = await self._adopted(attempt)
         if found or (found is False and not self._judge):
             return found
         state = (await self._patiently(lambda: self._gateway.states([attempt.session_id]))).get(
@@ -282,6 +282,14 @@ class Conductor:
             return False
         seen = state.unseen_s if state.unseen_s is not None else state.idle_s
         return bool(state.in_flight) or seen <= self._plan.deadlines.dead_s
+
+    async def _adopted(self, attempt: Attempt) -> bool | None:
+        """None where its place does not know, or cannot be asked: then signs of life tell."""
+        try:
+            return await self._runtime.adopt(attempt)
+        except AfieldError as error:
+            log.warning("%s cannot be looked for where it ran: %s", attempt.session_id, error)
+            return None
 
     def _draw(self, rollout_id: str) -> str:
         """The name of an attempt's random numbers. What broke around an attempt does not redraw it: long

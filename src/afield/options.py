@@ -95,6 +95,13 @@ class AgentCoreOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_rollout_s: int = 3600  # the lifetime of a session
     ready_s: float = 600.0
 
+    def __post_init__(self) -> None:
+        for name in ("rate", "stop_rate", "sessions", "ready_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive")
+        if not 0 <= self.cold_start_s < math.inf:
+            raise ValueError(f"cold_start_s = {self.cold_start_s} must be 0 or positive")
+
 
 class KubernetesOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Agents as Jobs. `secret` names a Secret whose entries become environment variables, by reference;

@@ -232,9 +232,12 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing of it, whenever the process dies."""
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+    """All of it or nothing of it, whenever the process dies. `private`: its owner alone may read it."""
     partial = path.with_name(path.name + ".partial")
+    if private:
+        partial.touch(0o600)
+        partial.chmod(0o600)
     partial.write_bytes(data)
     partial.replace(path)
 

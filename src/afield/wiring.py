@@ -167,7 +167,8 @@ def _config(model: Path) -> dict[str, Any]:
 
 def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     """Where agents run; what is launched there is noted in the run's roster."""
-    return _rostered(_runtime(config, run, carrier), run, config.place, lambda: guard(config, run))
+    made = _runtime(config, run, carrier, run.id)
+    return _rostered(made, run, config.place, lambda: guard(config, run))
 
 
 def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime | None:
@@ -184,7 +185,7 @@ def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime |
         deliver="auto",
     )
     home = RunDir(run.path / "verifiers")
-    return _rostered(_runtime(judging, home, carrier), home, judging.place)
+    return _rostered(_runtime(judging, home, carrier, f"{run.id}.verifiers"), home, judging.place)
 
 
 def _rostered(made: Runtime, run: RunDir, name: str, guard: Any = None) -> Runtime:
@@ -195,7 +196,7 @@ def _rostered(made: Runtime, run: RunDir, name: str, guard: Any = None) -> Runti
 async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
     """A process that ends what we leave running if we are killed, unless another of us takes it over."""
     if not run.config.exists():  # it has to know the places it reaps in
-        write_whole(run.config, msgspec.json.encode(config))
+        write_whole(run.config, msgspec.json.encode(config), private=True)
     run.logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
     with (run.logs / "guard.log").open("ab") as output:
@@ -210,7 +211,8 @@ async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
         await process.wait()
 
 
-def _runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
+def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) -> Runtime:
+    """`called`: what its sessions are found by in a place that others share."""
     name, _, argument = config.runtime.partition("=")
     if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
         log.warning("there is no bubblewrap here: agents run in plain processes, as you allowed")
@@ -234,9 +236,9 @@ def _runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
     if name == "sandbox":
         return made(config.agent, options, log_dir=run.logs)
     if name == "agentcore":
-        return made(options, name=run.id, ledger=run.path / "agentcore.sqlite")
+        return made(options, name=called, ledger=run.path / "agentcore.sqlite")
     target = (config.agent,) if name in TAKES_TARGET else ()
-    return made(*target, options, name=run.id, log_dir=run.logs)
+    return made(*target, options, name=called, log_dir=run.logs)
 
 
 def _function(config: TrainConfig) -> Any:

@@ -73,6 +73,7 @@ def kill(args: argparse.Namespace) -> int:
         for session_id in args.session:
             if session_id not in known:
                 raise shown.unknown(session_id, known)
+            shown.check_one_run(session_id, running)
         wanted = [session for session in running if session.id in args.session]
     if args.orphans:
         wanted = [session for session in wanted if session.entry.orphan]

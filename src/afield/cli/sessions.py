@@ -168,7 +168,8 @@ async def _asked(among: Sequence[Part], lines: list[dict[str, Any]]) -> list[dic
             print(f"afield: {part.run.id} cannot be asked: {error}", file=sys.stderr)
             continue
         role = "verifier" if part.verifying else "agent"
-        kind = saved_config(part.run).runtime.partition("=")[0]
+        config = saved_config(part.run)
+        kind = config.verifier_runtime if part.verifying else config.place
         for live in listed:
             line = known.setdefault(
                 (part.run.id, role, live.session_id),
@@ -219,6 +220,13 @@ def unknown(session_id: str, known: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(session_id, sorted(set(known)), n=5)
     hint = f"; did you mean {', '.join(near)}?" if near else "; `afield ps` lists what runs"
     return UsageError(f"unknown session {session_id!r}{hint}")
+
+
+def check_one_run(session_id: str, among: Iterable[Session]) -> None:
+    """Runs that are alone on their machine name their rollouts alike."""
+    whose = sorted({session.part.run.id for session in among if session.id == session_id})
+    if len(whose) > 1:
+        raise UsageError(f"{session_id!r} runs in {', '.join(whose)}; say which with --run RUN")
 
 
 # --- what they print -----------------------------------------------------------------------------------

@@ -246,7 +246,8 @@ def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> t
 
 
 def save_config(run: RunDir, config: TrainConfig) -> None:
-    write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)))
+    """Read by its owner alone: what a place is told may hold keys of the user's."""
+    write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)), private=True)
 
 
 def saved_config(run: RunDir) -> TrainConfig:

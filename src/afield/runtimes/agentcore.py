@@ -11,7 +11,6 @@ environment.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from afield.errors import (
 )
 from afield.limiter import LocalLimiter, Pace
 from afield.options import AgentCoreOptions
-from afield.runtimes.agentcore_api import QUOTA_S, Api, Refused, Silent, meaning
+from afield.runtimes.agentcore_api import QUOTA_S, SLOW, Api, Refused, Silent, meaning
 from afield.runtimes.agentcore_deploy import LONGEST_S, Deployed, check_options, deploy, find
 from afield.runtimes.agentcore_ledger import SLACK_S, Entry, Noted, SessionLedger
 from afield.runtimes.agentcore_logs import session_log
@@ -44,6 +43,7 @@ CONFLICT_S = 1.0
 NOT_BEGUN = frozenset({400, 401, 402, 403, 404, 429})
 # How long closing may take beyond what the rate of stops asks for.
 CLOSING_S = 60.0
+LATE_S = (0.5, 1.0, 2.0, 4.0)  # between tries to stop what began late
 PHASES = {Noted.ASKED: Phase.STARTING, Noted.TAKEN: Phase.RUNNING, Noted.STOPPED: Phase.ENDED}
 
 
@@ -83,16 +83,21 @@ class AgentCoreRuntime:
 
     async def __aexit__(self, *exc: object) -> None:
         self._open = False
+        for session_id in self._attempts:
+            said = f"{session_id}: the runtime was closed"
+            self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
+        self._room.set()
         try:
             await self._stop_ours()
+            if self._launches:
+                # A call that is under way may start a session after its stop; the launch then ends it.
+                await asyncio.wait(
+                    self._launches.values(), timeout=SLOW * self._options.cold_start_s + sum(LATE_S)
+                )
             for task in self._launches.values():
                 task.cancel()
             await self._group.__aexit__(None, None, None)
         finally:
-            for session_id in self._attempts:
-                self._attempts.settle(
-                    session_id, broken(f"{session_id}: the runtime was closed", Reason.CANCELLED)
-                )
             self._api.close()
             self._ledger.close()
 
@@ -139,12 +144,16 @@ class AgentCoreRuntime:
         """
         session_id = attempt.session_id
         self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        self._room.set()
         entry = self._ledger.get(session_id)
         if entry is not None and not entry.alive:
             return
         if entry is None and session_id in self._ours:
             return  # It never began.
-        await self._end(session_id, entry.arn if entry else await self._arn())
+        if entry is None:
+            await self._end(session_id, await self._arn(), self._options.qualifier)
+        else:
+            await self._end(session_id, entry.arn, entry.qualifier)
 
     async def status(self, attempt: Attempt) -> Live:
         entry = self._ledger.get(attempt.session_id)
@@ -178,9 +187,8 @@ class AgentCoreRuntime:
             self._attempts.forget(session_id, broken(str(error), Reason.LAUNCH))
             return error
         if not self._attempts.running(session_id):
-            with contextlib.suppress(AfieldError):
-                await self._end(session_id, entry.arn)
-            return InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
+            await self._end_late(entry)
+            return _unwanted(session_id)
         return None
 
     async def _noted(self, session_id: str) -> Entry:
@@ -198,7 +206,9 @@ class AgentCoreRuntime:
         )
         most = self._options.sessions
         end = asyncio.get_running_loop().time() + QUOTA_S
-        while (entry := self._ledger.note(wanted, most)) is None:
+        while self._attempts.running(session_id):
+            if entry := self._ledger.note(wanted, most):
+                break
             self._room.clear()
             try:
                 async with asyncio.timeout_at(end):
@@ -206,6 +216,8 @@ class AgentCoreRuntime:
             except TimeoutError as error:
                 said = f"{session_id} has to wait: sessions = {most} are alive"
                 raise Throttled(said, QUOTA_S) from error
+        else:
+            raise _unwanted(session_id)
         if not entry.alive:
             raise InfrastructureFailure(f"{session_id} was launched before, and has ended", Reason.CANCELLED)
         return entry
@@ -252,12 +264,24 @@ class AgentCoreRuntime:
 
     # --- stopping --------------------------------------------------------------------------------
 
-    async def _end(self, session_id: str, arn: str) -> None:
+    async def _end_late(self, entry: Entry) -> None:
+        """One that began after it had been stopped: nobody else will ask again."""
+        for pause_s in (*LATE_S, 0.0):
+            try:
+                await self._end(entry.session_id, entry.arn, entry.qualifier)
+                return
+            except AfieldError as error:
+                if not pause_s or not isinstance(error, Throttled):
+                    log.warning("%s could not be stopped: %s", entry.session_id, error)
+                    return
+            await asyncio.sleep(pause_s)
+
+    async def _end(self, session_id: str, arn: str, qualifier: str) -> None:
         try:
             await self._api.ask(
                 "stop_runtime_session",
                 agentRuntimeArn=arn,
-                qualifier=self._options.qualifier,
+                qualifier=qualifier,
                 runtimeSessionId=wire.runtime_session_id(session_id),
             )
         except Refused as error:
@@ -302,6 +326,10 @@ def _body(session_id: str, payload: dict[str, Any]) -> bytes:
         return wire.encode(payload)
     except WireError as error:
         raise TaskFailure(f"the payload of {session_id}: {error}", Reason.LAUNCH) from error
+
+
+def _unwanted(session_id: str) -> InfrastructureFailure:
+    return InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
 
 def _live(entry: Entry) -> Live:

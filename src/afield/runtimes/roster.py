@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-from afield.errors import RolloutFailure, Throttled, Unavailable
+from afield.errors import RolloutFailure, Throttled, Unavailable, UsageError
 from afield.seams.runtime import Capabilities, Exit, Live, Phase, Runtime
 from afield.types import Attempt
 
@@ -198,6 +198,7 @@ class Rostered:
         return self.runtime.capabilities
 
     async def __aenter__(self) -> Self:
+        self._check_others()
         await self.runtime.__aenter__()
         self._us = Owner.of(os.getpid())
         self._outlives = self.capabilities.outlives
@@ -206,6 +207,17 @@ class Rostered:
         if self._guard and self._outlives and self.capabilities.lingers:
             await self._guarding.enter_async_context(self._guard())
         return self
+
+    def _check_others(self) -> None:
+        """What a dead controller left in another kind of place could not be found from here."""
+        left = [e for e in self._roster.entries() if e.orphan and e.outlives and e.runtime != self._name]
+        if left:
+            ids = ", ".join(entry.session_id for entry in left[:5])
+            said = f"{len(left)} sessions may still run in {left[0].runtime} ({ids})"
+            remedy = f"end them first: afield reap {self._roster.path.parent}"
+            gone = f"if that place is gone for good, remove {self._roster.path}"
+            self._roster.close()
+            raise UsageError(f"{said}; {remedy}; {gone}")
 
     async def __aexit__(self, *exc: object) -> None:
         """If the runtime cannot be closed, the rows stay, for whoever reaps."""

@@ -74,9 +74,11 @@ class Worker:
 
     async def start(self, command: Command) -> None:
         """Until `/ping` works. Raises InfrastructureFailure with what the process printed."""
-        reading, writing = os.pipe()
-        ready = os.fdopen(reading, "rb", 0)
+        ready: IO[bytes] | None = None
+        writing = -1
         try:
+            reading, writing = os.pipe()
+            ready = os.fdopen(reading, "rb", 0)
             with self.log.open("wb") as output:
                 self._process = await asyncio.create_subprocess_exec(
                     *command.argv,
@@ -98,7 +100,8 @@ class Worker:
         finally:
             if writing >= 0:
                 os.close(writing)
-            ready.close()
+            if ready is not None:
+                ready.close()
         self._url = f"http://127.0.0.1:{port}"
         self.ready = True
 
