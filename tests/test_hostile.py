@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from afield.cells import cgroups
 from afield.cells.cgroups import PREFIX
 from afield.cells.program import Program
 from afield.errors import InfrastructureFailure
@@ -31,7 +32,7 @@ from afield.types import Attempt
 from canaries import Canaries, watched
 from gateways import POLICY
 from isolation import arguments_of_all, groups_left, needs_bubblewrap, nest_of, written
-from processes import alive, command, summary, write_tasks
+from processes import afield, alive, command, summary, write_tasks
 
 AGENTS = Path(__file__).parent / "agents"
 LIMITS = {"memory_mb": 128, "pids": 32, "disk_mb": 16, "files": 1024}
@@ -57,6 +58,11 @@ SAID_BY_GATEWAY = [
     ("rewards", r"session SESSION: its agent tried to give itself the reward 9\.0"),
     ("rewards", r"POST /s/SESSION/outcome: 409 session SESSION already has another outcome"),
 ]
+# Without control groups nobody counts what sockets and files in memory hold, or tells of a fork too many.
+LIMITED = cgroups.found().kinds
+for kind, names in {"memory": ["memory", "memory_of_its_own"], "pids": ["forks"]}.items():
+    if kind not in LIMITED:
+        SAID = {attack: said for attack, said in SAID.items() if attack not in names}
 ATTACKS = [*SAID, "gateway", "rewards"]
 
 
@@ -131,7 +137,7 @@ def test_a_run_with_hostile_agents_goes_on_and_honest_ones_get_their_rewards(run
     assert [outcome["reward"] for outcome in run.outcomes("none")] == [1.0, 1.0]
     told = summary(run.out)
     assert told["rollouts"] == 2 * (len(ATTACKS) + 1)
-    assert told["failed"] == 2  # those that ate themselves
+    assert told["failed"] == 2 * ("memory_of_its_own" in ATTACKS)
 
 
 @needs_bubblewrap
@@ -142,6 +148,7 @@ def test_an_attack_gets_nothing(run: Run, attack: str) -> None:
 
 
 @needs_bubblewrap
+@pytest.mark.skipif("memory" not in LIMITED, reason="no control group for memory can be made here")
 def test_who_eats_all_memory_is_no_reward_but_a_failure_that_says_so(run: Run) -> None:
     for outcome in run.outcomes("memory_of_its_own"):
         assert outcome["reward"] is None
@@ -285,3 +292,23 @@ async def test_runs_are_hidden_wherever_they_would_be_visible(tmp_path: Path) ->
         cell = await nest.start("s")
         shown = await cell.exec(["find", str(project), "-type", "f"])
         assert sorted(shown.stdout.split()) == [str(target), str(project / "data")]
+
+
+STEERING = """
+import afield
+
+
+@afield.agent
+def agent(task):
+    raise RuntimeError("wrong \\x1b]2;title\\x07\\x1b[2J\\x9b31m colour\\x00")
+"""
+
+
+def test_what_an_agent_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    script = written(tmp_path, '{"match": "x", "text": "y"}\n', "script.jsonl")
+    tasks = write_tasks(tmp_path / "tasks.jsonl", [{}])
+    words = ["train", f"{written(tmp_path / 'agent', STEERING)}:agent", "--tasks", tasks, "--model", POLICY]
+    words += ["--engine", f"scripted={script}", "--freeze-weights", "--steps", 1, "--tasks-per-step", 1]
+    code, out, err = afield(tmp_path, *words, "--rollouts", 2, "--json", "--set", "retries_task=0")
+    assert code == 0 and "RuntimeError: wrong" in err, err
+    assert all(c.isprintable() or c == "\n" for c in out + err)

@@ -71,7 +71,7 @@ class Screen:
         self._failures[what] += 1
         if self._failures[what] <= SHOWN_FAILURES:
             then = "retried" if will_retry else "kept as data"
-            first = (failure.message.strip().splitlines() or ["no message"])[0][:160]
+            first = _printable((failure.message.strip().splitlines() or ["no message"])[0][:160])
             self._say(f"[yellow]{escape(f'{outcome.session_id}: {what}: {first} ({then})')}[/]")
 
     def rollout_finished(self, finished: Finished) -> None:
@@ -154,6 +154,11 @@ def describe(line: StepLine, steps: int) -> str:
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
         f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
     )
+
+
+def _printable(text: str) -> str:
+    """What an agent said must not steer the terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _number(value: float | None) -> str:
