@@ -32,6 +32,7 @@ from afield.options import Limits
 
 AT_ONCE = 16  # cells that are made at one time
 LESSONS = 3  # cells that show what is imported late
+LESSON_S = 2.0  # the others wait so long for the first one to show it
 NEST = Limits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
@@ -49,6 +50,8 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(AT_ONCE)
         self._teaching = LESSONS
+        self._first = True
+        self._lesson = asyncio.Event()
 
     async def run(self) -> None:
         """Until the controller is gone, or the warm parent."""
@@ -144,7 +147,13 @@ class Keeper:
                 self._warm.send(Learn(modules=modules))
 
     async def _live(self, cell: Kept, warm: Channel) -> None:
+        first, self._first = self._first, False
+        if first:
+            asyncio.get_running_loop().call_later(LESSON_S, self._lesson.set)
+        else:
+            await self._lesson.wait()
         await cell.live(warm, self._turn)
+        self._lesson.set()
         self._cells.pop(cell.id, None)
 
     def _tell(self, message: Message) -> None:

@@ -151,6 +151,9 @@ class Nest:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await keeper.wait()
+        except TimeoutError:  # what it kept goes with it, though nothing is cleaned up
+            keeper.kill()
+            await keeper.wait()
         except BaseException:
             keeper.kill()
             await keeper.wait()

@@ -74,7 +74,7 @@ def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Genera
             *("afield", "acr", "--json", "--exit-with-parent", "--port", str(acr)),
             *("--image", f"{cloud.container_uri}={told.agent}", "--logs", str(logs / "acr")),
             *("--starts-per-s", str(QUICK), "--stops-per-s", str(QUICK), "--sessions", "1000"),
-            *("--warm", "afield.sdk.warm_aws"),
+            *("--warm", "afield.sdk.warm_aws", "--warm", "afield.sdk.warm_openai"),
             *(word for address in allowed for word in ("--allow", address)),
         )
         yield
