@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import ParamSpec, TypeVar
 
+import msgspec
 from msgspec import structs
 
 from afield.errors import Unavailable
@@ -124,6 +125,8 @@ class Calls:
             missed = frozenset(session.undelivered)
             spot = lineage.locate(forest, tokens, request, missed, session.recall)
             size = sum(map(_size, spot.new if spot.parent else spot.messages))
+            if not spot.parent:
+                size += sum(len(msgspec.json.encode(tool.raw)) for tool in request.tools)
             self._check_size(session, tokens, size)
             rendered = await _off_loop(size, lineage.render, tokens, spot, request.tools)
             return lineage.place(forest, spot, rendered, request)
