@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import resource
+import shutil
+import signal
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +20,26 @@ import pytest
 from afield import wiring
 from afield.acr.sessions import Pace as Cold
 from afield.cli.main import main
-from afield.config import TrainConfig, assigned, build
+from afield.config import Environment, TrainConfig, assigned, build
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
+from afield.limiter import Unlimited
+from afield.options import SandboxOptions
 from afield.rundir import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.roster import Owner, Roster, Rostered
+from afield.runtimes.sandbox import SandboxRuntime
 from afield.seams.runtime import Phase
 from afield.transports.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from agents.places import ACTING, Place
 from agents.sink import Sink
 from collecting import bench, good
+from isolation import keeper_of, needs_bubblewrap
+from kubes import fake_kube, placed
 from test_agentcore_runtime import opened, serving
+from test_judge import half, hand_in, judged
+from test_roster import Elsewhere
 from test_sessions_cli import dead, note
 
 pytestmark = pytest.mark.anyio
@@ -138,6 +148,74 @@ async def test_a_process_for_which_no_file_is_left_fails_alone(sink: Sink, tmp_p
         assert (await place.wait(attempt)).failure is None
 
 
+@needs_bubblewrap
+async def test_a_sandbox_that_could_not_be_made_once_is_tried_again(sink: Sink, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    shutil.copy(ACTING, agent)
+    async with SandboxRuntime(f"{agent}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
+        await runtime.check()
+        place = Place(runtime, sink.transport, sink)
+        first = await place.launch({"do": "beat"}, "first")
+        os.kill(keeper_of(os.getpid()), signal.SIGKILL)
+        assert (await place.wait(first)).failure
+        agent.rename(tmp_path / "away.py")
+        with pytest.raises(InfrastructureFailure):
+            await place.launch({"do": "reward"}, "second")
+        (tmp_path / "away.py").rename(agent)
+        third = await place.launch({"do": "reward"}, "third")
+        assert (await place.wait(third)).failure is None
+
+
+@needs_bubblewrap
+async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path: Path) -> None:
+    async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
+        with no_more_files(), pytest.raises(UsageError, match="Too many open files"):
+            await runtime.check()
+        place = Place(runtime, sink.transport, sink)
+        assert (await place.wait(await place.launch({"do": "reward"}))).failure is None
+
+
+@needs_bubblewrap
+async def test_a_keeper_that_hangs_does_not_keep_a_run_from_ending(sink: Sink, tmp_path: Path) -> None:
+    async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
+        await Place(runtime, sink.transport, sink).launch({"do": "beat"})
+        os.kill(keeper_of(os.getpid()), signal.SIGSTOP)
+    await sink.until_quiet("beat")
+
+
+async def test_a_cluster_that_refuses_to_be_looked_at_ends_nothing_else(tmp_path: Path, sink: Sink) -> None:
+    async with (
+        fake_kube(tmp_path / "kube") as kube,
+        placed(kube, sink) as first,
+        placed(kube, sink) as second,
+    ):
+        attempt = await first.launch({"do": "beat"})
+        kube.down = True
+        assert await second.runtime.adopt(attempt) is None
+        kube.denied.add(("list", "pods"))
+        kube.down = False
+        await asyncio.sleep(3.0)
+        kube.denied.clear()
+        assert (await second.runtime.status(attempt)).phase is Phase.RUNNING
+        await second.launch({"do": "beat"}, "other")
+
+
+async def test_verifiers_take_no_turns_of_the_agents(tmp_path: Path) -> None:
+    class Counting(Unlimited):
+        launches = 0
+
+        @asynccontextmanager
+        async def launching(self) -> AsyncIterator[None]:
+            self.launches += 1
+            async with super().launching():
+                yield
+
+    limiter = Counting()
+    finished, _ = await judged(tmp_path, hand_in, half, limiter=limiter)
+    assert [one.outcome.reward for one in finished] == [0.5, 0.5]
+    assert limiter.launches == 2
+
+
 # --- whose is whose ---------------------------------------------------------------------------------------
 
 
@@ -192,6 +270,21 @@ async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_
         pass
 
 
+async def test_a_runtime_that_gets_no_guard_is_closed_again(tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def none() -> AsyncIterator[None]:
+        raise OSError("no process can be started")
+        yield
+
+    there: dict[str, Any] = {"r.1": None}
+    runtime = Rostered(
+        Elsewhere(there, lingers=True), Roster(tmp_path / "sessions.sqlite"), "elsewhere", none
+    )
+    with pytest.raises(OSError, match="no process"):
+        await runtime.__aenter__()
+    assert there == {}
+
+
 # --- configuration ----------------------------------------------------------------------------------------
 
 
@@ -201,3 +294,36 @@ def test_what_a_run_was_told_is_for_its_owner_alone(tmp_path: Path) -> None:
 
     save_config(run := RunDir(tmp_path), TrainConfig(model="m"))
     assert stat.S_IMODE(run.config.stat().st_mode) == 0o600
+
+
+def test_a_resumed_run_takes_what_the_file_and_the_command_say_of_one_place(tmp_path: Path) -> None:
+    from afield.cli import train
+
+    train.save_config(run := RunDir(tmp_path), TrainConfig(model="m"))
+    run.write_tasks([Task("t", {})])
+    file = tmp_path / "train.toml"
+    file.write_text("[train.container]\nnetwork = 'mine'\n")
+    args = argparse.Namespace(config=file, resume=None, set=["container.user=me"], part="all")
+    config, _ = train.resume(run, args, Environment.read())
+    assert (config.container.network, config.container.user) == ("mine", "me")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"runtime": "kubernetes=agents/math:1"},
+        {"runtime": "agentcore=arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/math-0123456789"},
+    ],
+)
+def test_agents_elsewhere_are_not_sent_to_a_gateway_that_only_this_machine_reaches(
+    given: dict[str, Any],
+) -> None:
+    with pytest.raises(UsageError, match=r"127\.0\.0\.1.*gateway_url"):
+        wiring.check_reach(TrainConfig(model="m", **given))
+    ways: tuple[dict[str, Any], ...] = (
+        {"gateway": "http://gateway.example:8400"},
+        {"gateway_url": "http://me.example:8400", "gateway_port": 8400},
+        {"gateway_host": "0.0.0.0"},
+    )
+    for reached in ways:
+        wiring.check_reach(TrainConfig(model="m", **given, **reached))

@@ -22,7 +22,7 @@ from afield.errors import RETRIED, AfieldError, Missing, Unavailable, WireError,
 from afield.judge import Judge
 from afield.launch import Launcher, broken, now, patiently
 from afield.ledger import Ledger, Note, Tried
-from afield.limiter import Limiter, Unlimited
+from afield.limiter import Limiter, LocalLimiter, Pace, Unlimited
 from afield.notice import Noticer, Running
 from afield.plan import Plan, Watcher
 from afield.seams import Fence, Gateway, Record, Runtime, Transport, Waiting
@@ -59,11 +59,13 @@ class Conductor:
         self._ledger = ledger
         self._spool = spool
         self._watcher = watcher
-        shared = {"gateway": gateway, "transport": transport, "limiter": limiter or Unlimited()}
-        self._launcher = Launcher(plan, runtime=runtime, **shared)
-        self._judge = (
-            Judge(self._launcher, Launcher(plan, runtime=verifiers, **shared)) if verifiers else None
-        )
+        shared = {"gateway": gateway, "transport": transport}
+        self._launcher = Launcher(plan, runtime=runtime, limiter=limiter or Unlimited(), **shared)
+        self._judge: Judge | None = None
+        if verifiers:
+            # They run elsewhere: the rate of launches is that of the place of agents.
+            own = LocalLimiter(Pace())
+            self._judge = Judge(self._launcher, Launcher(plan, runtime=verifiers, limiter=own, **shared))
         if plan.judged != (verifiers is not None):
             raise ValueError("a plan is judged if there are verifiers, and only then")
         self._slots = asyncio.Semaphore(plan.concurrency)

@@ -351,6 +351,7 @@ def window(config: TrainConfig, tasks: Sequence[Task]) -> Window:
 def check_choices(config: TrainConfig) -> None:
     """Everything that can be known to be wrong before anything is started."""
     check_place(config)
+    check_reach(config)
     transport(config, RunDir(Path("check")))
     choose("trainer", config.trainer, TRAINERS)
     choose("engine", config.engine.partition("=")[0], ENGINES)
@@ -377,6 +378,23 @@ def check_place(config: TrainConfig) -> None:
         where = config.verifier_runtime
         if where not in ("process", "sandbox", "ray"):
             raise UsageError(f"verifier_runtime {where!r} must be one of: process, sandbox, ray")
+
+
+def check_reach(config: TrainConfig) -> None:
+    """Agents on other machines need a gateway of ours that can be reached from there."""
+    away = config.place == "kubernetes" or (
+        config.place == "agentcore" and not _is_loopback(urlsplit(config.agentcore.endpoint_url).hostname)
+    )
+    if away and not (config.gateway or config.gateway_url) and _is_loopback(config.gateway_host):
+        raise UsageError(
+            f"agents on {config.place} cannot reach a gateway that listens at {config.gateway_host}: set"
+            " gateway_host = '0.0.0.0', and gateway_port and gateway_url if they know this machine by"
+            " another address; or name a gateway that runs elsewhere with --gateway"
+        )
+
+
+def _is_loopback(host: str | None) -> bool:
+    return host in ("127.0.0.1", "::1", "localhost")
 
 
 def _check_target(what: str, target: str) -> None:

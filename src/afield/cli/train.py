@@ -232,7 +232,7 @@ def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> t
     if args.config and args.resume:
         raise UsageError("a resumed run keeps its configuration; --config is for a new one")
     config = saved_config(run)
-    changes = (from_file(args.config) if args.config else {}) | given(args)
+    changes = merged(from_file(args.config) if args.config else {}, given(args))
     if unknown := changes.keys() - set(TrainConfig.__struct_fields__):
         raise UsageError(f"unknown keys in {args.config}: {', '.join(sorted(unknown))}")
     saved = msgspec.to_builtins(config)

@@ -213,7 +213,7 @@ class ContainerRuntime:
         except RolloutFailure as rollout_failure:
             self._attempts.settle(session_id, Exit(rollout_failure.failure))
             failure = rollout_failure
-        except AfieldError as error:
+        except (AfieldError, OSError) as error:
             failure = InfrastructureFailure(f"{session_id} was not launched: {error}", Reason.LAUNCH)
             self._attempts.settle(session_id, Exit(failure.failure))
         with contextlib.suppress(AfieldError):  # Tried again by `stop`, or on closing.

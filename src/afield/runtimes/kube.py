@@ -141,7 +141,7 @@ class KubernetesRuntime:
         session = await self._enter(session_id)
         try:
             lives = await self._seen_working(session)
-        except (Unavailable, Throttled) as error:
+        except (Unavailable, Throttled, Refused) as error:
             log.warning("%s cannot be looked for: %s; tried again", session_id, error)
             self._background(self._seek(session))
             return None
@@ -253,7 +253,7 @@ class KubernetesRuntime:
                 if await self._seen_working(session) is not False:
                     return
                 self._attempts.settle(session.id, Exit(lingers=True))
-            except (Unavailable, Throttled) as error:
+            except (Unavailable, Throttled, Refused) as error:
                 log.info("%s still cannot be looked for: %s", session.id, error)
 
     def _review(self, session: Session, doubted: bool = False) -> None:

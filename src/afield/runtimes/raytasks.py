@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -33,6 +34,8 @@ from afield.runtimes.raynests import Nests, Place
 from afield.runtimes.raywire import LOG_BYTES, Ended, Taken
 from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
+
+log = logging.getLogger("afield.runtimes")
 
 IDLE_S = 60.0
 TAIL_CHARS = 2_000
@@ -242,8 +245,12 @@ class RayRuntime:
             await handle.ask("stop", session_id)
 
     async def _keep(self, ended: Ended) -> None:
-        if ended.log:
+        if not ended.log:
+            return
+        try:
             await asyncio.to_thread(self._log(ended.session_id).write_text, ended.log)
+        except OSError as error:
+            log.warning("what %s printed was not kept: %s", ended.session_id, error)
 
     def _log(self, session_id: str) -> Path:
         return self._log_dir / f"{session_id}.log"

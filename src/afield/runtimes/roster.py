@@ -203,9 +203,13 @@ class Rostered:
         self._us = Owner.of(os.getpid())
         self._outlives = self.capabilities.outlives
         self._reaches = self.capabilities.reaches
-        self._roster.enter(self._us)
-        if self._guard and self._outlives and self.capabilities.lingers:
-            await self._guarding.enter_async_context(self._guard())
+        try:
+            self._roster.enter(self._us)
+            if self._guard and self._outlives and self.capabilities.lingers:
+                await self._guarding.enter_async_context(self._guard())
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     def _check_others(self) -> None:

@@ -104,7 +104,7 @@ class SandboxRuntime:
 
     async def check(self) -> None:
         """Until the agent is imported in its sandbox; what stops it is in the error."""
-        nest = await asyncio.shield(self._opened())
+        nest = await asyncio.shield(self._opening or self._opened())
         if isinstance(nest, UsageError):
             raise UsageError(str(nest))
 
@@ -167,7 +167,7 @@ class SandboxRuntime:
                 start_timeout_s=self._timeout_s,
             )
             return await nest.__aenter__()
-        except UsageError as error:
+        except (UsageError, OSError) as error:
             return UsageError(f"the agent {self._target} cannot be started: {error}")
 
     def _opened(self) -> asyncio.Task[Nest | UsageError]:
@@ -176,7 +176,9 @@ class SandboxRuntime:
             raise RuntimeError("a runtime is used inside 'async with'")
         if self._opening.done():
             nest = self._opening.result()
-            if isinstance(nest, Nest) and not nest.alive:
+            if isinstance(nest, UsageError):
+                self._opening = self._task(self._open())
+            elif not nest.alive:
                 self._opening = self._task(self._reopen(nest))
         return self._opening
 
