@@ -25,12 +25,14 @@ import pytest
 from afield.cells import cgroups
 from afield.cells.cgroups import PREFIX
 from afield.cells.program import Program
+from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure
 from afield.runtimes import contract
 from afield.runtimes.sandbox import located
+from afield.seams import SessionSpec
 from afield.types import Attempt
 from canaries import Canaries, watched
-from gateways import POLICY
+from gateways import POLICY, running
 from isolation import arguments_of_all, groups_left, needs_bubblewrap, nest_of, written
 from processes import afield, alive, command, summary, write_tasks
 
@@ -312,3 +314,17 @@ def test_what_an_agent_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
     code, out, err = afield(tmp_path, *words, "--rollouts", 2, "--json", "--set", "retries_task=0")
     assert code == 0 and "RuntimeError: wrong" in err, err
     assert all(c.isprintable() or c == "\n" for c in out + err)
+
+
+@pytest.mark.anyio
+async def test_tools_that_cannot_fit_are_refused_without_counting_their_tokens(tmp_path: Path) -> None:
+    """Counting twenty million of them took the gateway gigabytes, and seconds in which it served nobody."""
+    function = {"name": "f", "description": "d " * 2**18, "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    async with running(ScriptedEngine([]), tmp_path) as up:
+        ticket = await up.client.open(SessionSpec(id="s.1"))
+        status, answer = await up.ask("POST", "/s/s.1/v1/chat/completions", body, ticket.api_key)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    told = int(re.findall(r"the request has (\d+)", answer["error"]["message"])[0])
+    assert told < 2**15
