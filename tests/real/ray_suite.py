@@ -197,6 +197,40 @@ async def test_idle_nests_are_given_back(cluster: Cluster, tmp_path: Path) -> No
             assert (await place.wait(await place.launch({"do": "reward"}, n=2))).failure is None
 
 
+LATE = """
+import sys
+
+import afield
+
+COUNT = []
+
+
+@afield.agent
+def act(task):
+    known = "wave" in sys.modules
+    import wave
+
+    COUNT.append(1)
+    return known + 10 * len(COUNT)
+"""
+
+
+async def test_sessions_share_what_libraries_import_and_nothing_else(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "late.py").write_text(LATE)
+    target = f"{tmp_path / 'agent' / 'late.py'}:act"
+    async with sinking(tmp_path) as sink, made(target, str(tmp_path), address=cluster.address) as runtime:
+        place = Place(runtime, sink.transport, sink)
+        rewards = []
+        for i in range(3):
+            attempt = await place.launch({}, f"r{i}")
+            assert (await place.wait(attempt)).failure is None
+            rewards.append(await place.reward(attempt))
+    assert rewards == [10.0, 11.0, 11.0]
+
+
 async def test_attempts_wait_until_there_is_room(cluster: Cluster, tmp_path: Path) -> None:
     async with sinking(tmp_path) as sink:
         options = {"address": cluster.address, "cpus": 1.0}

@@ -28,12 +28,14 @@ import msgspec
 
 from afield.errors import Unavailable, UsageError, WireError, boundary
 from afield.runtimes.raykin import adopt_orphans, children, end_with_parent, resident_mb, sweep
+from afield.runtimes.raylearn import imported_since, learn
 from afield.runtimes.raywire import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Taken, say
 from afield.sdk.runner import Runner
 from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason
 
 WATCH_S = 0.1
+LESSONS = 3
 _orders = msgspec.json.Decoder(Order)
 
 
@@ -46,6 +48,7 @@ class Session:
         self.log = log
         self.log_fd = log_fd
         self.said = b""
+        self.taken = False
         self.died = ""
 
     def kill(self, died: str) -> None:
@@ -78,6 +81,7 @@ class Parent:
         self._poll.register(nest, select.POLLIN)
         self._heard: dict[int, Callable[[], None]] = {}
         self._buffer = b""
+        self._lessons = LESSONS
         self._over = False
 
     def run(self) -> None:
@@ -125,7 +129,7 @@ class Parent:
             for other in self._sessions.values():
                 other.close()
             os.close(answers)
-            _live(self._runner, order, answer, log_fd, self._pid)
+            _live(self._runner, order, answer, log_fd, self._pid, telling=self._lessons > 0)
         os.close(answer)
         session = self._sessions[order.session_id] = Session(order.session_id, pid, answers, log, log_fd)
         self._hear(answers, lambda: self._answered(session, answers))
@@ -141,27 +145,41 @@ class Parent:
         return f"/proc/{os.getpid()}/fd/{fd}", fd
 
     def _answered(self, session: Session, answers: int) -> None:
+        """First that it has its payload, at its end what it imported; a line each."""
         data = os.read(answers, 65536)
         session.said += data
-        if data:
-            return
-        self._deaf(answers)
-        session.answers = None
-        os.close(answers)
-        if session.said:
-            taken = msgspec.json.decode(session.said, type=Taken)
+        if not data:
+            self._deaf(answers)
+            session.answers = None
+            os.close(answers)
+        line, end, rest = session.said.partition(b"\n")
+        if end and not session.taken:
+            session.taken, session.said = True, rest
+            taken = msgspec.json.decode(line, type=Taken)
             self._say(msgspec.structs.replace(taken, pid=session.pid, log=session.log))
 
     def _ended(self, session: Session) -> None:
         _, status = os.waitpid(session.pid, 0)
-        while session.answers is not None:
-            self._answered(session, session.answers)
         self._deaf(session.pidfd)
         del self._sessions[session.id]
         self._sweep()
+        # Nobody is left who could hold the other end.
+        while session.answers is not None:
+            self._answered(session, session.answers)
         died = session.died or _died(os.waitstatus_to_exitcode(status))
         self._say(Ended(session.id, died, session.tail()))
         session.close()
+        if self._lessons and not died:
+            self._learn(session.said)
+
+    def _learn(self, said: bytes) -> None:
+        """Until a few sessions in a row have brought nothing new."""
+        names = [
+            name for name in msgspec.json.decode(said or b"[]", type=list[str]) if name not in sys.modules
+        ]
+        self._lessons = LESSONS if names else self._lessons - 1
+        if not learn(names):
+            self._lessons = 0
 
     def _sweep(self) -> None:
         """Kill what ended sessions left: it is ours now, as the sessions' orphans are theirs."""
@@ -185,7 +203,7 @@ class Parent:
 # --- in the session's process --------------------------------------------------------------------
 
 
-def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -> NoReturn:
+def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int, *, telling: bool) -> NoReturn:
     """A session's whole life. Never returns: what follows in the caller is its parent's."""
     code = 1
     try:
@@ -199,7 +217,10 @@ def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -
                 os.dup2(log_fd, fd)
             os.close(log_fd)
             _reseed()
+            known = set(sys.modules)
             _perform(runner, order, answer)
+            if telling:
+                _write(answer, msgspec.json.encode(imported_since(known)))
             code = 0
     finally:
         sys.stdout.flush()
@@ -215,12 +236,16 @@ def _perform(runner: Runner, order: Start, answer: int) -> None:
         refused = str(error)
     except Unavailable as error:
         refused, busy = str(error), True
-    os.write(answer, msgspec.json.encode(Taken(order.session_id, 0, "", refused, busy)))
-    os.close(answer)
+    _write(answer, msgspec.json.encode(Taken(order.session_id, 0, "", refused, busy)) + b"\n")
     pause_s = 0.001
     while runner.active:
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.05)
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _reseed() -> None:
