@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     told = {**RECIPE, "model": str(here / "policy")}
     if args.runtime == "agentcore":
         told |= cloud.values()
+    if args.runtime == "ray":
+        told["ray"] = {"cpus": 0.05}  # the shop's agents mostly wait
     return start(args, "demo", told, make_tasks, around)
 
 
