@@ -9,6 +9,8 @@ import resource
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -252,6 +254,20 @@ def test_a_session_that_two_runs_have_is_not_killed_until_it_is_said_whose(
         note(runs / name, "train-e0-t0-0.1", Owner.of(os.getpid()), runtime="process")
     assert main(["kill", "train-e0-t0-0.1"]) == 2
     assert "one, two" in (said := capsys.readouterr().err) and "--run" in said
+
+
+def test_killing_a_session_of_a_warm_worker_tells_what_ends_with_it(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    roster = Roster(runs / "one" / "sessions.sqlite")
+    for session_id in ("a.1", "b.1"):
+        note(runs / "one", session_id, Owner.of(os.getpid()), runtime="process")
+        roster.place(session_id, Phase.RUNNING, f"pid {worker.pid} (worker-1-1.log)")
+    roster.close()
+    assert main(["kill", "a.1"]) == 0
+    assert f"pid {worker.pid} has ended, and with it what it served beside: b.1" in capsys.readouterr().out
+    assert worker.wait(10) == -signal.SIGTERM
 
 
 async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_something(

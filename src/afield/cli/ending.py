@@ -195,7 +195,23 @@ async def _end_process(session: Session) -> Ended:
     if process.alive:
         return Ended(run, session.id, False, f"pid {process.pid} does not end")
     _strike(session.part, session.id)
-    return Ended(run, session.id, True, f"pid {process.pid} has ended")
+    return Ended(run, session.id, True, f"pid {process.pid} has ended{_beside(session)}")
+
+
+def _beside(session: Session) -> str:
+    """A warm worker serves several sessions, which end with it."""
+    process = session.entry.process
+    roster = session.part.roster()
+    try:
+        others = [
+            e.session_id for e in roster.entries() if e.process == process and e.session_id != session.id
+        ]
+    finally:
+        roster.close()
+    if not others:
+        return ""
+    told = ", ".join(others[:10]) + (" and more" if len(others) > 10 else "")
+    return f", and with it what it served beside: {told}; their controller tries those again"
 
 
 def _signal(pid: int, number: int) -> None:
