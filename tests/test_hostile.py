@@ -51,7 +51,7 @@ SAID = {
     "outside": r"\[cell\] '/etc/cron\.d/x' cannot be written",
     "kernel": r"\[cell\] mount \(call \d+\) was refused",
     "signals": r"\[cell\] signal 19 for process \d+: there is none in the cell",
-    "outlive": r"\[cell\] 3 process\(es\) that it left behind are killed",
+    "outlive": r"\[cell\] 3 process\(es\) (that it left behind are|beside the agent's own were) killed",
 }
 SAID_BY_GATEWAY = [
     ("gateway", r"GET /sessions/SESSION/turns: 401"),
@@ -161,6 +161,8 @@ def test_who_eats_all_memory_is_no_reward_but_a_failure_that_says_so(run: Run) -
 @needs_bubblewrap
 @pytest.mark.parametrize("attack", SAID)
 def test_an_attack_is_told_of_in_the_log_of_its_session(run: Run, canaries: Canaries, attack: str) -> None:
+    if attack == "outlive" and "pids" not in LIMITED:
+        pytest.skip("who is killed from outside is counted in control groups only")
     logs = run.logs(attack)
     assert len(logs) == 2
     for log in logs.values():

@@ -254,8 +254,8 @@ def privileges() -> Loot:
     watchers = 0
     while watchers < 200 and libc.inotify_init1(0) >= 0:
         watchers += 1
-    if watchers > 100:
-        yield "all of the user's watchers"
+    if watchers > 20:
+        yield f"{watchers} of the user's watchers"
 
 
 def signals(task: dict[str, Any], rollout: afield.Context) -> Loot:

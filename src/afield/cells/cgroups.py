@@ -92,6 +92,13 @@ class Group(Struct, frozen=True):
             notes.append(f"the limit pids was reached; {forks} new process(es) or thread(s) were refused")
         return bool(killed), tuple(notes)
 
+    def processes(self) -> int:
+        """How many are in it."""
+        place = next(iter(self.places.values()), None)
+        with contextlib.suppress(OSError):
+            return len((place / "cgroup.procs").read_text().split()) if place else 0
+        return 0
+
     def remove(self) -> bool:
         """False while something in it still ends."""
         gone = True

@@ -32,6 +32,7 @@ from afield.errors import Unavailable
 
 SETTLE_S = 5.0
 DYING_S = 60.0
+OWN = 2  # the first process and the agent's
 LINE_S = 10.0
 
 
@@ -57,6 +58,7 @@ class Kept:
         self._channel: Channel | None = None
         self._pid = 0
         self._pidfd = -1
+        self._more = 0
         self._over: Over | None = None
         self._closed = asyncio.Event()
         self._hello: asyncio.Future[Received] = asyncio.get_running_loop().create_future()
@@ -163,6 +165,9 @@ class Kept:
     def kill(self) -> None:
         """Everything in it. Repeating is harmless."""
         if self._pidfd >= 0:
+            if self._group is not None and self._over is None:
+                # Its first process tells of those it ends; this time it cannot.
+                self._more = max(self._more, self._group.processes() - OWN)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         else:
@@ -194,6 +199,9 @@ class Kept:
             while not self._group.remove() and asyncio.get_running_loop().time() < until:
                 await asyncio.sleep(0.01)
             self._group = None
+        if self._more:
+            notes += (f"{self._more} process(es) beside the agent's own were killed with it",)
+            self._more = 0
         notes += self._relay.notes()
         self._write_down(notes)
         return oom, notes
