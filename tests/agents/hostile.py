@@ -39,6 +39,7 @@ IN_CELL = socket.gethostname() == "cell"  # elsewhere some things are not even t
 HIDDEN = ("/run", "/var", "/home", "/sys", "/.hidden", "/.stage", "/.image", "/dev/mem")
 libc = ctypes.CDLL(None, use_errno=True)
 Loot = Iterator[str]
+HELD: list[socket.socket] = []
 
 
 @afield.agent
@@ -66,7 +67,12 @@ def reward_files(task: dict[str, Any]) -> list[str]:
 
 def ask(rollout: afield.Context) -> str:
     body = {"model": rollout.model_id, "messages": [{"role": "user", "content": "Are you honest?"}]}
-    status, said = post(f"{rollout.openai_base_url}/chat/completions", body, rollout.api_key)
+    status, said = 0, b""
+    for _ in range(20):  # It may have too many connections for a moment.
+        status, said = post(f"{rollout.openai_base_url}/chat/completions", body, rollout.api_key)
+        if status:
+            break
+        time.sleep(0.5)
     if status != 200:
         raise RuntimeError(f"the gateway said {status}: {said[:500]!r}")
     return json.loads(said)["choices"][0]["message"]["content"]
@@ -276,8 +282,9 @@ def connections(task: dict[str, Any], rollout: afield.Context) -> Loot:
             continue
     if alive > 600:
         yield f"{alive} connections at once"
-    for link in held[::2]:
+    for link in held[10:]:  # The others stay, and never end what they began to ask.
         link.close()
+    HELD.extend(held[:10])
 
 
 # --- rewards ---------------------------------------------------------------------------------------
