@@ -95,7 +95,7 @@ async def test_a_full_quota_is_no_mistake(kube: FakeKube) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot be used"),
+        (None, "there is no kubeconfig"),
         ("", "cannot be used"),
         ("not: [yaml", "cannot be used"),
         ("just words", "cannot be used"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -48,8 +49,17 @@ NOT_NEGATIVE = (
     *("kl", "cold_start_s", "val_temperature", "extra", "gateway_port"),
     *("retries_task", "retries_verifier", "retries_infrastructure"),
 )
+SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES")
 APART = ("sandbox",)  # nothing but the gateway can be reached from there
 ELSEWHERE = ("container", "agentcore", "kubernetes", "ray")  # this machine's files are not there
+KINDS = {  # of values, for people
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
@@ -253,6 +263,7 @@ def build(values: Mapping[str, Any], source: str) -> TrainConfig:
 
 
 def _check_keys(values: Mapping[str, Any], into: type[Struct], source: str, table: str = "") -> None:
+    """Keys, and words of which there are only a few, in all tables."""
     known = {field.name: field for field in structs.fields(into)}
     for key, value in values.items():
         if key not in known:
@@ -260,20 +271,35 @@ def _check_keys(values: Mapping[str, Any], into: type[Struct], source: str, tabl
             hint = f"did you mean {table + near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise UsageError(f"unknown key {table + key!r} in {source}; {hint}")
         inner = known[key].type
+        words = get_args(inner) if get_origin(inner) is Literal else ()
+        if words and value not in words:
+            raise UsageError(f"{source}: {table}{key} = {value!r} must be one of: {', '.join(words)}")
         if isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, Mapping):
             _check_keys(value, inner, source, f"{table}{key}.")
 
 
 def converted(values: Mapping[str, Any], into: type[T], source: str) -> T:
-    """Values to a Struct, every one checked. A word that is not one of a few is told which these are."""
-    for field in structs.fields(into):
-        words = get_args(field.type) if get_origin(field.type) is Literal else ()
-        if words and (value := values.get(field.name, words[0])) not in words:
-            raise UsageError(f"{source}: {field.name} = {value!r} must be one of: {', '.join(words)}")
+    """Values to a Struct, every one checked. What is wrong is told by its key, with what would be right."""
+    _check_keys(values, into, source)
     try:
         return msgspec.convert(dict(values), into)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{source}: {error}") from error
+        raise UsageError(f"{source}: {_told(str(error), values)}") from error
+
+
+def _told(problem: str, values: Any) -> str:
+    """What msgspec says of `$.sandbox.limits.cpus`, in the words of who wrote sandbox.limits.cpus."""
+    problem, _, where = problem.partition(" - at `$")
+    key = where.removeprefix(".").removesuffix("`")
+    wrong = re.fullmatch(r"Expected `(.+)`, got `.+`", problem)
+    if not key or not wrong:
+        return f"{key}: {problem}" if key else problem
+    kinds = " or ".join(KINDS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null")
+    if "[...]" in key:  # of a table with names of the user's own, where the others may be secrets
+        return f"all values of {key.partition('[')[0]} must be {kinds}"
+    for part in re.findall(r"[^.\[\]]+", key):
+        values = values[part] if isinstance(values, Mapping) else values[int(part)]
+    return f"{key} = {values!r} must be {kinds}"
 
 
 def from_file(file: Path) -> dict[str, Any]:
@@ -350,6 +376,7 @@ class Environment(Struct, frozen=True):
     runs: Path
     envs: Path  # where foreign programs are installed
     certificates: Path  # what was found out about chat templates
+    outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
 
     @classmethod
     def read(cls) -> Self:
@@ -360,12 +387,13 @@ class Environment(Struct, frozen=True):
             Path(os.environ.get("AFIELD_RUNS", "runs")),
             cache / "envs",
             cache / "certificates",
+            os.environ.get("AFIELD_OUTCOMES", ""),
         )
 
 
 def agent_environment() -> dict[str, str]:
     """The environment an agent process inherits: ours without our secrets."""
-    return {key: value for key, value in os.environ.items() if key != "AFIELD_ADMIN_KEY"}
+    return {key: value for key, value in os.environ.items() if key not in SECRET}
 
 
 def lend(values: Mapping[str, str]) -> None:

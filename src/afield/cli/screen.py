@@ -40,7 +40,8 @@ class Screen:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {short(self._config.agent)}")
+        agent = short(self._config.agent or self._config.runtime)
+        self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {agent}")
         if self._steps_done:
             self._say(f"going on after step {self._steps_done} of {self._config.steps}")
         self._say("starting gateway, engine, agents and trainer ...")

@@ -147,7 +147,8 @@ def ps(args: argparse.Namespace) -> int:
         print(json.dumps({"sessions": lines}))
         return 0
     if not lines:
-        print(f"no session runs{f' in {args.name}' if args.name else ''}")
+        looked = f"in {args.name}" if args.name else f"under {Environment.read().runs}"
+        print(f"no session runs {looked}" + ("" if args.name else "; AFIELD_RUNS names another folder"))
         return 0
     head = ("RUN", "SESSION", "RUNTIME", "PHASE", "WHERE", "AGE", "OWNER")
     _table([head, *(_line(line) for line in lines)])

@@ -213,6 +213,7 @@ def checked(
 
     named = {key: value for key, value in defaults.items() if key != "exp_id"}
     config = train_config(args.config, given(args), **named)
+    check_tables(config, assigned(args.set or ()))
     # Rollouts of the same name are sampled alike. Where other runs may be met, names are the run's own.
     alone = not config.gateway and "://" not in config.outcomes and config.place not in ELSEWHERE
     if alone and not config.exp_id:
@@ -225,6 +226,19 @@ def checked(
     if config.val_tasks:
         read_tasks(Path(config.val_tasks))
     return config, tasks
+
+
+def check_tables(config: TrainConfig, said: dict[str, Any]) -> None:
+    """A file may have tables for several places; what is said of one right here is meant."""
+    from afield import wiring
+
+    used = {config.place, config.verifier_runtime} if config.verifier else {config.place}
+    for table in wiring.TOLD:
+        if table in said and table not in used:
+            raise UsageError(
+                f"--set {table}.{next(iter(said[table]), '')} does nothing with --runtime {config.runtime};"
+                f" leave it out, or choose --runtime {table}"
+            )
 
 
 def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> tuple[TrainConfig, list[Task]]:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -184,6 +185,10 @@ async def opened(options: KubernetesOptions) -> Cluster:
         raise UsageError(f"the certificates of {configuration.host} cannot be used: {error}") from error
 
 
+def _is_there(kubeconfig: str) -> bool:
+    return any(Path(file).expanduser().is_file() for file in kubeconfig.split(":"))
+
+
 async def _configure(configuration: Any, options: KubernetesOptions) -> None:
     from kubernetes_asyncio import config
     from yaml import YAMLError
@@ -199,6 +204,8 @@ async def _configure(configuration: Any, options: KubernetesOptions) -> None:
         ValueError,
     )
     named_file = options.kubeconfig or None
+    if named_file and not _is_there(named_file):
+        raise UsageError(f"there is no kubeconfig {named_file}; leave kubeconfig out for the usual one")
     try:
         loader = await config.load_kube_config(
             config_file=named_file,

@@ -120,7 +120,7 @@ class ProcessRuntime:
             await self._news.wait()
         for worker in started:
             if worker.problem is not None:
-                raise UsageError(f"the agent {self._target} cannot be started: {worker.problem}")
+                raise UsageError(f"{self._target} cannot be started: {worker.problem}")
             if self._fresh:
                 worker.retired = True
                 worker.kill()

@@ -98,7 +98,7 @@ class Nests:
                     await self._news.wait()
         for place in places:
             if place.problem:
-                raise UsageError(f"the agent {self._settings.target} cannot be started: {place.problem}")
+                raise UsageError(f"{self._settings.target} cannot be started: {place.problem}")
         if not any(place.ready for place in places):
             log.warning("Ray has had no room for an agent in %g s; rollouts will wait", CHECK_S)
 

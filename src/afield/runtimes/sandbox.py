@@ -168,7 +168,7 @@ class SandboxRuntime:
             )
             return await nest.__aenter__()
         except (UsageError, OSError) as error:
-            return UsageError(f"the agent {self._target} cannot be started: {error}")
+            return UsageError(f"{self._target} cannot be started: {error}")
 
     def _opened(self) -> asyncio.Task[Nest | UsageError]:
         """One that works or is on its way; a new one in place of one that died."""
@@ -255,14 +255,14 @@ class SandboxRuntime:
                     ended = await cell.ended()
             except TimeoutError:
                 raise InfrastructureFailure(f"{said}: {error!r}; {_tail(cell)}", Reason.LAUNCH) from error
-            raise InfrastructureFailure(f"{said}: it died with {_last(ended)}", Reason.DIED) from error
+            raise InfrastructureFailure(f"{said}: it died: {_last(ended)}", Reason.DIED) from error
 
     async def _outlive(self, session_id: str, cell: Cell) -> None:
         ended = await cell.ended()
         if ended.clean and not ended.oom:
             end = Exit(log=ended.said)
         else:
-            said = f"the sandbox of {session_id} (pid {cell.pid}) died with {_last(ended)}"
+            said = f"the sandbox of {session_id} (pid {cell.pid}) died: {_last(ended)}"
             end = broken(said, Reason.DIED, ended.said)
         # One that is still being launched is settled by its launch, which says more.
         if task := self._launches.get(session_id):
