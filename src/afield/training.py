@@ -80,9 +80,10 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
     command += ["--host", config.gateway_host]
     if config.gateway_url:
         command += ["--public-url", config.gateway_url]
+    environment = agent_environment()
     if config.delivery == "gateway":
         spec = config.outcomes if "://" in config.outcomes else f"files://{run.outcomes}"
-        command += ["--outcomes", spec]
+        environment["AFIELD_OUTCOMES"] = spec
     if config.engine_ledger:
         command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
     run.logs.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            env=agent_environment(),
+            env=environment,
             start_new_session=True,
         )
     try:

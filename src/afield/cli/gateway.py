@@ -71,8 +71,11 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     start_logging(args.log_format)
     args.engine = args.engine or ["torch"]
+    environment = Environment.read()
+    args.outcomes = args.outcomes or environment.outcomes
+    args.local_url = args.public_url
     check(args)
-    given = args.admin_key or Environment.read().admin_key
+    given = args.admin_key or environment.admin_key
     args.admin_key = given or made_up_key(args.host)
     if args.exit_with_parent:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -189,7 +192,8 @@ def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
     words += [word for engine in args.engine for word in ("--engine", engine)]
     words += ["--processes", str(args.processes), "--shard-sockets", sockets]
     words += ["--log-format", args.log_format, "--json", "--exit-with-parent"]
-    words += ["--outcomes", args.outcomes] if args.outcomes else []
+    told = args.outcomes != Environment.read().outcomes  # what the environment says, shards find there
+    words += ["--outcomes", args.outcomes] if args.outcomes and told else []
     return words + (["--durable"] if args.durable else [])
 
 
