@@ -27,12 +27,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from afield.runtimes.sandbox import SandboxRuntime
-
 import containers
 from afield.errors import Unavailable
 from afield.options import SandboxOptions
 from afield.runtimes.process import ProcessRuntime
+from afield.runtimes.sandbox import SandboxRuntime
 from afield.seams import Runtime
 from afield.transports.files import FilesTransport
 from afield.types import Attempt

@@ -75,7 +75,7 @@ def test_agents_that_others_serve_need_no_name(there: Place) -> None:
         ({"agent": yes, "zzz": 3}, "unknown value 'zzz'; known: rollouts, "),
         ({"agent": yes, "run_s": -1}, "run_s = -1 must be positive"),
         ({"agent": yes, "runtime": "process"}, "a function runs inline only"),
-        ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: agentcore, container, inline"),
+        ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: agentcore"),
         ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: files"),
         ({"agent": AGENT, "transport": "memory"}, "'memory' works with runtime 'inline' only"),
         ({"agent": "agent.py"}, "must be path/to/file.py:name"),
