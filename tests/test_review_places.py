@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+import afield
 from afield import sandbox
 from afield.cli.main import main
 from afield.errors import UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kube import KubernetesRuntime
 from afield.runtimes.process import ProcessRuntime
-from gateways import POLICY
+from client_places import place
+from gateways import ADMIN, POLICY
 from processes import AGENTS, write_tasks
 
 pytestmark = pytest.mark.anyio
@@ -79,6 +81,18 @@ def test_a_misspelt_option_of_a_sandbox_is_told_the_nearest() -> None:
         sandbox(options={"limts": {}})
 
 
+def test_a_gateway_that_passes_no_outcomes_on_is_refused_where_agents_hand_theirs_to_it(
+    tmp_path: Path,
+) -> None:
+    with (
+        place(tmp_path) as there,
+        pytest.raises(UsageError, match="passes none on: start it with --outcomes"),
+    ):
+        afield.RolloutClient.open(
+            agent=AGENT, gateway=there.url, admin_key=ADMIN, runtime="sandbox", directory=tmp_path / "run"
+        )
+
+
 def test_ps_says_where_it_looked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,13 +105,24 @@ async def test_a_kubeconfig_that_is_not_there_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.yaml")
     options = KubernetesOptions(image="i", kubeconfig=missing)
     with pytest.raises(UsageError, match=f"there is no kubeconfig {missing}"):
-        async with KubernetesRuntime(options, name="run", log_dir=tmp_path) as place:
-            await place.check()
+        async with KubernetesRuntime(options, name="run", log_dir=tmp_path) as runtime:
+            await runtime.check()
+
+
+async def test_an_agent_that_cannot_be_imported_is_shown_its_own_lines_only(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("def agent(): ...\n\nimport nosuchlibrary\n")
+    target = f"{tmp_path / 'agent.py'}:agent"
+    with pytest.raises(UsageError) as refused:
+        async with ProcessRuntime(target, workers=1, fresh=True, log_dir=tmp_path, env={}) as runtime:
+            await runtime.check()
+    said = str(refused.value)
+    assert "line 3" in said and "No module named 'nosuchlibrary'" in said
+    assert "importlib" not in said and "serve.py" not in said
 
 
 async def test_what_cannot_be_started_is_named_whatever_its_role(tmp_path: Path) -> None:
     (tmp_path / "verify.py").write_text("def other(): ...\n")
     target = f"{tmp_path / 'verify.py'}:grade"
     with pytest.raises(UsageError, match=f"^{target} cannot be started"):
-        async with ProcessRuntime(target, workers=1, fresh=True, log_dir=tmp_path, env={}) as place:
-            await place.check()
+        async with ProcessRuntime(target, workers=1, fresh=True, log_dir=tmp_path, env={}) as runtime:
+            await runtime.check()

@@ -186,11 +186,11 @@ async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -
     async with limiter.launching():
         pass
     with closing(sqlite3.connect(tmp_path / "limiter.sqlite", isolation_level=None)) as other:
-        other.execute("ALTER TABLE rhythm RENAME TO away")
+        other.execute("ALTER TABLE rhythms RENAME TO away")
         with pytest.raises(UsageError, match="limiter"):
             async with limiter.launching():
                 pass
-        other.execute("ALTER TABLE away RENAME TO rhythm")
+        other.execute("ALTER TABLE away RENAME TO rhythms")
     async with asyncio.timeout(5), limiter.launching():
         pass
     limiter.close()

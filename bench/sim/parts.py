@@ -20,7 +20,10 @@ from afield.errors import Conflict, Missing, Unavailable
 from afield.forest import Forest
 from afield.runtimes.attempts import Attempts, broken
 from afield.seams import (
+    Capabilities,
     Exit,
+    Live,
+    Phase,
     Record,
     SessionSpec,
     SessionState,
@@ -192,6 +195,10 @@ class SimulatedRuntime:
         self.launched = self.died = self.lost = 0  # attempts, those that died, and what those had sampled
         self.last_first = 0.0  # when the last rollout began, retries not counted
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(isolation="none")
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -219,6 +226,16 @@ class SimulatedRuntime:
 
     async def wait(self, attempt: Attempt) -> Exit:
         return await self._attempts.exit(attempt.session_id)
+
+    async def status(self, attempt: Attempt) -> Live:
+        running = self._attempts.running(attempt.session_id)
+        return Live(session_id=attempt.session_id, phase=Phase.RUNNING if running else Phase.UNKNOWN)
+
+    async def list(self) -> list[Live]:
+        return [Live(session_id=session_id, phase=Phase.RUNNING) for session_id in self._attempts]
+
+    async def logs(self, attempt: Attempt) -> str:
+        return ""
 
     async def stop(self, attempt: Attempt) -> None:
         if agent := self._agents.get(attempt.session_id):

@@ -68,7 +68,9 @@ def client(
     carrier, agents = _parts(agent, config, run)
     return RolloutClient(
         plan,
-        gateway=wiring.load("gateway.client:HttpGateway")(gateway, key),
+        gateway=wiring.load("gateway.client:HttpGateway")(
+            gateway, key, delivers=config.delivery == "gateway"
+        ),
         runtime=agents,
         transport=carrier,
         run=run,

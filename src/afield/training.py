@@ -244,7 +244,8 @@ async def answers(config: TrainConfig, run: RunDir, admin_key: str | None) -> No
     """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
     made = wiring.load("gateway.client:HttpGateway")
     patience_s = config.patience_s if run.began else min(config.patience_s, FIRST_ANSWER_S)
-    async with made(config.gateway, admin_key, patience_s=patience_s) as gateway:
+    delivers = config.delivery == "gateway"
+    async with made(config.gateway, admin_key, patience_s=patience_s, delivers=delivers) as gateway:
         await gateway.version()
 
 

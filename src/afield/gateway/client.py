@@ -22,6 +22,7 @@ from afield.wire import Submission
 
 T = TypeVar("T")
 TIMEOUT_S = 120.0
+HEALTH_S = 10.0
 MANY = 5_000  # states that one request may ask for
 LOADING_S = 1800.0  # weights may be large
 
@@ -31,10 +32,13 @@ class _States(Struct):
 
 
 class HttpGateway:
-    def __init__(self, url: str, admin_key: str, *, patience_s: float = 10.0) -> None:
+    """With `delivers`, agents hand their outcomes to it: one that passes none on is refused at once."""
+
+    def __init__(self, url: str, admin_key: str, *, patience_s: float = 10.0, delivers: bool = False) -> None:
         self._url = url.rstrip("/")
         self._admin_key = admin_key
         self._patience_s = patience_s
+        self._delivers = delivers
 
     async def __aenter__(self) -> Self:
         # A keepalive below the server's own, so that a connection is never used while it is being closed.
@@ -44,10 +48,25 @@ class HttpGateway:
             headers={"authorization": f"Bearer {self._admin_key}"},
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
         )
+        if self._delivers and not await self._passes_on():
+            await self._http.close()
+            raise UsageError(
+                f"agents here hand their outcomes to the gateway at {self._url}, which passes none on: start"
+                " it with --outcomes SPEC and name the same SPEC as transport, such as files:///DIR"
+            )
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
+
+    async def _passes_on(self) -> bool:
+        """True if it cannot be known: that it does not answer is told by whoever asks it something."""
+        try:
+            limit = aiohttp.ClientTimeout(total=HEALTH_S)
+            async with self._http.get(f"{self._url}/health", timeout=limit) as response:
+                return bool(msgspec.json.decode(await response.read()).get("outcomes", True))
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, AttributeError):
+            return True
 
     async def open(self, spec: SessionSpec) -> SessionTicket:
         return await self._ask("POST", "/sessions", SessionTicket, spec)

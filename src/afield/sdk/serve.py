@@ -22,6 +22,7 @@ from typing import Any
 
 import uvicorn
 
+from afield import errors
 from afield.errors import UsageError, boundary
 from afield.sdk.app import App, Entrypoints
 from afield.sdk.entry import entry_of
@@ -116,7 +117,16 @@ def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
     with boundary(FailureKind.TASK, Reason.LAUNCH, failures.append):
         return run()
     failure = failures[0]
-    raise UsageError(f"{failure.traceback}\nimporting {place} raised {failure.message}")
+    raise UsageError(f"{_own_frames(failure.traceback)}importing {place} raised {failure.message}")
+
+
+def _own_frames(trace: str) -> str:
+    """Where in the agent's code; how we and Python came to import it is of no use to its author."""
+    machinery = ("<frozen importlib", str(importlib.__file__), errors.__file__, __file__)
+    lines = trace.splitlines(keepends=True)
+    frames = (n for n, line in enumerate(lines) if line.startswith('  File "'))
+    first = next((n for n in frames if not lines[n][8:].startswith(machinery)), len(lines))
+    return "\n" + "".join(lines[first:]) if first < len(lines) else ""
 
 
 def _announce(port: int, ready_fd: int | None) -> None:
