@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from afield import wiring
 from afield.collect import Collector
@@ -33,6 +35,7 @@ from afield.types import Finished, Sampling, Task
 
 log = logging.getLogger("afield.loop")
 FIRST_ANSWER_S = 20.0
+T = TypeVar("T")
 
 
 class GatewayChild:
@@ -123,6 +126,18 @@ class Part(StrEnum):
     LEARN = "learn"
 
 
+class Places(Struct, frozen=True):
+    """Where agents run and, apart from them, their verifiers; and how outcomes come back."""
+
+    agents: Runtime
+    verifiers: Runtime | None
+    carrier: Transport
+
+    @property
+    def all(self) -> list[Runtime]:
+        return [self.agents, *([self.verifiers] if self.verifiers else [])]
+
+
 class Parts:
     """What both halves of a run share."""
 
@@ -139,12 +154,8 @@ class Parts:
         self.spool = Spool(run.spool)
 
     async def gatherer(
-        self, gateway: Gateway, agents: Runtime, carrier: Transport, watcher: Watcher, val: Sequence[Task]
+        self, gateway: Gateway, places: Places, watcher: Watcher, val: Sequence[Task]
     ) -> Gatherer:
-        await agents.check()
-        judging = wiring.verifiers(self.config, self.run, carrier)
-        if judging is not None:
-            await (await self.stack.enter_async_context(judging)).check()
         limiter = wiring.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
@@ -152,13 +163,13 @@ class Parts:
         conductor = Conductor(
             self.plan,
             gateway=gateway,
-            runtime=agents,
-            transport=carrier,
+            runtime=places.agents,
+            transport=places.carrier,
             ledger=self.ledger,
             spool=self.spool,
             watcher=watcher,
             limiter=limiter,
-            verifiers=judging,
+            verifiers=places.verifiers,
         )
         await self.stack.enter_async_context(conductor)
         return Gatherer(
@@ -208,7 +219,7 @@ async def training(
     async with AsyncExitStack() as stack:
         parts = Parts(config, run, tasks, stack)
         # All are slow to start and do so at the same time; agents end before their gateway does.
-        learning = collecting = child = None
+        learning = places = child = None
         if part is not Part.COLLECT:
             learning = asyncio.create_task(asyncio.to_thread(wiring.trainer, config))
             stack.push_async_callback(_settle, learning)
@@ -216,17 +227,37 @@ async def training(
             child = await stack.enter_async_context(gateway_child(config, run))
         if part is not Part.LEARN:
             carrier = await stack.enter_async_context(wiring.transport(config, run))
-            collecting = await stack.enter_async_context(wiring.runtime(config, run, carrier)), carrier
-        gateway = await stack.enter_async_context(await gateway_of(config, child, admin_key))
+            places = Places(
+                wiring.runtime(config, run, carrier), wiring.verifiers(config, run, carrier), carrier
+            )
+            for place in places.all:
+                await stack.enter_async_context(place)
+        # What keeps agents from starting is told at once, not when the gateway is there.
+        checks = [place.check() for place in places.all] if places else []
+        gateway = await stack.enter_async_context(
+            await meanwhile(gateway_of(config, child, admin_key), *checks)
+        )
         if config.gateway:
             await answers(config, run, admin_key)
         halves: list[Callable[[], Coroutine[None, None, None]]] = []
-        if collecting:
-            gatherer = await parts.gatherer(gateway, *collecting, watcher, val_tasks)
-            halves.append(lambda: parts.gather(gatherer, gateway, collecting[1]))
+        if places:
+            gatherer = await parts.gatherer(gateway, places, watcher, val_tasks)
+            halves.append(lambda: parts.gather(gatherer, gateway, places.carrier))
         if learning:
             halves.append(parts.learner(gateway, await learning, on_step).run)
         yield Training(halves, child)
+
+
+async def meanwhile(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
+    """What is wanted, if no check fails; the first one that does is the error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            made = group.create_task(wanted)
+            for check in checks:
+                group.create_task(check)
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from errors
+    return made.result()
 
 
 async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
