@@ -30,7 +30,7 @@ def write(run: dict[str, Any], path: Path) -> None:
 def text(run: dict[str, Any]) -> str:
     """The whole page: this run of the gateway's benchmark, and the newest saved ones of the other parts."""
     collecting = (HERE / "collection.md").read_text().format(**collected.sections(_newest("collect")))
-    places = (HERE / "places.md").read_text().format(**placed.sections(_newest("runtimes")))
+    places = (HERE / "places.md").read_text().format(**placed.sections(_newest("runtimes"), _newest("crowd")))
     return _gateway(run) + collecting + places
 
 

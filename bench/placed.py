@@ -1,4 +1,4 @@
-"""The tables about places in docs/benchmarks.md, of a saved run of `make accept PART=runtimes`."""
+"""The tables about places in docs/benchmarks.md, of saved runs: the parts `runtimes` and `crowd`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 from collected import table
 
-UNMEASURED = "No numbers are saved yet: `make accept PART=runtimes` measures them."
+UNMEASURED = "No numbers are saved yet: `make accept PART=runtimes` and `PART=crowd` measure them."
 NAMES = ("origin", "starts", "crowd", "throttle", "demos")
 
 
-def sections(run: dict[str, Any] | None) -> dict[str, str]:
-    if run is None:
+def sections(run: dict[str, Any] | None, of_many: dict[str, Any] | None) -> dict[str, str]:
+    if run is None or of_many is None:
         return dict.fromkeys(NAMES, UNMEASURED)
-    told, machine = run["runs"], run["machine"]
-    crowd, throttle = told["crowd"], told["throttle"]
+    told, machine, crowd = run["runs"], run["machine"], of_many["runs"]
+    throttle = told["throttle"]
     origin = (
-        f"The numbers are of commit `{run['commit']}`, on a machine with {machine['cores']} cores and Python"
-        f" {machine['python']}."
+        f"The numbers are of commit `{run['commit']}`, those of starts and of the crowd of"
+        f" `{of_many['commit']}`, on a machine with {machine['cores']} cores and Python {machine['python']}."
     )
     starts = [(place, *(times or ("-", "-"))) for place, times in crowd["start_ms"].items()]
     many = [

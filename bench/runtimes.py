@@ -149,7 +149,7 @@ def killed(place: Path, sessions: int, out: Any) -> int:
     """What is left 30 s after the controller of a crowd was killed with SIGKILL."""
     run = train(place, "killed", sessions, waves=1, wait_s=60.0)
     deadline = time.monotonic() + 600
-    while len(kin(run.pid)) < sessions:
+    while len(innermost(run.pid)) < sessions:
         if time.monotonic() > deadline or run.poll() is not None:
             raise SystemExit(f"the second crowd did not come together\n{tail(place, 'killed')}")
         time.sleep(1)
@@ -199,9 +199,10 @@ class Watch:
 
     def run(self) -> None:
         while not self.done.wait(1.0):
-            with suppress(OSError):
-                self._rss.append(memory(self._pid, "VmRSS"))
             cells = innermost(self._pid)
+            with suppress(OSError):
+                if cells:  # the curve that is drawn at the end is no session's doing
+                    self._rss.append(memory(self._pid, "VmRSS"))
             if len(cells) > self.peak:
                 self.peak = len(cells)
                 sizes = [size for pid in cells[:20] if (size := private(pid))]
