@@ -46,11 +46,16 @@ MARK = "AFIELD_COMMAND"
 IDLE = "while :; do command eval 'sleep 86400'; done"
 # Everything in the container but the first process and this shell.
 KILL_ALL = "kill -KILL -1 2>/dev/null; :"
+# Until none is left: while some are killed, others may be forked.
 KILL_MARKED = """
-for entry in /proc/[0-9]*; do
-  case "$(tr '\\0' '\\n' < $entry/environ 2>/dev/null)" in
-    *"$1"*) kill -KILL "${entry#/proc/}" 2>/dev/null ;;
-  esac
+for round in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+  found=
+  for entry in /proc/[0-9]*; do
+    case "$(tr '\\0' '\\n' < $entry/environ 2>/dev/null)" in
+      *"$1"*) kill -KILL "${entry#/proc/}" 2>/dev/null && found=yes ;;
+    esac
+  done
+  [ "$found" ] || exit 0
 done; :
 """
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
