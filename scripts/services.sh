@@ -6,7 +6,7 @@ need() { command -v "$1" >/dev/null || missing+=("${@:2}"); }
 need redis-server redis-server
 need bwrap bubblewrap
 need podman podman runc netavark aardvark-dns catatonit iptables
-need mmdebstrap mmdebstrap
+need mmdebstrap mmdebstrap gpg libdpkg-perl libdistro-info-perl
 [ ${#missing[@]} = 0 ] && exit 0
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "installing ${missing[*]} ..."
