@@ -20,9 +20,9 @@ help:
 demo: .venv/.ready
 	@$(BIN)/afield demo
 
-# Three at a time, since most of them wait; what fails beside others is tried again alone, and has to pass then.
+# Four at a time, since most of them wait; what fails beside others is tried again alone, and has to pass then.
 test: .venv/.ready
-	@$(BIN)/python -m pytest -n 3 --dist loadfile || \
+	@$(BIN)/python -m pytest -n 4 --dist loadfile || \
 	  { echo "again, one after the other:"; $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
 lint: .venv/.ready
