@@ -15,6 +15,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
 from afield.cells.cell import Cell
+from afield.cells.confine import WORK
 from afield.cells.program import Ended, Program
 from afield.options import Limits
 from isolation import arguments_of_all, needs_bubblewrap, nest_of, written
@@ -309,9 +310,10 @@ except OSError as error:
 
 async def test_the_disk_is_full_at_its_limit_in_bytes_and_in_files(tmp_path: Path) -> None:
     async with commands(tmp_path, Limits(disk_mb=16)) as cell:
+        fill_work = f"head -c 7000000 /dev/zero > {WORK}/x"
         fill = "for i in 1 2 3; do head -c 7000000 /dev/zero > {}/$i || exit 1; done"
         assert not (await cell.exec(fill.format("/tmp"))).ok
-        assert not (await cell.exec("head -c 7000000 /dev/zero > /work/x")).ok, "one limit for all places"
+        assert not (await cell.exec(fill_work)).ok, "one limit for all places"
         assert (await cell.exec("rm /tmp/*; head -c 7000000 /dev/zero > /dev/shm/x")).ok
         many = "import sys\nfor i in range(100_000):\n    open(f'/tmp/f{i}', 'w').close()\n"
         result = await cell.exec([sys.executable, "-c", many])

@@ -13,6 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from afield.cells.confine import WORK
 from afield.cells.program import Program
 from afield.errors import InfrastructureFailure, Missing, UsageError
 from afield.options import Limits
@@ -254,7 +255,7 @@ async def test_files_go_in_and_out(tmp_path: Path) -> None:
         cell = await nest.start("s")
         data = os.urandom(3_000_000)
         await cell.upload("a/b", data)
-        assert await cell.download("/work/a/b") == data
+        assert await cell.download(f"{WORK}/a/b") == data
         await cell.upload("a/b", b"less")
         assert await cell.download("a/b") == b"less"
         await cell.exec("mkfifo pipe; ln -s /etc/shadow link")

@@ -33,7 +33,7 @@ MB = 2**20
 # In two pieces: this file and this process's memory must not look like the loot.
 SECRET = re.compile(b"canary" + b"-secret-[0-9a-f]{16}")
 KEY = re.compile(rb"afk-[A-Za-z0-9._-]{3,128}~[a-z.]+~[0-9a-zA-Z]{4,}~[0-9a-f]{40}")
-REWARD_FILES = ("/tmp/reward.json", "/work/reward.json", "/run/reward.json", "/dev/shm/reward.json")
+REWARD_FILES = ("/tmp/reward.json", f"{Path.cwd()}/reward.json", "/run/reward.json", "/dev/shm/reward.json")
 REFUSED = (errno.EPERM, errno.ENOSYS)
 IN_CELL = socket.gethostname() == "cell"  # elsewhere some things are not even tried: they would work
 HIDDEN = ("/run", "/var", "/home", "/sys", "/.hidden", "/.stage", "/.image", "/dev/mem")
@@ -155,9 +155,9 @@ def tracing() -> Loot:
 
 
 def files(places: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    known = ("/etc/shadow", "/root/.ssh/id_rsa", "/proc/kcore", "/proc/keys", "/proc/vmallocinfo")
+    known = ("/etc/shadow", "~root/.ssh/id_rsa", "/proc/kcore", "/proc/keys", "/proc/vmallocinfo")
     for place in (*known, *(HIDDEN if IN_CELL else ()), *places):
-        for path in [Path(place), *walk(place)]:
+        for path in [Path(place).expanduser(), *walk(place)]:
             yield str(path), read(path)
 
 

@@ -198,12 +198,12 @@ def outside(task: dict[str, Any], rollout: afield.Context) -> Loot:
 
 def others_files() -> Loot:
     here = Path(__file__).parent
-    places = ["/etc/cron.d/x", "/usr/bin/x", "/usr/local/bin/python3", "/root/.bashrc", "/x", "/dev/x"]
+    places = ["/etc/cron.d/x", "/usr/bin/x", "/usr/local/bin/python3", "~root/.bashrc", "/x", "/dev/x"]
     places += ["/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/sys/vm/overcommit_memory"]
     places += ["/proc/1/root/x", "/sys/fs/cgroup/pids/pids.max", "/etc/hosts", f"{here}/x", __file__]
     for place in places:
         with contextlib.suppress(OSError):
-            os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o600))
+            os.close(os.open(Path(place).expanduser(), os.O_WRONLY | os.O_CREAT, 0o600))
             yield f"opened {place} to write"
     for path in map(Path, ("/dev/null", "/dev/full", "/dev/tty", "/usr/bin", "/proc/kmsg", __file__)):
         with contextlib.suppress(OSError):

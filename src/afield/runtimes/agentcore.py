@@ -112,15 +112,11 @@ class AgentCoreRuntime:
     async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
         if not self._open:
             raise RuntimeError("launch is called inside 'async with runtime'")
-        session_id = attempt.session_id
-        if self._attempts.begin(session_id):
-            self._launches[session_id] = self._group.create_task(self._launch(attempt, payload))
-            self._launches[session_id].add_done_callback(lambda _: self._launches.pop(session_id, None))
-        if task := self._launches.get(session_id):
-            # Shielded: a caller that gives up can still stop what it launched.
-            failure = await asyncio.shield(task)
-            if failure is not None:
-                raise failure
+        await self._attempts.once(
+            attempt.session_id,
+            self._launches,
+            lambda: self._group.create_task(self._launch(attempt, payload)),
+        )
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """None where the ledger has it: whether its agent still works, only signs of life tell."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from afield.errors import InfrastructureFailure
+from afield.errors import AfieldError, InfrastructureFailure
 from afield.seams.runtime import Exit, Live, Phase
 from afield.types import Reason
 
 REMEMBERED = 10_000
+E = TypeVar("E", bound=AfieldError)
 
 
 class Attempts:
@@ -35,6 +37,24 @@ class Attempts:
         self._running[session_id] = asyncio.get_running_loop().create_future()
         self._since[session_id] = time.time()
         return True
+
+    async def once(
+        self,
+        session_id: str,
+        launches: dict[str, asyncio.Task[E | None]],
+        start: Callable[[], asyncio.Task[E | None]],
+    ) -> None:
+        """Launch it, or join the launch that is under way; one that is over is not repeated. Raises the
+        failure that `start` ends with.
+        """
+        if self.begin(session_id):
+            launches[session_id] = start()
+            launches[session_id].add_done_callback(lambda _: launches.pop(session_id, None))
+        if task := launches.get(session_id):
+            # Shielded: a caller that gives up can still stop what it launched.
+            failure = await asyncio.shield(task)
+            if failure is not None:
+                raise failure
 
     def running(self, session_id: str) -> bool:
         return session_id in self._running
