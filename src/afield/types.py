@@ -321,13 +321,14 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TurnRange(Struct, frozen=True):
-    """Where a turn's sampled tokens lie in a trajectory, and how they were drawn."""
+    """Where a turn's sampled tokens lie in a trajectory, how they were drawn, and how exact they are."""
 
     id: str
     start: int
     end: int
     temperature: float
     truncated: bool = False
+    tier: str = ""
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,1 @@
+"""afield inside stock veRL: a manager for its agent loop, and a rollout backend."""
