@@ -24,6 +24,7 @@ from afield.options import (
     AgentCoreOptions,
     ContainerOptions,
     KubernetesOptions,
+    LearnOptions,
     RayOptions,
     SandboxOptions,
 )
@@ -132,6 +133,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     adam_eps: float = 1e-8
     scale_advantages: bool = True
     freeze_weights: bool = False
+    learn: LearnOptions = LearnOptions()
     keep_weights: int | None = 2
     # a gateway that is running somewhere; or ours, with the engine behind it
     gateway: str = ""

@@ -145,3 +145,65 @@ class RayOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     resources: Mapping[str, float] = field(default_factory=dict)
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     log_dir: str = ""
+
+
+class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters in place of training every weight; `rank` 0 trains every weight. `targets` are names
+    of linear layers, or "all-linear". What they add counts `alpha / rank`.
+    """
+
+    rank: int = 0
+    alpha: float = 32.0
+    targets: tuple[str, ...] = ("all-linear",)
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank = {self.rank} must be 0 (train every weight) or positive")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha = {self.alpha} must be positive")
+        if not self.targets:
+            raise ValueError("targets is empty; name linear layers, or leave it out for all of them")
+
+
+class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the embedded trainer learns; docs/training.md explains each.
+
+    `clip` [low, high] bounds the ratio to 1 - low and 1 + high; empty is what is usual for the loss. `length`
+    is what aggregate "constant" divides a rollout by. `importance` says how tokens that an older policy
+    sampled are corrected for. `max_logprob_diff` refuses a batch in which sampler and trainer disagree by
+    more about one token; None only reports it. `devices` above 1 shares the model out over as many GPUs.
+    """
+
+    loss: Literal["ppo", "cispo", "gspo", "drgrpo"] = "ppo"
+    clip: tuple[float, ...] = ()
+    aggregate: Literal["auto", "rollout", "token", "constant"] = "auto"
+    length: int | None = None
+    importance: Literal["token", "sequence", "masked", "off"] = "token"
+    importance_cap: float = 2.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy: float = 0.0
+    epochs: int = 1
+    weight_decay: float = 0.0
+    layout: Literal["tree", "padded"] = "tree"
+    max_tokens_per_pass: int = 16384
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpointing: bool = False
+    lora: LoraOptions = LoraOptions()
+    max_logprob_diff: float | None = None
+    device: str = ""  # cuda where there is one, else cpu
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("length", "epochs", "max_tokens_per_pass", "devices"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value} must be at least 1")
+        for name in ("entropy", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)} must be 0 or positive")
+        if not 1 <= self.importance_cap < math.inf:
+            raise ValueError(f"importance_cap = {self.importance_cap} must be at least 1")
+        if self.max_logprob_diff is not None and not 0 < self.max_logprob_diff < math.inf:
+            raise ValueError(f"max_logprob_diff = {self.max_logprob_diff} must be positive")
+        if self.clip and (len(self.clip) != 2 or not all(0 <= part < math.inf for part in self.clip)):
+            raise ValueError(f"clip = {list(self.clip)} must be two numbers, how far below and above 1")
