@@ -304,9 +304,9 @@ def _told(problem: str, values: Any) -> str:
     return f"{key} = {values!r} must be {kinds}"
 
 
-def from_file(file: Path) -> dict[str, Any]:
-    """The [train] table; its paths count from where the file lies."""
-    values = _read_toml(file, "train")
+def from_file(file: Path, table: str = "train") -> dict[str, Any]:
+    """One table; its paths count from where the file lies."""
+    values = _read_toml(file, table)
     return values | {key: located(key, values[key], file.parent) for key in PATHS if key in values}
 
 
@@ -391,6 +391,13 @@ class Environment(Struct, frozen=True):
             cache / "certificates",
             os.environ.get("AFIELD_OUTCOMES", ""),
         )
+
+
+def from_environment(prefix: str) -> dict[str, Any]:
+    """The values of PREFIX_KEY and PREFIX_TABLE__KEY, read as `assigned` reads them; an empty one is none."""
+    given = {name: value for name, value in os.environ.items() if name.startswith(f"{prefix}_") and value}
+    keys = {name: name.removeprefix(f"{prefix}_").lower().replace("__", ".") for name in given}
+    return assigned([f"{keys[name]}={value}" for name, value in given.items()])
 
 
 def agent_environment() -> dict[str, str]:

@@ -164,6 +164,10 @@ class RolloutClient:
         wish = self._names.wish(row, input_id, rollout_id, sampling=sampling, split=split)
         return self._submit(wish.rollout)
 
+    def begin(self, rollout: Rollout) -> RolloutFuture:
+        """`submit` for those who name rollouts and groups themselves."""
+        return self._submit(rollout)
+
     def _submit(self, rollout: Rollout) -> RolloutFuture:
         with self._lock:
             if self._closed or not self._up.done():
