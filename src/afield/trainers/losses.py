@@ -1,0 +1,207 @@
+"""What a sampled token costs: PPO's clip, CISPO, GSPO; corrections for staleness; KL; entropy; adding up.
+
+Pure functions of vectors with one entry per sampled token, row after row; nothing here knows how a model
+was run. Three policies meet: the one that sampled, the one the step began with (proximal), and the one
+that is being trained. The ratio of the last two is what losses clip; the ratio of the first two is a
+constant weight that corrects for staleness. A sequence is a row: where losses or corrections work on
+sequences, a rollout of several rows has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+LossName = Literal["ppo", "cispo", "gspo", "drgrpo"]
+Aggregate = Literal["rollout", "token", "constant"]
+Importance = Literal["token", "sequence", "masked", "off"]
+Estimator = Literal["k1", "k2", "k3"]
+
+USUAL_CLIP: dict[str, tuple[float, float]] = {
+    "ppo": (0.2, 0.28),
+    "drgrpo": (0.2, 0.28),
+    "cispo": (1.0, 4.0),  # only from above: a ratio is never below 0
+    "gspo": (3e-4, 4e-4),  # a sequence's ratio is a mean, and so much nearer to 1
+}
+USUAL_AGGREGATE: dict[str, Aggregate] = {
+    "ppo": "rollout",
+    "cispo": "rollout",
+    "gspo": "rollout",
+    "drgrpo": "constant",
+}
+
+
+class Tokens(NamedTuple):
+    """What a loss sees of each sampled token. All log-probabilities are of the tempered distribution."""
+
+    logp: Tensor  # of the policy in training, with its gradient
+    proximal: Tensor  # of the policy the step began with
+    sampler: Tensor  # when it was sampled
+    advantage: Tensor
+    weight: Tensor  # what it counts
+    row: Tensor  # which sequence it belongs to, from 0
+    reference: Tensor | None = None  # of the policy the run began with
+
+
+class Objective(NamedTuple):
+    """Which loss, with its settings."""
+
+    loss: LossName = "ppo"
+    clip: tuple[float, float] = USUAL_CLIP["ppo"]
+    importance: Importance = "token"
+    importance_cap: float = 2.0
+    kl: float = 0.0
+    kl_estimator: Estimator = "k3"
+    entropy: float = 0.0
+
+
+class Loss(NamedTuple):
+    """`total` is summed over the tokens, each by its weight; the others are per token, without gradient."""
+
+    total: Tensor
+    ratio: Tensor  # to the proximal policy
+    clipped: Tensor  # the clip took its gradient, or bounded its weight
+    importance: Tensor  # the weight that corrects for staleness
+    truncated: Tensor  # that weight is not what it would have been
+    penalty: Tensor | None  # KL, where it is on
+
+
+class Surrogate(NamedTuple):
+    cost: Tensor
+    ratio: Tensor
+    clipped: Tensor
+
+
+def loss_of(tokens: Tokens, objective: Objective) -> Loss:
+    surrogate = SURROGATES[objective.loss](tokens, objective.clip)
+    importance, truncated = staleness_weight(
+        tokens.proximal.detach() - tokens.sampler, tokens.row, objective.importance, objective.importance_cap
+    )
+    cost = surrogate.cost * importance
+    if objective.entropy:
+        cost = cost - objective.entropy * importance * entropy_gain(tokens)
+    penalty = None
+    if tokens.reference is not None:
+        penalty = divergence(tokens.logp, tokens.reference, objective.kl_estimator)
+        cost = cost + objective.kl * penalty
+    return Loss(
+        total=(cost * tokens.weight).sum(),
+        ratio=surrogate.ratio.detach(),
+        clipped=surrogate.clipped,
+        importance=importance,
+        truncated=truncated,
+        penalty=None if penalty is None else penalty.detach(),
+    )
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def ppo(tokens: Tokens, clip: tuple[float, float]) -> Surrogate:
+    """The lesser gain of the ratio as it is and as it is bounded."""
+    return _clipped(torch.exp(tokens.logp - tokens.proximal), tokens.advantage, clip)
+
+
+def gspo(tokens: Tokens, clip: tuple[float, float]) -> Surrogate:
+    """PPO's clip on the ratio of a whole sequence, its geometric mean; the gradient is spread over tokens."""
+    apart = row_mean((tokens.logp - tokens.proximal).detach(), tokens.row)[tokens.row]
+    return _clipped(torch.exp(tokens.logp - tokens.logp.detach() + apart), tokens.advantage, clip)
+
+
+def cispo(tokens: Tokens, clip: tuple[float, float]) -> Surrogate:
+    """REINFORCE weighed by the bounded ratio: every token keeps a gradient, whatever its ratio."""
+    ratio = torch.exp(tokens.logp - tokens.proximal).detach()
+    bounded = ratio.clamp(1 - clip[0], 1 + clip[1])
+    return Surrogate(-bounded * tokens.advantage * tokens.logp, ratio, bounded != ratio)
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Surrogate:
+    free = ratio * advantage
+    held = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage
+    return Surrogate(-torch.minimum(free, held), ratio, held < free)
+
+
+# Dr. GRPO's surrogate is PPO's: what differs is how it adds up, and advantages that are not scaled.
+SURROGATES: dict[str, Callable[[Tokens, tuple[float, float]], Surrogate]] = {
+    "ppo": ppo,
+    "drgrpo": ppo,
+    "cispo": cispo,
+    "gspo": gspo,
+}
+
+
+# --- what is added to them -----------------------------------------------------------------------
+
+
+def staleness_weight(apart: Tensor, row: Tensor, kind: Importance, cap: float) -> tuple[Tensor, Tensor]:
+    """The weight that makes tokens of an older policy count as the proximal one's do, and where it was cut.
+
+    `apart` is proximal minus sampler. "token" truncates each token's ratio at `cap`, "sequence" the product
+    of a row's, "masked" drops tokens whose ratio is above `cap` or below its inverse.
+    """
+    if kind == "off":
+        return torch.ones_like(apart), torch.zeros_like(apart, dtype=torch.bool)
+    raw = torch.exp(row_sum(apart, row)[row] if kind == "sequence" else apart)
+    if kind == "masked":
+        outside = (raw > cap) | (raw < 1 / cap)
+        return torch.where(outside, torch.zeros_like(raw), raw), outside
+    return raw.clamp(max=cap), raw > cap
+
+
+def divergence(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+    """Estimates, from a token the policy sampled, of how far it has moved from the reference (KL).
+
+    k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative. k1's
+    gradient teaches nothing as a loss (its mean is 0): it is differentiated as k2.
+    """
+    away = logp - reference
+    if estimator == "k2":
+        return 0.5 * away.square()
+    if estimator == "k1":
+        halved = 0.5 * away.square()
+        return away.detach() + halved - halved.detach()
+    return torch.expm1(-away) + away
+
+
+def entropy_gain(tokens: Tokens) -> Tensor:
+    """A token's part of the policy's entropy: -log p, with the gradient of the entropy in expectation."""
+    ratio = torch.exp(tokens.logp - tokens.proximal.detach())
+    return -ratio * tokens.logp.detach()
+
+
+# --- how it adds up ------------------------------------------------------------------------------
+
+
+def weights(
+    weight: Tensor, aggregate: Aggregate, *, rollouts: int, tokens: int, length: int
+) -> tuple[Tensor, float]:
+    """What each token counts, and what their sum is divided by, in an update of `rollouts` with `tokens`.
+
+    "rollout": the mean over rollouts, whose tokens (by `weight`) count 1 together. "token": the mean over
+    tokens, so that a long rollout counts more. "constant": the sum of a rollout's tokens by `length`,
+    which is the same for all, and the mean over rollouts.
+    """
+    if aggregate == "rollout":
+        return weight, float(rollouts)
+    if aggregate == "token":
+        return torch.ones_like(weight), float(tokens)
+    return torch.ones_like(weight), float(rollouts) * length
+
+
+def row_sum(values: Tensor, row: Tensor) -> Tensor:
+    rows = int(row.max()) + 1 if row.numel() else 0
+    return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)
+
+
+def row_mean(values: Tensor, row: Tensor) -> Tensor:
+    return row_sum(values, row) / row_sum(torch.ones_like(values), row).clamp(min=1)
+
+
+def effective(weight: Tensor) -> float:
+    """How many equally weighed tokens these would be worth (Kish): far fewer than there are is a warning."""
+    total, squares = float(weight.sum()), float(weight.square().sum())
+    return total * total / squares if squares > 0 and math.isfinite(squares) else 0.0
