@@ -1,0 +1,111 @@
+"""From hidden states to the log-probabilities of sampled tokens, a few at a time.
+
+All logits at once are the largest tensor of a step: tokens times vocabulary. Here they exist for one
+chunk of tokens, are reduced in float32, and are computed again for the gradient.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 30  # of float32 logits; a few times as much is in use
+PROBE = 1e-4
+
+
+class _LogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, heat: Tensor):
+        normalisers: list[Tensor] = []
+        chosen: list[Tensor] = []
+        for h, t, c in _chunks(weight, hidden, target, heat):
+            normaliser, picked = _reduce(h.device.type)(_logits(h, weight, bias), t, c)
+            normalisers.append(normaliser)
+            chosen.append(picked)
+        normaliser = torch.cat(normalisers)
+        ctx.save_for_backward(hidden, weight, bias, target, heat, normaliser)
+        return torch.cat(chosen) - normaliser
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        hidden, weight, bias, target, heat, normaliser = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        to_hidden: list[Tensor] = []
+        to_weight = torch.zeros_like(weight) if wants_weight else None
+        to_bias = torch.zeros_like(bias) if bias is not None and wants_bias else None
+        for h, t, c, n, g in _chunks(weight, hidden, target, heat, normaliser, gradients[0]):
+            slope = _slope(h.device.type)(_logits(h, weight, bias), t, c, n, g)
+            if wants_hidden:
+                to_hidden.append(slope @ weight)
+            if to_weight is not None:
+                to_weight.addmm_(slope.T, h)
+            if to_bias is not None:
+                to_bias += slope.sum(0)
+        return torch.cat(to_hidden) if to_hidden else None, to_weight, to_bias, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _chunks(weight: Tensor, *tensors: Tensor):
+    size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def _reduce_logits(logits: Tensor, target: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / heat[:, None]
+    return torch.logsumexp(scaled, dim=-1), scaled.gather(1, target[:, None]).squeeze(1)
+
+
+def _slope_of_logits(logits: Tensor, target: Tensor, heat: Tensor, normaliser: Tensor, gradient: Tensor):
+    share = gradient / heat
+    probability = torch.exp(logits.float() / heat[:, None] - normaliser[:, None])
+    here = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
+    return ((here.float() - probability) * share[:, None]).to(logits.dtype)
+
+
+@cache
+def _reduce(device: str) -> Any:
+    return torch.compile(_reduce_logits, dynamic=True) if device == "cuda" else _reduce_logits
+
+
+@cache
+def _slope(device: str) -> Any:
+    return torch.compile(_slope_of_logits, dynamic=True) if device == "cuda" else _slope_of_logits
+
+
+def sampled_log_probabilities(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor
+) -> Tensor:
+    """Of each `target` [n], drawn at `temperature` [n] from the logits that `hidden` [n, size] gives."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        kind = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
+    return _LogProbabilities.apply(hidden, weight.to(hidden.dtype), bias, target, temperature.float())
+
+
+_plain: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def plain_head(model: Any) -> bool:
+    """Whether a model's logits are its last layer's product with hidden states, and nothing besides."""
+    if model not in _plain:
+        _plain[model] = _is_plain(model)
+    return _plain[model]
+
+
+@torch.no_grad()
+def _is_plain(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        return False
+    ids = torch.arange(3, device=head.weight.device)[None]
+    logits = model(input_ids=ids, use_cache=False).logits
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    off = (head(hidden) - logits).abs().max() / logits.abs().max().clamp(min=1e-6)
+    return bool(off <= (PROBE if logits.dtype == torch.float32 else 100 * PROBE))

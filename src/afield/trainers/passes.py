@@ -1,0 +1,115 @@
+"""Rows to the passes a model makes over them, and the log-probabilities that come out.
+
+All that a loss needs is flat, one entry per sampled token, row after row: how the model was run does
+not matter to it. A tree computes every token that rows share once; padded rows are for models that
+cannot be run over one. No row is ever split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from afield.trainers.head import plain_head, sampled_log_probabilities
+from afield.trainers.packing import pack, split
+from afield.trainers.rows import Row
+from afield.trainers.tree import Tree
+
+LayoutName = Literal["tree", "padded"]
+
+
+class Padded(NamedTuple):
+    """Rows beside each other. Padding comes last, where no causal model looks, so no mask is needed."""
+
+    ids: Tensor  # [rows, width]
+
+    def hidden(self, model: Any) -> Tensor:
+        return model.get_decoder()(input_ids=self.ids, use_cache=False).last_hidden_state.flatten(0, 1)
+
+    def logits(self, model: Any, tokens: Tensor) -> Tensor:
+        width = self.ids.shape[1]
+        needed, column = torch.unique(tokens % width, return_inverse=True)
+        output = model(input_ids=self.ids, use_cache=False, logits_to_keep=needed)
+        return output.logits[tokens // width, column]
+
+
+class Pass(NamedTuple):
+    rows: list[Row]
+    layout: Padded | Tree
+    computed: int  # tokens the model is run over
+    source: Tensor  # after which of them each sampled token came
+    row: Tensor  # which of `rows` it is in
+    place: Tensor  # and where there
+    target: Tensor  # its id
+    temperature: Tensor
+    sampler: Tensor  # its log-probability when it was sampled
+    advantage: Tensor
+    weight: Tensor  # a rollout's sum to 1
+
+
+def to_passes(
+    rows: Sequence[Row], max_tokens: int, device: torch.device, layout: LayoutName = "tree"
+) -> list[Pass]:
+    """Passes over at most `max_tokens` tokens each, unless one row alone has more."""
+    rows = [row for row in rows if row.trajectory.owned]
+    if layout == "tree":
+        parts = split([row.trajectory.token_ids for row in rows], max_tokens)
+        return [_tree([rows[number] for number in part], device) for part in parts]
+    passes: list[Pass] = []
+    pending: list[Row] = []
+    for row in sorted(rows, key=lambda r: len(r.trajectory.token_ids)):
+        if pending and (len(pending) + 1) * len(row.trajectory.token_ids) > max_tokens:
+            passes.append(_padded(pending, device))
+            pending = []
+        pending.append(row)
+    return [*passes, _padded(pending, device)] if pending else passes
+
+
+def _tree(rows: list[Row], device: torch.device) -> Pass:
+    packed = pack([row.trajectory.token_ids for row in rows])
+    tree = Tree(packed, device)
+    sources = [path[place - 1] for row, path in zip(rows, packed.paths, strict=True) for place in places(row)]
+    return _pass(rows, tree, len(packed.ids), sources, device)
+
+
+def _padded(rows: list[Row], device: torch.device) -> Pass:
+    width = max(len(row.trajectory.token_ids) for row in rows)
+    filled = [(*row.trajectory.token_ids, *[0] * (width - len(row.trajectory.token_ids))) for row in rows]
+    sources = [line * width + place - 1 for line, row in enumerate(rows) for place in places(row)]
+    layout = Padded(torch.tensor(filled, device=device))
+    return _pass(rows, layout, layout.ids.numel(), sources, device)
+
+
+def places(row: Row) -> list[int]:
+    """Where the sampled tokens it owns are."""
+    return [place for turn in row.trajectory.turns for place in range(turn.start, turn.end)]
+
+
+def _pass(
+    rows: list[Row], layout: Padded | Tree, computed: int, sources: list[int], device: torch.device
+) -> Pass:
+    entries: list[tuple[int, int, int, float, float, float, float]] = []
+    for line, row in enumerate(rows):
+        trajectory = row.trajectory
+        ids, sampler = trajectory.token_ids, trajectory.logprobs
+        weight = trajectory.weight / trajectory.owned
+        for turn, earned in zip(trajectory.turns, row.advantages, strict=True):
+            for p in range(turn.start, turn.end):
+                entries.append((line, p, ids[p], turn.temperature, sampler[p], earned, weight))
+    columns = [torch.tensor(column, device=device) for column in zip(*entries, strict=True)]
+    return Pass(rows, layout, computed, torch.tensor(sources, device=device), *columns)
+
+
+def log_probabilities(model: Any, batch: Pass) -> Tensor:
+    """Of every sampled token, under the distribution `model` would have sampled it from."""
+    head = getattr(model, "get_output_embeddings", None)
+    if head is not None and plain_head(model):
+        hidden = batch.layout.hidden(model).index_select(0, batch.source)
+        return sampled_log_probabilities(hidden, head().weight, head().bias, batch.target, batch.temperature)
+    needed, place = torch.unique(batch.source, return_inverse=True)
+    logits = batch.layout.logits(model, needed)[place]
+    scaled = logits.float() / batch.temperature[:, None]
+    return torch.log_softmax(scaled, dim=-1).gather(1, batch.target[:, None]).squeeze(1)

@@ -1,0 +1,103 @@
+"""Groups to the rows a step trains on, each with what its rollout earned; and what is refused.
+
+A batch that does not line up is refused, naming rollout and turn: truncated or greedy sampling, ids
+outside the vocabulary, rows beyond the context, numbers that are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from afield.errors import UsageError
+from afield.types import Group, Trajectory
+
+Earned = Mapping[str, float | Mapping[str, float]]  # by rollout: one for all, or by turn
+
+
+class Row(NamedTuple):
+    """One sequence to train on. `number` is its place in the batch; `advantages` has one per turn it owns."""
+
+    number: int
+    rollout_id: str
+    group_id: str
+    trajectory: Trajectory
+    advantages: tuple[float, ...]
+
+
+class Batch(NamedTuple):
+    """The rollouts that carry an advantage. One without rows still counts in the denominators."""
+
+    rollout_ids: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.trajectory.owned for row in self.rows)
+
+    def staleness(self, version: int) -> float:
+        """How many updates ago the tokens were sampled, on average, when the policy is at `version`."""
+        spans = [span for row in self.rows for span in row.trajectory.versions]
+        return sum((version - s.low) * (s.end - s.start) for s in spans) / max(self.tokens, 1)
+
+
+def to_batch(groups: Iterable[Group], earned: Earned) -> Batch:
+    """Rollouts that are not in `earned` stay out."""
+    ids: list[str] = []
+    rows: list[Row] = []
+    for group in groups:
+        for finished in group.finished:
+            rollout_id = finished.rollout.id
+            if rollout_id not in earned:
+                continue
+            ids.append(rollout_id)
+            for trajectory in finished.trajectories:
+                advantages = _of_turns(earned[rollout_id], rollout_id, trajectory)
+                rows.append(Row(len(rows), rollout_id, group.id, trajectory, advantages))
+    if repeated := [i for i, times in Counter(ids).items() if times > 1]:
+        raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
+    return Batch(tuple(ids), tuple(rows))
+
+
+def _of_turns(
+    earned: float | Mapping[str, float], rollout_id: str, trajectory: Trajectory
+) -> tuple[float, ...]:
+    if isinstance(earned, int | float):
+        return (float(earned),) * len(trajectory.turns)
+    if missing := [turn.id for turn in trajectory.turns if turn.id not in earned]:
+        raise UsageError(
+            f"rollout {rollout_id}, turn {missing[0]}: it has no advantage; give one for each turn"
+        )
+    return tuple(earned[turn.id] for turn in trajectory.turns)
+
+
+def check_rows(rows: Iterable[Row], *, vocabulary: int, context: int | None) -> None:
+    """Refuse what cannot be rescored exactly."""
+    for row in rows:
+        ids, turns = row.trajectory.token_ids, row.trajectory.turns
+        where = f"rollout {row.rollout_id}, turn {turns[0].id if turns else '(none)'}"
+        if context is not None and len(ids) > context:
+            raise UsageError(
+                f"{where}: {len(ids)} tokens exceed the model's context of {context}; lower the budget"
+            )
+        if stray := [i for i in ids if not 0 <= i < vocabulary]:
+            raise UsageError(
+                f"{where}: token id {stray[0]} is outside the vocabulary of {vocabulary};"
+                " train the model that the engine serves"
+            )
+        for turn in turns:
+            where = f"rollout {row.rollout_id}, turn {turn.id}"
+            if turn.truncated or turn.temperature <= 0:
+                raise UsageError(
+                    f"{where}: sampled with temperature {turn.temperature:g}"
+                    f"{' and top_p or top_k' if turn.truncated else ''}, a distribution the trainer cannot"
+                    " reproduce; sample with temperature above 0, top_p=1 and top_k=0"
+                )
+            if turn.start == 0 or not all(row.trajectory.loss_mask[turn.start : turn.end]):
+                raise UsageError(
+                    f"{where}: tokens {turn.start} to {turn.end} are not sampled ones after a prompt"
+                )
+            if bad := [p for p in row.trajectory.logprobs[turn.start : turn.end] if not math.isfinite(p)]:
+                raise UsageError(f"{where}: recorded log-probability {bad[0]} is not a finite number")
