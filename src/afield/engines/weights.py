@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from afield.errors import UsageError
+from afield.loading import ALONE
 
 EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
 ONE_FILE = "model.safetensors"
@@ -40,10 +40,6 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-# The library patches itself while it loads a model: two at a time would leave weights untied for good.
-_ALONE = Lock()
-
-
 def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     for name in ("config.json", ONE_FILE):
         if not (path / name).is_file() and not (name == ONE_FILE and (path / INDEX).is_file()):
@@ -52,7 +48,7 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
     transformers.utils.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        with _ALONE:
+        with ALONE:
             # The stubs do not know that loading information comes as a second value.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True

@@ -9,12 +9,13 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from afield.errors import Unavailable, UsageError, boundary
+from afield.loading import ALONE
 from afield.types import Failure, FailureKind, Reason
 
 WEIGHTS = (
@@ -28,20 +29,23 @@ WEIGHTS = (
 )
 
 
-def load_model(path: Path, device: Any) -> Any:
+def load_model(path: Path, device: Any, dtype: Literal["float32", "bfloat16"] = "float32") -> Any:
     import transformers
 
     if not (path / "config.json").is_file():
         raise UsageError(f"{path} is not a model directory: it has no config.json")
     transformers.logging.disable_progress_bar()
     problems: list[Failure] = []
-    model = None
-    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype="float32", local_files_only=True
+    loaded: Any = None
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), ALONE:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    if model is None:
+    if loaded is None:
         raise UsageError(f"{path} cannot be loaded as a causal language model: {problems[0].message}")
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(f"{path} lacks the tensor {missing[0]!r}; save the whole model there")
     # No dropout: the rescored log-probabilities have to be the sampler's.
     return model.to(device).eval()
 
@@ -50,13 +54,14 @@ def copy_but_weights(source: Path, target: Path) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
 
 
-def write_weights(model: Any, directory: Path) -> None:
-    """Every tensor in one file. Tied embeddings are written untied, since engines that reload weights in
-    place may update only one of the two."""
+def write_weights(model: Any, directory: Path, state: Mapping[str, Any] | None = None) -> None:
+    """Every tensor in one file, `state` in place of the model's own where it is given. Tied embeddings are
+    written untied, since engines that reload weights in place may update only one of the two."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    given = model.state_dict() if state is None else state
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
     shared = Counter(tensor.data_ptr() for tensor in state.values())
     state = {n: t.clone() if shared[t.data_ptr()] > 1 else t for n, t in state.items()}
     try:

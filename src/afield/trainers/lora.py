@@ -1,0 +1,116 @@
+"""Low-rank adapters (peft) inside a model that otherwise stays as it was loaded.
+
+They are put into its linear layers, so that the model is called as before. Adapters are float32 whatever the
+model is. Merging makes new tensors: what trains never goes through a merge and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afield.errors import Unavailable, UsageError
+from afield.options import LoraOptions
+
+NAME = "default"
+ALL = ("all-linear",)
+
+
+def attach(model: Any, options: LoraOptions, path: Path) -> None:
+    """Put fresh adapters into `model`, which then computes what it did before, and train nothing else.
+
+    Their first values depend on nothing but the model and the options.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise Unavailable("LoRA needs peft; install afield[lora]") from error
+    for name, layer in model.named_modules():
+        if name.endswith(options.targets) and isinstance(layer, torch.nn.Embedding):
+            raise UsageError(f"layer {name!r} is not a linear one; leave it out of the LoRA targets")
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules="all-linear" if options.targets == ALL else list(options.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type=peft.TaskType.CAUSAL_LM,
+        base_model_name_or_path=str(path),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+        except ValueError as error:
+            raise UsageError(f"adapters for {list(options.targets)} cannot be made: {error}") from error
+    for _, layer in _layers(model):
+        layer.lora_A[NAME].float()
+        layer.lora_B[NAME].float()
+    model.eval()
+
+
+def _layers(model: Any) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+
+
+@contextmanager
+def switched_off(model: Any) -> Iterator[None]:
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True  # enable_adapters() would also change what requires a gradient
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def state(model: Any) -> dict[str, Tensor]:
+    """The adapters' tensors, by the names that peft's files have."""
+    found: dict[str, Tensor] = {}
+    for name, layer in _layers(model):
+        found[f"base_model.model.{name}.lora_A.weight"] = layer.lora_A[NAME].weight.detach()
+        found[f"base_model.model.{name}.lora_B.weight"] = layer.lora_B[NAME].weight.detach()
+    return found
+
+
+@torch.no_grad()
+def merged(model: Any) -> dict[str, Tensor]:
+    """The whole model's tensors as if it had never had adapters, what these add included."""
+    layers = dict(_layers(model))
+    inside = tuple(f"{name}." for name in layers)
+    whole = {name: t for name, t in model.state_dict().items() if not name.startswith(inside)}
+    for name, layer in layers.items():
+        for part, tensor in layer.get_base_layer().state_dict().items():
+            whole[f"{name}.{part}"] = tensor
+        base = whole[f"{name}.weight"]
+        whole[f"{name}.weight"] = (base.float() + layer.get_delta_weight(NAME).float()).to(base.dtype)
+    return whole
+
+
+def write(model: Any, directory: Path, tensors: dict[str, Tensor] | None = None) -> None:
+    """adapter_config.json and adapter_model.safetensors; `tensors` in place of the model's own if given."""
+    import peft
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    config: peft.LoraConfig = model.peft_config[NAME]
+    short = {name.rpartition(".")[2] for name, _ in _layers(model)}
+    written = peft.LoraConfig(**{**config.to_dict(), "target_modules": sorted(short), "inference_mode": True})
+    written.save_pretrained(str(directory))
+    given = state(model) if tensors is None else tensors
+    try:
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in given.items()},
+            directory / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+    except SafetensorError as error:
+        raise OSError(str(error)) from error

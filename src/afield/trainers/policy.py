@@ -1,0 +1,121 @@
+"""The model being trained: a Hugging Face causal language model from its directory.
+
+All its weights train, or adapters do (`lora`) while the rest stays as it was loaded. What trains is kept in
+float32; with dtype bfloat16 the arithmetic is bfloat16's (`autocast`). The frozen start that a KL penalty
+needs is the model without its adapters, or else a second copy. Nothing here ever drops out: log-probabilities
+have to be those of the sampler, so a model that computes differently when it trains is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from afield.errors import UsageError
+from afield.options import LoraOptions
+from afield.trainers import lora as adapters
+from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class PolicyModel:
+    """`model` is what is called, `trainable` what an optimiser moves. A rank of 0 in `lora` is none."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: torch.device,
+        dtype: Dtype = "float32",
+        lora: LoraOptions | None = None,
+        checkpointing: bool = False,
+        reference: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.device = device
+        self.dtype: Dtype = dtype
+        self.lora = lora if lora and lora.rank else None
+        # Weights that never change need no more precision than the arithmetic has.
+        self.model = load_model(self.path, device, dtype if self.lora else "float32")
+        self._start = load_model(self.path, device) if reference and not self.lora else None
+        if self._start is not None:
+            self._start.requires_grad_(False)
+        if self.lora:
+            adapters.attach(self.model, self.lora, self.path)
+        if checkpointing:
+            checkpoint(self.model)
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[Any]:
+        """The model as it was loaded, for as long as the block lasts."""
+        if self.lora:
+            with adapters.switched_off(self.model):
+                yield self.model
+        elif self._start is not None:
+            yield self._start
+        else:
+            raise UsageError("this policy keeps no reference; make it with reference=True")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def state(self) -> dict[str, Tensor]:
+        """What trains, by name."""
+        if self.lora:
+            return adapters.state(self.model)
+        return self.model.state_dict()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        own = self.state()
+        if wrong := sorted(own.keys() ^ state.keys()):
+            raise UsageError(
+                f"the checkpoint and the model differ in the tensor {wrong[0]!r};"
+                " go on with the model and the adapters that it was saved with"
+            )
+        with torch.no_grad():
+            for name, tensor in state.items():
+                if own[name].shape != tensor.shape:
+                    raise UsageError(
+                        f"the checkpoint has {list(tensor.shape)} for {name!r}, the model"
+                        f" {list(own[name].shape)}; go on with the model that it was saved with"
+                    )
+                own[name].copy_(tensor)
+
+    def export(self, directory: Path) -> None:
+        """Write the whole model's directory as an engine loads it, adapters merged. Repeating replaces it."""
+        with replaced(directory) as fresh:
+            copy_but_weights(self.path, fresh)
+            write_weights(self.model, fresh, adapters.merged(self.model) if self.lora else None)
+
+    def export_adapter(self, directory: Path) -> None:
+        """Write the adapters alone, in peft's format. Repeating replaces the directory."""
+        if not self.lora:
+            raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
+        with replaced(directory) as fresh:
+            adapters.write(self.model, fresh)
+
+
+def checkpoint(model: Any) -> None:
+    """Keep only the input of each layer, and compute the layer again on the way back."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(f"{type(model).__name__} has no layers that can be checkpointed; leave it off")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The library checkpoints only what it believes to be training. What is inside stays as it is, so that
+    # nothing drops out.
+    for layer in layers:
+        layer.training = True
