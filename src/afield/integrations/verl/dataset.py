@@ -1,0 +1,138 @@
+"""Tasks as rows of veRL's data set, and back.
+
+    python -m afield.integrations.verl.dataset tasks.jsonl train.parquet
+
+A task travels as JSON text in `extra_info`, because columns of a table would give every task the keys of
+all others. `prompt` is there for veRL's length filter and for people; what an agent gets is the task. A data
+set that was made for veRL works too: its rows, without what veRL adds, are the tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from afield.config import read_tasks
+from afield.errors import UsageError
+from afield.types import Task
+
+SAYS = ("prompt", "question", "instruction", "problem", "task")  # where tasks tend to have their text
+ADDED = frozenset(
+    {
+        *("uid", "index", "raw_prompt", "dummy_tensor", "tools_kwargs", "interaction_kwargs", "global_steps"),
+        *("validate", "agent_name", "session_id", "__rollout_n__", "__do_sample__"),
+    }
+)
+
+
+def rows(
+    tasks: Sequence[Task], *, source: str, agent_name: str = "afield", key: str = ""
+) -> list[dict[str, Any]]:
+    """One row per task, with every column that veRL's own data sets have."""
+    return [
+        {
+            "data_source": source,
+            "agent_name": agent_name,
+            "prompt": _messages(task, key),
+            "ability": "agent",
+            "reward_model": {"style": "agent", "ground_truth": ""},
+            "extra_info": {
+                "index": index,
+                "task_id": task.id,
+                "task": msgspec.json.encode(task.input).decode(),
+            },
+        }
+        for index, task in enumerate(tasks)
+    ]
+
+
+def _messages(task: Task, key: str) -> list[dict[str, str]]:
+    if key and key not in task.input:
+        known = ", ".join(task.input)
+        raise UsageError(f"task {task.id!r} has no {key!r}; choose one of its keys for --prompt: {known}")
+    found = key or next((name for name in SAYS if name in task.input), "")
+    said = task.input[found] if found else task.input
+    if isinstance(said, list) and said and all(isinstance(m, dict) and "role" in m for m in said):
+        return [{"role": str(m["role"]), "content": _text(m.get("content", ""))} for m in said]
+    return [{"role": "user", "content": _text(said)}]
+
+
+def _text(said: Any) -> str:
+    return said if isinstance(said, str) else msgspec.json.encode(said).decode()
+
+
+def task_of(prompt: Mapping[str, Any]) -> Task:
+    """The task of a row as veRL hands it out."""
+    extra = prompt.get("extra_info") or {}
+    text = extra.get("task")
+    if isinstance(text, str) and "task_id" in extra:
+        try:
+            return Task(str(extra["task_id"]), msgspec.json.decode(text, type=dict[str, Any]))
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise UsageError(f"extra_info.task of row {extra['task_id']!r} is no task: {error}") from error
+    row = {name: value for name, value in prompt.items() if name not in ADDED}
+    row.setdefault("prompt", prompt.get("raw_prompt"))
+    try:
+        made: dict[str, Any] = json.loads(json.dumps(row, default=_plain, sort_keys=True))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"row {extra.get('index')!r} of {row.get('data_source')!r}: {error}") from error
+    digest = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:12]
+    return Task(f"{row.get('data_source', 'row')}-{digest}", made)
+
+
+def _plain(value: Any) -> Any:
+    """What numpy and torch make of numbers and lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} cannot be handed to an agent as JSON: {value!r:.100}")
+
+
+def write(made: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """As Parquet or JSONL, by the name's end; there as a whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "pyarrow is not installed: pip install pyarrow, or write a .jsonl file"
+            ) from error
+        parquet.write_table(pyarrow.Table.from_pylist(list(made)), partial)
+    elif path.suffix in (".jsonl", ".json"):
+        partial.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in made))
+    else:
+        raise UsageError(f"{path} must end in .parquet or .jsonl, which are what veRL reads")
+    partial.replace(path)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m afield.integrations.verl.dataset", description="Tasks to a data set for veRL."
+    )
+    parser.add_argument("tasks", type=Path, help="JSONL, one task per line")
+    parser.add_argument("out", type=Path, help="a .parquet or .jsonl file")
+    parser.add_argument("--source", default="", help="veRL's data_source (default: the name of the file)")
+    parser.add_argument("--agent-name", default="afield", help="veRL's agent_name (default: afield)")
+    parser.add_argument("--prompt", default="", metavar="KEY", help="which key of a task is its text")
+    args = parser.parse_args(words)
+    try:
+        tasks = read_tasks(args.tasks)
+        made = rows(tasks, source=args.source or args.tasks.stem, agent_name=args.agent_name, key=args.prompt)
+        write(made, args.out)
+    except (UsageError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(f"{len(made)} rows in {args.out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,235 @@
+"""Finished rollouts to the rows veRL 0.9 trains on: what goes under `{uid}_{session}_{index}`.
+
+A row's prompt is everything before the first token it owns. Each sampled token is owned by one row and is
+context (mask 0) in the others, so that a mean over tokens counts a session the same, branched or not. All
+rows of a session carry its reward. A rollout that failed by no doing of the policy makes no row at all, and
+neither does a group with fewer rewards than its quorum: nothing is padded, and nothing counts as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.types import FailureKind, Finished, Trajectory, Turn
+
+if TYPE_CHECKING:
+    import torch
+
+CONSUMED = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_modal_data")
+TAKEN = "reward"  # veRL keeps its own list under this name beside those of `reward_extra_info`
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """`logprobs` is 0 where the mask is; `weight` is its share of the session's sampled tokens."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    low: int  # policy versions that sampled it
+    high: int
+    turns: int
+    weight: float
+
+
+class Session(Struct, frozen=True, kw_only=True):
+    """A rollout that trains: which of its group it is, its rows, and what it is worth."""
+
+    number: int
+    rows: tuple[Row, ...]
+    score: float
+    info: dict[str, float]
+    metrics: dict[str, float]
+    finished: Finished
+
+
+class Judged(Struct, frozen=True, kw_only=True):
+    """A group as veRL gets it. `dropped` says why nothing of it trains; `left_out` why a rollout does not."""
+
+    sessions: tuple[Session, ...]
+    left_out: dict[str, str]
+    dropped: str | None = None
+
+
+def judge(
+    finished: Sequence[Finished], *, quorum: int, floor: float = 0.0, branches: Literal["all", "main"] = "all"
+) -> Judged:
+    """Which rollouts of a group train, in the order they were begun."""
+    sessions: list[Session] = []
+    left_out: dict[str, str] = {}
+    for number, one in enumerate(finished):
+        made = session(one, number, floor=floor, branches=branches)
+        if isinstance(made, Session):
+            sessions.append(made)
+        else:
+            left_out[one.rollout.id] = made
+    if len(sessions) >= quorum:
+        return Judged(sessions=tuple(sessions), left_out=left_out)
+    told = f"{len(sessions)} of {len(finished)} rollouts can be trained, {quorum} are needed"
+    why = f"; {next(iter(left_out.values()))}" if left_out else ""
+    return Judged(sessions=(), left_out=left_out, dropped=told + why)
+
+
+def session(
+    finished: Finished, number: int, *, floor: float = 0.0, branches: Literal["all", "main"] = "all"
+) -> Session | str:
+    """A rollout as rows; or why it has none."""
+    outcome = finished.outcome
+    score = outcome.reward_or_floor(floor)
+    failure = outcome.failure
+    if score is None:
+        assert failure is not None
+        return f"{failure.kind}/{failure.reason}: {failure.message[:300]}"
+    if not finished.trajectories:
+        excluded = ", ".join(sorted({e.reason for e in finished.excluded})) or "the model was not called"
+        return f"it has a reward, and no token to train ({excluded})"
+    _refuse_images(finished)
+    kept = finished.trajectories
+    if branches == "main":
+        kept = (max(kept, key=lambda trajectory: trajectory.owned),)
+    parents = {turn.id: turn.parent for turn in finished.turns}
+    return Session(
+        number=number,
+        rows=tuple(_row(trajectory, parents, alone=len(kept) == 1) for trajectory in kept),
+        score=score,
+        info=_info(finished),
+        metrics=_metrics(finished.turns),
+        finished=finished,
+    )
+
+
+def _row(trajectory: Trajectory, parents: Mapping[str, str | None], *, alone: bool) -> Row:
+    start = trajectory.loss_mask.index(1)
+    calls, above = 1, parents.get(trajectory.turns[-1].id)
+    while above is not None:
+        calls, above = calls + 1, parents.get(above)
+    return Row(
+        prompt_ids=trajectory.token_ids[:start],
+        response_ids=trajectory.token_ids[start:],
+        response_mask=trajectory.loss_mask[start:],
+        logprobs=trajectory.logprobs[start:],
+        low=min(span.low for span in trajectory.versions),
+        high=max(span.high for span in trajectory.versions),
+        turns=2 * calls,  # veRL counts what was asked as well as what was answered
+        weight=1.0 if alone else trajectory.weight,
+    )
+
+
+def _refuse_images(finished: Finished) -> None:
+    for turn in finished.turns:
+        if any(message.images for message in turn.messages):
+            raise UsageError(
+                f"turn {turn.id} of {finished.rollout.id} has images, whose pixels these rows do not carry;"
+                " train it with afield's own trainer, or take the images out of the task"
+            )
+
+
+def _info(finished: Finished) -> dict[str, float]:
+    """What veRL shows and validates beside the reward, by the agent's own names."""
+    outcome = finished.outcome
+    failed = outcome.failure is not None and outcome.failure.kind is FailureKind.POLICY
+    given = {**outcome.metrics, **outcome.rewards, "policy_failure": float(failed)}
+    given["attempts"] = float(finished.attempts)
+    given["rows"] = float(len(finished.trajectories))
+    return {f"{name}_of_agent" if name == TAKEN else name: value for name, value in given.items()}
+
+
+def _metrics(turns: Sequence[Turn]) -> dict[str, float]:
+    """Seconds under the names of veRL's `AgentLoopMetrics`: in model calls, and between them."""
+    spans = sorted((turn.started, turn.ended) for turn in turns if turn.ended is not None)
+    calling, between, end = 0.0, 0.0, None
+    for started, ended in spans:
+        if end is not None:
+            between += max(0.0, started - end)
+        calling += max(0.0, ended - (started if end is None else max(started, end)))
+        end = ended if end is None else max(end, ended)
+    return {
+        "generate_sequences": calling,
+        "tool_calls": between,
+        "compute_score": 0.0,
+        "num_preempted": -1,  # not known
+    }
+
+
+# --- as veRL stores them -------------------------------------------------------------------------
+
+
+class Entry(Struct, frozen=True):
+    """What is put under one key."""
+
+    key: str
+    fields: dict[str, Any]
+    tag: dict[str, Any]
+
+
+def entries(prompt: Mapping[str, Any], made: Session, *, weighted: bool = False) -> list[Entry]:
+    """`prompt` is the row of veRL's batch, whose columns travel along.
+
+    `weighted` gives each row its share of the session as `rollout_is_weights`, one number for all of its
+    tokens: what veRL multiplies the policy's loss with.
+    """
+    import torch
+
+    return [
+        Entry(
+            f"{prompt['uid']}_{made.number}_{index}",
+            _fields(prompt, made, row, torch) | _weight(row, torch, weighted),
+            _tag(prompt, row),
+        )
+        for index, row in enumerate(made.rows)
+    ]
+
+
+def _fields(prompt: Mapping[str, Any], made: Session, row: Row, torch: Any) -> dict[str, Any]:
+    prompts = torch.tensor(row.prompt_ids, dtype=torch.int64)
+    responses = torch.tensor(row.response_ids, dtype=torch.int64)
+    mask = torch.tensor(row.response_mask, dtype=torch.int64)
+    scores = torch.zeros(len(row.response_ids), dtype=torch.float32)
+    scores[-1] = made.score
+    columns = {name: value for name, value in prompt.items() if name not in CONSUMED}
+    return columns | {
+        "session_id": made.number,
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "loss_mask": mask.clone(),
+        "rollout_log_probs": torch.tensor(row.logprobs, dtype=torch.float32),
+        "rm_scores": scores,
+        "input_ids": torch.cat([prompts, responses]),
+        "position_ids": torch.arange(len(prompts) + len(responses), dtype=torch.int64),
+        "multi_modal_inputs": {},
+        "num_turns": row.turns,
+        "metrics": dict(made.metrics),
+        "extra_fields": _extra(made, row),
+    }
+
+
+def _extra(made: Session, row: Row) -> dict[str, Any]:
+    return {
+        "min_global_steps": row.low,
+        "max_global_steps": row.high,
+        "reward_extra_info": dict(made.info),
+        "afield_rollout": made.finished.rollout.id,
+        "afield_weight": row.weight,
+    }
+
+
+def _weight(row: Row, torch: Any, weighted: bool) -> dict[str, torch.Tensor]:
+    return {"rollout_is_weights": torch.tensor([row.weight], dtype=torch.float32)} if weighted else {}
+
+
+def _tag(prompt: Mapping[str, Any], row: Row) -> dict[str, Any]:
+    before, after = len(row.prompt_ids), len(row.response_ids)
+    return {
+        "status": "success",
+        "prompt_len": before,
+        "response_len": after,
+        "seq_len": before + after,
+        "global_steps": int(prompt["global_steps"]),
+        "min_global_steps": row.low,
+        "max_global_steps": row.high,
+    }
