@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from afield.trainers.head import plain_head, sampled_log_probabilities
 from afield.trainers.packing import pack, split
@@ -97,18 +98,21 @@ def _pass(
         ids, sampler = trajectory.token_ids, trajectory.logprobs
         weight = trajectory.weight / trajectory.owned
         for turn, earned in zip(trajectory.turns, row.advantages, strict=True):
-            for p in range(turn.start, turn.end):
-                entries.append((line, p, ids[p], turn.temperature, sampler[p], earned, weight))
+            entries += [
+                (line, p, ids[p], turn.temperature, sampler[p], earned, weight)
+                for p in range(turn.start, turn.end)
+            ]
     columns = [torch.tensor(column, device=device) for column in zip(*entries, strict=True)]
     return Pass(rows, layout, computed, torch.tensor(sources, device=device), *columns)
 
 
 def log_probabilities(model: Any, batch: Pass) -> Tensor:
     """Of every sampled token, under the distribution `model` would have sampled it from."""
-    head = getattr(model, "get_output_embeddings", None)
-    if head is not None and plain_head(model):
+    # A sharded model gathers its weights only when it is called as a whole.
+    if not isinstance(model, FSDPModule) and plain_head(model):
+        head = model.get_output_embeddings()
         hidden = batch.layout.hidden(model).index_select(0, batch.source)
-        return sampled_log_probabilities(hidden, head().weight, head().bias, batch.target, batch.temperature)
+        return sampled_log_probabilities(hidden, head.weight, head.bias, batch.target, batch.temperature)
     needed, place = torch.unique(batch.source, return_inverse=True)
     logits = batch.layout.logits(model, needed)[place]
     scaled = logits.float() / batch.temperature[:, None]

@@ -40,7 +40,7 @@ class Tree:
 
     @cached_property
     def segments(self) -> list[tuple[int, int, Tensor, Tensor]]:
-        """For each sequence: the tokens it adds, all that it consists of, and which of those each one sees."""
+        """For each sequence: the tokens it adds, all it consists of, and which of those each one sees."""
         made: list[tuple[int, int, Tensor, Tensor]] = []
         for start, end, path in self._segments:
             parts = [torch.arange(first, last) for first, last in (*path, (start, end))]
@@ -65,7 +65,11 @@ class Tree:
             return (kv <= q) & (q < end[kv])
 
         return BlockMask.from_kv_blocks(
-            *_listed(some), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(len(end),) * 2
+            *_listed(some),
+            *_listed(whole),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=visible,
+            seq_lengths=(len(end), len(end)),
         )
 
     def hidden(self, model: Any) -> Tensor:
@@ -124,14 +128,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Query, key and value are [batch, heads, tokens, size]; the result is [batch, tokens, heads, size]."""
     if strange := [name for name in BEYOND if more.get(name) is not None]:
-        raise NotImplementedError(
-            f"{type(module).__name__} uses {strange[0]}, which trees cannot be trained with"
-        )
+        raise NotImplementedError(f"{type(module).__name__} uses {strange[0]}, which is not supported here")
     longest = tree.longest if tree is not None else query.shape[2]
     if dropout or (sliding_window is not None and longest > sliding_window):
-        what = (
-            f"dropout {dropout}" if dropout else f"a window of {sliding_window}, and rows of {longest} tokens"
-        )
+        what = f"dropout {dropout}" if dropout else f"a window of {sliding_window} and rows of {longest}"
         raise NotImplementedError(f"{type(module).__name__} has {what}, which cannot be trained here exactly")
     if tree is None:
         grouped = query.shape[1] != key.shape[1]
