@@ -1,0 +1,26 @@
+"""What veRL loads to know afield: `VERL_USE_EXTERNAL_MODULES=afield.integrations.verl.plugin`.
+
+Afterwards `actor_rollout_ref.rollout.name=afield` is a rollout backend (a gateway with its engine) and
+`actor_rollout_ref.rollout.checkpoint_engine.backend=afield` brings weights to it while it serves. Loading
+changes nothing of veRL's own, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.rollout import base
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+NAME = "afield"
+
+
+def _replica() -> Any:
+    from afield.integrations.verl.replica import Replica
+
+    return Replica
+
+
+RolloutReplicaRegistry.register(NAME, _replica)
+# veRL has no function for this one.
+base._ROLLOUT_REGISTRY[NAME, "async"] = "afield.integrations.verl.weights.ServerAdapter"  # pyright: ignore[reportPrivateUsage]

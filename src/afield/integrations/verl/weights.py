@@ -1,0 +1,193 @@
+"""New weights from veRL's trainer to the gateway's engines, by way of a directory that both can read.
+
+Each version is a whole model directory, put in place under its final name at once, and then published
+with version = global step. Calls in flight go on; the tokens they get afterwards carry the new version.
+An update returns only when the gateway serves that version: anything else raises and stops the trainer.
+The last two versions stay on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from afield.errors import Unavailable, UsageError
+from afield.gateway.client import HttpGateway
+from afield.integrations.verl.replica import gateway_of
+from afield.trainers.directories import copy_but_weights, replaced
+from afield.types import Policy
+
+KEPT = 2
+SHARD_BYTES = 4 * 2**30
+PUBLISHED = "published"  # veRL asks a checkpoint engine what its weights look like on the rollout side
+INDEX = "model.safetensors.index.json"
+
+
+class ServerAdapter(BaseRollout):
+    """What veRL's workers know of the backend. In synchronous mode every trainer rank calls it with the
+    weights, which takes all ranks to collect; the first one writes and publishes them."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, **_: Any) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.sleep_level = 2
+        self.replica_rank = 0
+        self.is_leader_rank = _rank() == 0
+
+    async def resume(self, tags: list[str]) -> None:
+        """Nothing was released."""
+
+    async def release(self) -> None:
+        """The engine is a process of its own and keeps what it has."""
+
+    async def update_weights(
+        self,
+        weights: Any,
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        **_: Any,
+    ) -> None:
+        if wire_format == PUBLISHED:
+            return
+        if wire_format != "named_tensors":
+            raise UsageError(
+                f"weights as {wire_format!r} cannot be published; set"
+                " actor_rollout_ref.rollout.checkpoint_engine.backend=afield"
+            )
+        if peft_config is not None:
+            raise UsageError("adapters came without their base; set actor_rollout_ref.model.lora.merge=True")
+        await send(weights, global_steps, leader=self.is_leader_rank)
+
+
+@CheckpointEngineRegistry.register("afield")
+class DirectoryCheckpointEngine(CheckpointEngine):
+    """For the asynchronous modes: the trainer's first rank publishes; the rollout side has nothing to do."""
+
+    wire_format = PUBLISHED
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.bucket_size = bucket_size
+        self.is_master = is_master
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        return {}, {}
+
+    def init_process_group(self, **_: Any) -> None:
+        """Nobody speaks to anybody: there is a directory between them."""
+
+    def finalize(self) -> None:
+        """Nothing is held between updates."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        written = await send(weights, global_steps, leader=self.is_master)
+        return {"afield/weights_bytes": float(written)} if self.is_master else {}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
+        """They come to the engines from the directory, not through here."""
+        for nothing in ():
+            yield nothing
+
+
+async def send(weights: Any, version: int | None, *, leader: bool) -> int:
+    """Bytes written. On every rank but the first, only take part in collecting the weights. Sending a
+    version again changes nothing: weights of one step are the same."""
+    if version is None:
+        raise UsageError("veRL gave these weights no global step, so they have no version")
+    if not leader:
+        async for _ in ensure_async_iterator(weights):
+            pass
+        return 0
+    gateway = await asyncio.to_thread(gateway_of)
+    directory = Path(gateway.weights) / f"v{version}"
+    with replaced(directory) as fresh:
+        copy_but_weights(Path(gateway.model), fresh)
+        written = await _write(weights, fresh)
+    async with HttpGateway(gateway.local_url, gateway.admin_key) as client:
+        if await client.version() == version == 0:
+            await asyncio.to_thread(_compare, directory, Path(gateway.model))
+        await client.publish(Policy(Path(gateway.model).name, version), str(directory))
+        if (served := await client.version()) != version:
+            raise Unavailable(
+                f"version {version} was published, but the gateway serves {served}; see its log"
+            )
+    _prune(directory.parent)
+    return written
+
+
+async def _write(weights: Any, directory: Path) -> int:
+    """In shards, so that never more than one of them is in memory, in the Hugging Face layout."""
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    total = held = 0
+
+    async def close() -> None:
+        await asyncio.to_thread(save_file, shard, directory / _shard(len(shards)), {"format": "pt"})
+        shards.append(list(shard))
+
+    async for name, tensor in ensure_async_iterator(weights):
+        copied = tensor.detach().to("cpu", copy=True).contiguous()
+        if shard and held + copied.nbytes > SHARD_BYTES:
+            await close()
+            shard, held = {}, 0
+        shard[name] = copied
+        held, total = held + copied.nbytes, total + copied.nbytes
+    await close()
+    places = {name: _shard(n) for n, names in enumerate(shards) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=1))
+    return total
+
+
+def _shard(number: int) -> str:
+    return f"model-{number + 1:05d}.safetensors"
+
+
+def _compare(written: Path, start: Path) -> None:
+    """A gateway serves its model directory as version 0 and does not load it twice, so it has to be the
+    trainer's start. Compared in the coarser type of the two, as one was read from the other."""
+    ours, theirs = _tensors(written), _tensors(start)
+    for name in ours.keys() & theirs.keys():
+        one, other = ours[name](), theirs[name]()
+        coarse = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(one.to(coarse), other.to(coarse)):
+            raise UsageError(
+                f"the trainer starts with another {name!r} than {start} has, which the gateway serves;"
+                " save the model as the trainer starts with it, and name that as the model's path"
+            )
+
+
+def _tensors(directory: Path) -> dict[str, Callable[[], Tensor]]:
+    found: dict[str, Callable[[], Tensor]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        opened = safe_open(file, framework="pt")
+        found |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def _prune(weights: Path) -> None:
+    versions = sorted((path for path in weights.glob("v*")), key=lambda path: int(path.name[1:]))
+    for old in versions[:-KEPT]:
+        shutil.rmtree(old)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
