@@ -16,25 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from afield.trainers.head import plain_head, sampled_log_probabilities
 from afield.trainers.packing import pack, split
+from afield.trainers.padded import Padded
 from afield.trainers.rows import Row
 from afield.trainers.tree import Tree
 
 LayoutName = Literal["tree", "padded"]
-
-
-class Padded(NamedTuple):
-    """Rows beside each other. Padding comes last, where no causal model looks, so no mask is needed."""
-
-    ids: Tensor  # [rows, width]
-
-    def hidden(self, model: Any) -> Tensor:
-        return model.get_decoder()(input_ids=self.ids, use_cache=False).last_hidden_state.flatten(0, 1)
-
-    def logits(self, model: Any, tokens: Tensor) -> Tensor:
-        width = self.ids.shape[1]
-        needed, column = torch.unique(tokens % width, return_inverse=True)
-        output = model(input_ids=self.ids, use_cache=False, logits_to_keep=needed)
-        return output.logits[tokens // width, column]
 
 
 class Pass(NamedTuple):
