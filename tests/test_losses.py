@@ -82,7 +82,7 @@ def plain_gspo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
 
 PLAIN: dict[str, Callable[[Tokens, int, float, float], Tensor]] = {
     "ppo": plain_ppo,
-    "drgrpo": plain_ppo,
+    "dr_grpo": plain_ppo,
     "cispo": plain_cispo,
     "gspo": plain_gspo,
 }

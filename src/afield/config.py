@@ -31,6 +31,9 @@ from afield.options import (
 from afield.types import Task, check_id
 
 T = TypeVar("T", bound=Struct)
+Advantage = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
+]
 PATHS = ("agent", "verifier", "model", "tasks", "val_tasks", "limiter_file")
 TARGETS = ("agent", "verifier")
 DEADLINES = (
@@ -125,7 +128,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_context: int | None = None
     # learning
     trainer: str = "grpo"
-    advantage: Literal["grpo", "remax"] = "grpo"
+    advantage: Advantage = "grpo"
     lr: float = 1e-6
     minibatches: int = 1
     kl: float = 0.0

@@ -174,7 +174,7 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     more about one token; None only reports it. `devices` above 1 shares the model out over as many GPUs.
     """
 
-    loss: Literal["ppo", "cispo", "gspo", "drgrpo"] = "ppo"
+    loss: Literal["ppo", "cispo", "gspo", "dr_grpo"] = "ppo"
     clip: tuple[float, ...] = ()
     aggregate: Literal["auto", "rollout", "token", "constant"] = "auto"
     length: int | None = None

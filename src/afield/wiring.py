@@ -285,6 +285,10 @@ def trainer(config: TrainConfig) -> Trainer:
     if config.freeze_weights:
         return load("trainers.frozen:Frozen")(Path(config.model))
     made = choose("trainer", config.trainer, TRAINERS)
+    told = structs.asdict(config.learn)
+    del told["devices"]
+    told["device"] = told["device"] or None
+    told["length"] = told["length"] or config.max_tokens * (config.max_calls or 1)
     return made(
         Path(config.model),
         lr=config.lr,
@@ -295,6 +299,7 @@ def trainer(config: TrainConfig) -> Trainer:
         scale=config.scale_advantages,
         advantage=config.advantage,
         seed=config.seed,
+        **told,
     )
 
 

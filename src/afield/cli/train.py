@@ -111,7 +111,7 @@ def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) 
         ("deliver", "store, or gateway: agents post their outcomes there (default: what they can reach)"),
         ("gateway", "address of a gateway that is running; the admin key is AFIELD_ADMIN_KEY"),
         ("trainer", "grpo"),
-        ("advantage", "grpo, or remax: measured against a greedy rollout (default: grpo)"),
+        ("advantage", "grpo, dr_grpo, rloo, reinforce_plus_plus, remax: what a reward is measured against"),
         ("engine", "torch, or scripted=FILE"),
         ("val-tasks", "JSONL of tasks to validate on, every val_every steps"),
     ):

@@ -10,10 +10,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from afield.advantage import advantages
 from afield.errors import UsageError
 from afield.seams.trainer import StepReport
+from afield.trainers.audit import delivery, line_up
 from afield.trainers.directories import replaced
-from afield.trainers.grpo import check_rows, to_batch
+from afield.trainers.rows import check_rows, to_batch
 from afield.types import Group
 
 
@@ -28,13 +30,13 @@ class Frozen:
         self._config = json.loads(config.read_text())
 
     def step(self, groups: Sequence[Group]) -> StepReport:
-        batch = to_batch(groups, floor=self.floor, scale=True)
+        line_up(groups)
+        batch = to_batch(groups, advantages(groups, floor=self.floor))
         context = self._config.get("max_position_embeddings")
         check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=context)
         self.steps += 1
-        return StepReport(
-            rollouts=len(batch.rollout_ids), tokens=batch.tokens, metrics={"tokens": float(batch.tokens)}
-        )
+        metrics = {"tokens": float(batch.tokens), **delivery(groups, batch)}
+        return StepReport(rollouts=len(batch.rollout_ids), tokens=batch.tokens, metrics=metrics)
 
     def export(self, directory: Path) -> None:
         with replaced(directory) as fresh:

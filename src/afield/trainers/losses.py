@@ -16,14 +16,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-LossName = Literal["ppo", "cispo", "gspo", "drgrpo"]
+LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
 Aggregate = Literal["rollout", "token", "constant"]
 Importance = Literal["token", "sequence", "masked", "off"]
 Estimator = Literal["k1", "k2", "k3"]
 
 USUAL_CLIP: dict[str, tuple[float, float]] = {
     "ppo": (0.2, 0.28),
-    "drgrpo": (0.2, 0.28),
+    "dr_grpo": (0.2, 0.28),
     "cispo": (1.0, 4.0),  # only from above: a ratio is never below 0
     "gspo": (3e-4, 4e-4),  # a sequence's ratio is a mean, and so much nearer to 1
 }
@@ -31,7 +31,7 @@ USUAL_AGGREGATE: dict[str, Aggregate] = {
     "ppo": "rollout",
     "cispo": "rollout",
     "gspo": "rollout",
-    "drgrpo": "constant",
+    "dr_grpo": "constant",
 }
 
 
@@ -128,7 +128,7 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Sur
 # Dr. GRPO's surrogate is PPO's: what differs is how it adds up, and advantages that are not scaled.
 SURROGATES: dict[str, Callable[[Tokens, tuple[float, float]], Surrogate]] = {
     "ppo": ppo,
-    "drgrpo": ppo,
+    "dr_grpo": ppo,
     "cispo": cispo,
     "gspo": gspo,
 }

@@ -1,0 +1,268 @@
+"""What every step is checked for and has to tell.
+
+Before any weight changes: rows have to be what the recorded turns say (ids, masks, log-probabilities,
+versions), every turn trained once; and the policy has to give sampled tokens a finite log-probability, if
+wanted no further from the sampler's than a bound. What is not so is refused by rollout and turn.
+Every step tells how far sampler and trainer are apart, how much of what was sampled is trained and why
+the rest is not, how stale it is, and what the loss cut off.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from afield.errors import UsageError
+from afield.trainers.losses import Loss, effective
+from afield.trainers.passes import Pass
+from afield.trainers.rows import Batch, Row
+from afield.types import Finished, Group, Trajectory, Turn, TurnRange
+
+# --- rows against what was recorded --------------------------------------------------------------
+
+
+def line_up(groups: Iterable[Group]) -> None:
+    """Refuse rows that are not what was recorded. A rollout that came without its turns has only its rows."""
+    for group in groups:
+        for finished in group.finished:
+            _check_once(finished)
+            if finished.turns:
+                turns = {turn.id: turn for turn in finished.turns}
+                for trajectory in finished.trajectories:
+                    _check_row(finished.rollout.id, trajectory, turns)
+
+
+def _check_once(finished: Finished) -> None:
+    where = f"rollout {finished.rollout.id}"
+    owned = Counter(turn.id for row in finished.trajectories for turn in row.turns)
+    if twice := [turn for turn, times in owned.items() if times > 1]:
+        raise UsageError(f"{where}, turn {twice[0]}: two rows train it; each sampled token is trained once")
+    weight = math.fsum(row.weight for row in finished.trajectories)
+    if weight > 1 + 1e-6:
+        raise UsageError(f"{where}: its rows weigh {weight:g} together; a rollout weighs 1")
+    for row in finished.trajectories:
+        for one, other in pairwise(sorted(row.turns, key=lambda turn: turn.start)):
+            if other.start < one.end:
+                raise UsageError(f"{where}, turn {other.id}: its tokens are also those of turn {one.id}")
+        for turn in row.turns:
+            if above := [p for p in row.logprobs[turn.start : turn.end] if p > 1e-3]:
+                raise UsageError(f"{where}, turn {turn.id}: the log-probability {above[0]:g} is above 0")
+
+
+def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None:
+    if not row.turns:
+        return
+    starts = _starts(rollout_id, row.turns[-1].id, turns)
+    for part in row.turns:
+        where = f"rollout {rollout_id}, turn {part.id}"
+        turn = turns.get(part.id)
+        if turn is None or part.id not in starts:
+            raise UsageError(f"{where}: the row trains it, but it is not on the path the row ends with")
+        if starts[part.id] != part.start or part.end - part.start != len(turn.token_ids):
+            raise UsageError(
+                f"{where}: recorded at tokens {starts[part.id]} to {starts[part.id] + len(turn.token_ids)},"
+                f" but the row has it at {part.start} to {part.end}"
+            )
+        if wrong := _difference(row, part, turn):
+            raise UsageError(f"{where}: its {wrong} in the row are not those that were recorded")
+    _check_context(rollout_id, row, starts, turns)
+
+
+def _starts(rollout_id: str, last: str, turns: dict[str, Turn]) -> dict[str, int]:
+    """Where the sampled tokens of each turn on the path to `last` begin, from the root on."""
+    path: list[Turn] = []
+    name: str | None = last
+    while name is not None:
+        if name not in turns or len(path) > len(turns):
+            raise UsageError(f"rollout {rollout_id}, turn {last}: turn {name}, before it, was not recorded")
+        path.append(turns[name])
+        name = turns[name].parent
+    starts: dict[str, int] = {}
+    length = 0
+    for turn in reversed(path):
+        starts[turn.id] = length + len(turn.delta_ids)
+        length = starts[turn.id] + len(turn.token_ids)
+    return starts
+
+
+def _difference(row: Trajectory, part: TurnRange, turn: Turn) -> str | None:
+    start, end = part.start, part.end
+    versions = [
+        (s.start - start, s.end - start, s.low, s.high) for s in row.versions if start <= s.start < end
+    ]
+    kept = {
+        "ids": row.token_ids[start:end] == turn.token_ids,
+        "log-probabilities": row.logprobs[start:end] == turn.logprobs,
+        "mask entries": all(row.loss_mask[start:end]),
+        "versions": versions == [(s.start, s.end, s.low, s.high) for s in turn.versions],
+        "sampling parameters": part.temperature == turn.sampling.temperature
+        and part.truncated == turn.sampling.truncated,
+    }
+    return next((name for name, same in kept.items() if not same), None)
+
+
+def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
+    """What stands between trained turns is the recorded context."""
+    for name, start in starts.items():
+        turn = turns[name]
+        before, after = start - len(turn.delta_ids), start + len(turn.token_ids)
+        if row.token_ids[before:after] != (*turn.delta_ids, *turn.token_ids):
+            raise UsageError(
+                f"rollout {rollout_id}, turn {name}: tokens {before} to {after} of the row are not the prompt"
+                " and the reply that were recorded"
+            )
+
+
+# --- what a step tells ---------------------------------------------------------------------------
+
+
+def delivery(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
+    """The share of sampled tokens that reach training, and how many others there are, by reason."""
+    lost: Counter[str] = Counter()
+    trained = set(batch.rollout_ids)
+    for finished in (f for group in groups for f in group.finished):
+        for excluded in finished.excluded:
+            lost[excluded.reason] += excluded.tokens
+        if finished.rollout.id not in trained:
+            kind = finished.outcome.failure.kind if finished.outcome.failure else "no advantage"
+            lost[f"{kind} failure" if finished.outcome.failure else kind] += sum(
+                row.owned for row in finished.trajectories
+            )
+    sampled = batch.tokens + lost.total()
+    return {
+        "delivered_share": batch.tokens / sampled if sampled else 1.0,
+        **{f"undelivered_tokens.{_word(reason)}": float(n) for reason, n in lost.items() if n},
+    }
+
+
+def staleness(batch: Batch, version: int) -> dict[str, float]:
+    """How many versions ago tokens were sampled, when the policy is at `version`."""
+    ages = [version - span.low for row in batch.rows for span in row.trajectory.versions]
+    return {"staleness": batch.staleness(version), "staleness_max": float(max(ages, default=0))}
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unknown"
+
+
+class Apart(NamedTuple):
+    """The token about which sampler and trainer disagree most."""
+
+    by: float
+    where: str
+    place: int
+
+
+class Audit:
+    """What a step saw, token by token and update by update. `bound` is how far apart sampler and trainer
+    may be about one token; None is as far as they like.
+    """
+
+    def __init__(self, bound: float | None = None) -> None:
+        self.bound = bound
+        self.worst = Apart(0.0, "", 0)
+        self.tokens: dict[str, list[Tensor]] = {}
+        self.updates: dict[str, list[float]] = {}
+        self.counts: Counter[str] = Counter()
+        self.tiers: dict[str, list[Tensor]] = {}
+
+    def compare(self, batch: Pass, logp: Tensor) -> None:
+        """Policy against sampler, before any update; refuses what is not a number."""
+        logp = logp.detach()
+        if (wrong := torch.nonzero(~torch.isfinite(logp)).flatten()).numel():
+            where, place = place_of(batch, int(wrong[0]))
+            raise UsageError(
+                f"{where}: the policy gives token {place} a log-probability of"
+                f" {float(logp[wrong[0]])}; its weights are broken or it is not the model that sampled"
+            )
+        apart = (logp - batch.sampler).abs()
+        self._see(diff=apart, entropy=-logp)
+        for tier, part in by_tier(batch.rows, apart).items():
+            self.tiers.setdefault(tier, []).append(part)
+        most = int(apart.argmax())
+        if float(apart[most]) > self.worst.by:
+            self.worst = Apart(float(apart[most]), *place_of(batch, most))
+
+    def settle(self) -> None:
+        """Refuse a step whose sampler and trainer are too far apart. To be called before weights change."""
+        if self.bound is not None and self.worst.by > self.bound:
+            raise UsageError(
+                f"{self.worst.where}: sampler and trainer are {self.worst.by:.3g} apart about the"
+                f" log-probability of token {self.worst.place}, more than max_logprob_diff = {self.bound:g};"
+                " do both have the same weights, and is the sampler stale or less precise?"
+            )
+
+    def add(self, batch: Pass, loss: Loss) -> None:
+        self._see(
+            ratio=loss.ratio,
+            clipped=loss.clipped.float(),
+            importance=loss.importance,
+            truncated=loss.truncated.float(),
+        )
+        if loss.penalty is not None:
+            self._see(kl=loss.penalty)
+        self.counts["computed_tokens"] += batch.computed
+        self.counts["row_tokens"] += sum(len(row.trajectory.token_ids) for row in batch.rows)
+        self.counts["passes"] += 1
+
+    def update(self, **values: float) -> None:
+        for name, value in values.items():
+            self.updates.setdefault(name, []).append(value)
+
+    def _see(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.tokens.setdefault(name, []).append(value.detach())
+
+    def summary(self) -> dict[str, float]:
+        if not self.updates:
+            return {}
+        seen = {name: torch.cat(values) for name, values in self.tokens.items()}
+        return {
+            **{name: sum(values) / len(values) for name, values in self.updates.items()},
+            "ratio_mean": float(seen["ratio"].mean()),
+            "ratio_min": float(seen["ratio"].min()),
+            "ratio_max": float(seen["ratio"].max()),
+            "clip_share": float(seen["clipped"].mean()),
+            "importance_mean": float(seen["importance"].mean()),
+            "importance_truncated_share": float(seen["truncated"].mean()),
+            "importance_effective_share": effective(seen["importance"]) / seen["importance"].numel(),
+            **({"kl": float(seen["kl"].mean())} if "kl" in seen else {}),
+            "entropy": float(seen["entropy"].mean()),
+            "sampler_trainer_logprob_diff_mean": float(seen["diff"].mean()),
+            "sampler_trainer_logprob_diff_max": float(seen["diff"].max()),
+            **self._tier_summary(),
+            **{name: float(count) for name, count in self.counts.items()},
+        }
+
+    def _tier_summary(self) -> dict[str, float]:
+        told: dict[str, float] = {}
+        for tier, parts in sorted(self.tiers.items()):
+            apart = torch.cat(parts)
+            told[f"sampler_trainer_logprob_diff_mean.{tier}"] = float(apart.mean())
+            told[f"sampler_trainer_logprob_diff_max.{tier}"] = float(apart.max())
+        return told
+
+
+def place_of(batch: Pass, token: int) -> tuple[str, int]:
+    """Rollout and turn of a sampled token, and where it is in its row."""
+    row, place = batch.rows[int(batch.row[token])], int(batch.place[token])
+    turn = next(turn.id for turn in row.trajectory.turns if turn.start <= place < turn.end)
+    return f"rollout {row.rollout_id}, turn {turn}", place
+
+
+def by_tier(rows: Sequence[Row], values: Tensor) -> dict[str, Tensor]:
+    """The values of sampled tokens, by how exactly their prompts were made; where that was recorded."""
+    ranges = [turn for row in rows for turn in row.trajectory.turns]
+    parts = values.split([turn.end - turn.start for turn in ranges])
+    found: dict[str, list[Tensor]] = {}
+    for turn, part in zip(ranges, parts, strict=True):
+        if turn.tier and part.numel():
+            found.setdefault(_word(turn.tier), []).append(part)
+    return {tier: torch.cat(parts) for tier, parts in found.items()}
