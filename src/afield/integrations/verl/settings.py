@@ -25,14 +25,16 @@ PLACED = ("agent", "limiter_file")  # paths, which count from where the trainer 
 ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus")
 DEADLINES = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
 AMOUNTS = (*DEADLINES, "deadline_s", "dead_s", "patience_s", "sweep_s", "launch_rate")
-COUNTS = ("workers", "concurrency", "quorum", "max_tokens", "max_calls", "max_context", "launching")
+COUNTS = ("workers", "concurrency", "quorum", "fruitless", "max_tokens", "max_calls")
+SIZES = ("max_context", "launching")
 NOT_NEGATIVE = ("retries_task", "retries_verifier", "retries_infrastructure", "cold_start_s")
 LONGEST_NAME = 64
 
 
 class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`quorum` rewards make a group fit for training (2 unless the group is smaller). `floor` is the reward
-    of a policy failure that has none. `branches` says which rows of a session that branched are trained;
+    of a policy failure that has none. After `fruitless` groups in a row that cannot be trained, training ends
+    instead of going on for ever. `branches` says which rows of a session that branched are trained;
     empty trains all, where veRL compares sessions. `options` is what the runtime is told.
     """
 
@@ -40,8 +42,9 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     runtime: str = "process"
     options: Mapping[str, Any] = field(default_factory=dict)
     transport: str = "files"
+    engine: str | list[str] = "torch"  # of the rollout backend `afield`; see `replica`
     gateway: str = ""  # one that runs already; its admin key is AFIELD_ADMIN_KEY
-    gateway_host: str = "127.0.0.1"  # where ours listens in front of veRL's own rollout servers
+    gateway_host: str = "127.0.0.1"  # where ours listens
     gateway_port: int = 0
     gateway_url: str = ""
     name: str = ""  # of the experiment; empty takes veRL's project and experiment names
@@ -65,6 +68,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     retries_verifier: int = 1
     retries_infrastructure: int = 3
     quorum: int | None = None
+    fruitless: int = 32
     floor: float = 0.0
     branches: Literal["", "all", "main"] = ""
     max_tokens: int | None = None  # of one call; None is veRL's response_length
@@ -76,7 +80,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     limiter_file: str = ""
 
     def __post_init__(self) -> None:
-        for names, least in ((COUNTS, 1), (NOT_NEGATIVE, 0)):
+        for names, least in (((*COUNTS, *SIZES), 1), (NOT_NEGATIVE, 0)):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and not least <= value < math.inf:
@@ -115,6 +119,8 @@ class Trainer(Struct, frozen=True, kw_only=True):
     budget: Budget
     estimator: str
     loss_agg_mode: str
+    mode: str
+    hybrid: bool  # whether veRL's own rollout servers share the trainer's devices
     refills: bool  # whether a group that failed is replaced by another
 
 
@@ -148,7 +154,7 @@ def read(config: Mapping[str, Any]) -> Given:
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     if type(config) is dict:
         return config
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
 
     return OmegaConf.to_container(config, resolve=True)  # pyright: ignore[reportReturnType]
 
@@ -183,6 +189,8 @@ def _trainer(config: dict[str, Any], settings: Settings) -> Trainer:
         budget=Budget(calls=settings.max_calls, context=settings.max_context or longest),
         estimator=config["algorithm"]["adv_estimator"],
         loss_agg_mode=actor["loss_agg_mode"],
+        mode=mode,
+        hybrid=bool(actor_rollout_ref.get("hybrid_engine", True)),
         refills=mode != "sync" or bool(sampler.get("sync_refill_failed_groups")),
     )
 

@@ -1,0 +1,125 @@
+"""The one rollout client of a process, and the gateway it uses.
+
+The gateway is the one that `afield.gateway` names, that of the rollout backend `afield`, or one that is
+started here in front of veRL's own vLLM or SGLang servers, whose addresses veRL's load balancer tells. Those
+do not tell their weights' version; veRL does, with every batch. Modes in which veRL puts its servers to sleep
+while agents are calling them are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from msgspec import Struct
+
+from afield import opening
+from afield.client import RolloutClient
+from afield.config import Environment
+from afield.errors import UsageError
+from afield.integrations.verl.settings import DEADLINES, Given
+from afield.limiter import Pace
+
+OWN = "afield"
+SERVERS = ("vllm", "sglang")
+ANSWER_S = 600.0
+
+
+class Door(Struct, frozen=True):
+    """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps."""
+
+    url: str
+    admin_key: str
+    versioned: bool = True
+
+
+def client(given: Given, door: Door, part: str = "") -> RolloutClient:
+    """Started. Each process that has one needs a `part` of its own in the run's folder."""
+    settings, trainer = given.settings, given.trainer
+    pace = Pace(rate_per_s=settings.launch_rate, start_s=settings.cold_start_s, starting=settings.launching)
+    folder = Path(trainer.folder).expanduser().absolute()
+    return opening.client(
+        gateway=door.url,
+        admin_key=door.admin_key,
+        agent=settings.agent or None,
+        runtime=settings.runtime,
+        transport=settings.transport,
+        exp_id=f"{trainer.name}.{part}" if part else trainer.name,
+        directory=folder / part if part else folder,
+        workers=settings.workers,
+        fresh_process=settings.fresh_process,
+        pace=pace,
+        limiter_file=settings.limiter_file or None,
+        options=dict(settings.options) or None,
+        rollouts=trainer.rollouts,
+        val_rollouts=trainer.val_rollouts,
+        quorum=given.quorum,
+        concurrency=settings.concurrency,
+        retries=settings.retries,
+        sampling=trainer.sampling,
+        budget=trainer.budget,
+        sweep_s=settings.sweep_s,
+        patience_s=settings.patience_s,
+        run_s=settings.deadline_s,
+        active_s=min(60.0, settings.deadline_s / 2),
+        dead_s=settings.dead_s,
+        **{name: getattr(settings, name) for name in DEADLINES},
+    ).start()
+
+
+def door(given: Given, llm_client: Any) -> Door:
+    settings, trainer = given.settings, given.trainer
+    if settings.gateway:
+        key = Environment.read().admin_key
+        if not key:
+            raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
+        return Door(settings.gateway, key)
+    if trainer.backend == OWN:
+        from afield.integrations.verl.replica import gateway_of
+
+        found = gateway_of()
+        return Door(found.local_url, found.admin_key)
+    if trainer.backend in SERVERS:
+        return _in_front(given, addresses(llm_client))
+    raise UsageError(
+        f"actor_rollout_ref.rollout.name={trainer.backend} serves no token ids that afield can ask for;"
+        f" choose one of: {OWN}, {', '.join(SERVERS)}, or name a gateway with afield.gateway"
+    )
+
+
+def addresses(llm_client: Any) -> list[str]:
+    """Of veRL's rollout servers, HOST:PORT each."""
+    balancer = llm_client._load_balancer
+    found: list[str] = ray.get(balancer.get_all_servers.remote(), timeout=ANSWER_S)
+    if not found:
+        raise UsageError(
+            "veRL has launched no rollout server; see actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
+        )
+    return sorted(found)
+
+
+def _in_front(given: Given, servers: list[str]) -> Door:
+    """A gateway whose engines are veRL's servers, held by an actor of this job."""
+    from afield.integrations.verl.replica import GatewayKeeper, GatewayOptions
+
+    settings, trainer = given.settings, given.trainer
+    if trainer.mode == "colocate_async" or (trainer.mode == "separate_async" and trainer.hybrid):
+        raise UsageError(
+            f"in mode {trainer.mode} veRL puts {trainer.backend} to sleep under agents that call it; use"
+            " separate_async with actor_rollout_ref.hybrid_engine=False, or rollout.name=afield"
+        )
+    options = GatewayOptions(
+        folder=str(Path(trainer.folder).expanduser().absolute() / "gateway"),
+        engine=[f"{trainer.backend}=http://{server}" for server in servers],
+        host=settings.gateway_host,
+        port=settings.gateway_port,
+        public_url=settings.gateway_url,
+        outcomes=settings.transport if "://" in settings.transport else "",
+    )
+    job = ray.get_runtime_context().get_job_id()
+    keeper = GatewayKeeper.options(  # pyright: ignore[reportAttributeAccessIssue]
+        name=f"afield-front-{job}", get_if_exists=True, max_concurrency=64
+    ).remote(options, trainer.model)
+    found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
+    return Door(found.local_url, found.admin_key, versioned=False)

@@ -1,0 +1,99 @@
+"""An agent loop of veRL's that runs an afield rollout: the lighter form, for veRL's own workers.
+
+    # agents.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
+    - name: afield
+      _target_: afield.integrations.verl.Loop
+
+veRL builds one per rollout; the client behind it is one per worker process. A rollout that failed by no
+doing of the policy has no output. Nobody sees a whole group here, so there is no quorum: a group of which
+one rollout is left is trained as veRL does, without a baseline. The manager has one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+)
+
+from afield.client import RolloutClient
+from afield.integrations.verl import clients, rows, settings
+from afield.integrations.verl.dataset import task_of
+from afield.types import Rollout, Sampling
+
+
+class _Shared:
+    """What all loops of a process have in common, made by the first of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: tuple[settings.Given, RolloutClient, bool] | None = None
+
+    def get(self, config: Any, llm_client: Any) -> tuple[settings.Given, RolloutClient, bool]:
+        with self._lock:
+            if self._made is None:
+                given = settings.read(config)
+                door = clients.door(given, llm_client)
+                made = clients.client(given, door, part=f"worker-{os.getpid()}")
+                self._made = given, made, door.versioned
+            return self._made
+
+
+SHARED = _Shared()
+
+
+class Loop(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> list[AgentLoopOutput]:
+        given, client, versioned = await self.loop.run_in_executor(
+            None, SHARED.get, self.config, self.server_manager
+        )
+        rollout = Rollout(
+            id=f"{prompt['uid']}-{prompt['session_id']}",
+            exp_id=client.plan.exp_id,
+            group_id=str(prompt["uid"]),
+            task=task_of(prompt),
+            sampling=_sampling(sampling_params, given.trainer.sampling),
+        )
+        future = client.begin(rollout)
+        finished = await self.loop.run_in_executor(None, future.finished)
+        made = rows.session(
+            finished, int(prompt["session_id"]), floor=given.settings.floor, branches=given.branches
+        )
+        if isinstance(made, str):
+            return []
+        step = int(prompt["global_steps"])
+        return outputs(made if versioned else rows.restamped(made, max(0, step - 1), max(0, step - 1)))
+
+
+def outputs(made: rows.Session) -> list[AgentLoopOutput]:
+    return [
+        AgentLoopOutput(
+            prompt_ids=list(row.prompt_ids),
+            response_ids=list(row.response_ids),
+            response_mask=list(row.response_mask),
+            response_logprobs=list(row.logprobs),
+            reward_score=made.score,
+            num_turns=row.turns,
+            metrics=AgentLoopMetrics(**made.metrics),
+            extra_fields={
+                "min_global_steps": row.low,
+                "max_global_steps": row.high,
+                "reward_extra_info": dict(made.info),
+            },
+        )
+        for row in made.rows
+    ]
+
+
+def _sampling(told: dict[str, Any], usual: Sampling) -> Sampling:
+    return Sampling(
+        temperature=float(told["temperature"]),
+        top_p=float(told["top_p"]),
+        top_k=max(0, int(told["top_k"])),
+        max_tokens=usual.max_tokens,
+    )

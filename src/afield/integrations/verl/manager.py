@@ -1,0 +1,305 @@
+"""veRL's agent loop manager: its batches become rollouts, and what came of them its rows.
+
+    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=afield.integrations.verl.Manager
+
+`generate_sequences` returns at once; agents run in places of their own, through one client for all of them.
+A group is written when all its rollouts have ended: its rows, then `finished`; or, with too few rewards,
+no row and `failure`. What breaks collecting ends training: veRL finds the reason in place of a status.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+from msgspec import Struct, structs
+
+from afield.client import RolloutClient, RolloutFuture
+from afield.collect import greedy
+from afield.errors import Fruitless, UsageError
+from afield.integrations.verl import rows, settings
+from afield.integrations.verl.dataset import task_of
+from afield.spool import Spool
+from afield.types import Rollout, Sampling, Split
+
+log = logging.getLogger("afield.verl")
+
+
+class Queue:
+    """What this needs of TransferQueue."""
+
+    def put(self, entries: Sequence[rows.Entry], partition: str) -> None:
+        import transfer_queue  # pyright: ignore[reportMissingImports]
+        from verl.utils.tensordict_utils import (  # pyright: ignore[reportMissingImports]
+            list_of_dict_to_tensordict,
+        )
+
+        transfer_queue.kv_batch_put(
+            keys=[entry.key for entry in entries],
+            fields=list_of_dict_to_tensordict([entry.fields for entry in entries]),
+            tags=[entry.tag for entry in entries],
+            partition_id=partition,
+        )
+
+    def mark(self, uid: str, partition: str, status: str) -> None:
+        import transfer_queue  # pyright: ignore[reportMissingImports]
+
+        transfer_queue.kv_put(key=uid, partition_id=partition, tag={"status": status})
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """One call of `generate_sequences`: how many groups of it are not written yet."""
+
+    step: int
+    split: Split
+    version: int  # of the weights when it was asked
+    groups: int
+
+
+class Tally:
+    """What came of an `Asked`, for the log, and to know when nothing came of it."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.counts: Counter[str] = Counter()
+
+    def add(self, judged: rows.Judged) -> bool:
+        """True with the last group of it."""
+        self.counts["groups"] += 1
+        self.counts["dropped"] += judged.dropped is not None
+        self.counts["sessions"] += len(judged.sessions)
+        self.counts["rows"] += sum(len(one.rows) for one in judged.sessions)
+        self.counts.update(f"left out: {why.partition(':')[0]}" for why in judged.left_out.values())
+        return self.counts["groups"] == self.asked.groups
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
+        return f"step {self.asked.step} ({self.asked.split}): {told}"
+
+
+class Group:
+    """The rollouts of one prompt, until the last of them has ended."""
+
+    def __init__(self, prompt: dict[str, Any], tally: Tally, futures: Sequence[RolloutFuture]) -> None:
+        self.prompt, self.tally, self.futures = prompt, tally, futures
+        self._missing = len(futures)
+        self._lock = threading.Lock()
+
+    @property
+    def uid(self) -> str:
+        return self.prompt["uid"]
+
+    def when_ended(self, call: Callable[[Group], object]) -> None:
+        def one_more(_: RolloutFuture) -> None:
+            with self._lock:
+                self._missing -= 1
+                last = self._missing == 0
+            if last:
+                call(self)
+
+        for future in self.futures:
+            future.add_done_callback(one_more)
+
+
+class Manager:
+    def __init__(
+        self, given: settings.Given, client: RolloutClient, queue: Queue, *, versioned: bool = True
+    ) -> None:
+        """`versioned`: the gateway knows versions; else they are those veRL tells with its batches."""
+        self._given = given
+        self._client = client
+        self._queue = queue
+        self._versioned = versioned
+        self._spool = Spool(client.rundir.spool)
+        self._writer = ThreadPoolExecutor(1, "afield-verl")  # in order, and veRL's queue has one loop anyway
+        self._lock = threading.Lock()
+        self._open: dict[str, str] = {}  # uids veRL waits for, and their partition
+        self._broken: BaseException | None = None
+        self._fruitless = 0
+        self._version = 0
+
+    @classmethod
+    def create(
+        cls,
+        config: Any,
+        llm_client: Any = None,
+        teacher_client: Any = None,
+        reward_loop_worker_handles: Any = None,
+    ) -> Self:
+        """What veRL calls, once its rollout servers are there."""
+        given = settings.read(config)
+        if teacher_client is not None:
+            raise UsageError("rows of agents have no teacher's log-probabilities; switch distillation off")
+        if reward_loop_worker_handles is None:
+            raise UsageError(
+                "veRL's reward model would overwrite what agents are rewarded with:"
+                " set reward.reward_model.enable=False"
+            )
+        from afield.integrations.verl import clients
+
+        door = clients.door(given, llm_client)
+        made = cls(given, clients.client(given, door), Queue(), versioned=door.versioned)
+        atexit.register(made.close)
+        return made
+
+    def close(self) -> None:
+        """End all that still runs. Repeating is harmless."""
+        atexit.unregister(self.close)
+        self._broken = self._broken or UsageError("the manager is closed")
+        self._writer.shutdown(wait=True, cancel_futures=True)
+        self._client.close()
+
+    # --- what veRL asks for -----------------------------------------------------------------------
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Begin every prompt's rollouts, and return."""
+        if self._broken is not None:
+            raise self._broken
+        split = Split.VAL if _flag(prompts, "validate") else Split.TRAIN
+        asked = [_row(prompts, i) for i in range(len(prompts))]
+        if not asked:
+            return
+        step = int(asked[0]["global_steps"])
+        # veRL counts a step's number up before it asks, and after the weights of the one before are there.
+        version = step if split is Split.VAL else max(0, step - 1)
+        self._version = max(self._version, version)
+        tally = Tally(Asked(step=step, split=split, version=version, groups=len(asked)))
+        with self._lock:
+            self._open |= {str(prompt["uid"]): str(split) for prompt in asked}
+        self._then(self._begin, asked, tally)
+
+    def _begin(self, asked: Sequence[dict[str, Any]], tally: Tally) -> None:
+        for prompt in asked:
+            self._queue.mark(prompt["uid"], str(tally.asked.split), "running")
+            futures = [self._client.begin(rollout) for rollout in self._rollouts(prompt, tally.asked.split)]
+            Group(prompt, tally, futures).when_ended(lambda group: self._then(self._write, group))
+
+    def _rollouts(self, prompt: dict[str, Any], split: Split) -> list[Rollout]:
+        uid = str(prompt["uid"])
+        if "_" in uid:
+            raise UsageError(f"uid {uid!r} has a '_', which separates the parts of veRL's row keys")
+        trainer, task = self._given.trainer, task_of(prompt)
+        usual = trainer.val_rollouts if split is Split.VAL else trainer.rollouts
+        number = int(prompt.get("__rollout_n__", usual))
+        return [
+            Rollout(
+                id=f"{uid}-{k}",
+                exp_id=self._client.plan.exp_id,
+                group_id=uid,
+                task=task,
+                split=split,
+                sampling=self._sampling(prompt, split),
+            )
+            for k in range(number)
+        ]
+
+    def _sampling(self, prompt: dict[str, Any], split: Split) -> Sampling:
+        trainer = self._given.trainer
+        if split is Split.VAL:
+            return trainer.val_sampling
+        return trainer.sampling if prompt.get("__do_sample__", True) else greedy(trainer.sampling)
+
+    # --- what came of it, in the writer's thread ---------------------------------------------------
+
+    def _write(self, group: Group) -> None:
+        """Rows first: veRL takes a group as soon as its status says that it has ended."""
+        asked = group.tally.asked
+        finished = [future.finished() for future in group.futures]
+        train = asked.split is Split.TRAIN
+        number = min(len(finished), self._given.quorum) if train else 1
+        judged = rows.judge(
+            finished, quorum=number, floor=self._given.settings.floor, branches=self._given.branches
+        )
+        if not self._versioned:
+            judged = _stamped(judged, asked.version, self._version)
+        entries = [
+            entry
+            for one in judged.sessions
+            for entry in rows.entries(group.prompt, one, weighted=self._given.weighted)
+        ]
+        if entries:
+            self._queue.put(entries, str(asked.split))
+        self._queue.mark(group.uid, str(asked.split), "failure" if judged.dropped else "finished")
+        with self._lock:
+            self._open.pop(group.uid, None)
+        for one in finished:
+            self._spool.drop(one.rollout.id)
+        self._account(group, judged)
+
+    def _account(self, group: Group, judged: rows.Judged) -> None:
+        asked = group.tally.asked
+        for rollout_id, why in judged.left_out.items():
+            log.warning("rollout %s is left out: %s", rollout_id, why)
+        if judged.dropped:
+            replaced = "another takes its place" if self._given.trainer.refills else "its step has fewer rows"
+            log.warning("group %s is dropped: %s (%s)", group.uid, judged.dropped, replaced)
+        if group.tally.add(judged):
+            log.info("%s", group.tally)
+            if asked.split is Split.VAL and not group.tally.counts["rows"]:
+                raise Fruitless(f"a validation of {asked.groups} tasks without any result: {judged.dropped}")
+        if asked.split is Split.TRAIN:
+            self._fruitless = self._fruitless + 1 if judged.dropped else 0
+            if self._fruitless >= self._given.settings.fruitless:
+                told = (
+                    f"{self._fruitless} groups in a row could not be trained; the last one: {judged.dropped}"
+                )
+                raise Fruitless(told)
+
+    # --- when something breaks ---------------------------------------------------------------------
+
+    def _then(self, work: Callable[..., None], *arguments: Any) -> None:
+        """In the writer's thread; what it raises ends training."""
+        try:
+            future = self._writer.submit(work, *arguments)
+        except RuntimeError:  # the writer was closed, and with it everything that ran
+            return
+        future.add_done_callback(self._done)
+
+    def _done(self, future: Future[None]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """veRL looks at the status of its groups every few seconds, and refuses one it does not know."""
+        if self._broken is not None:
+            return
+        self._broken = error
+        log.error("collecting ends: %s", error, exc_info=error)
+        with self._lock:
+            waiting, self._open = dict(self._open), {}
+        told = f"{type(error).__name__}: {error}"
+        for uid, partition in list(waiting.items())[:1]:
+            self._queue.mark(uid, partition, f"afield has stopped collecting: {told}")
+
+
+def _stamped(judged: rows.Judged, low: int, high: int) -> rows.Judged:
+    sessions = tuple(rows.restamped(one, low, max(low, high)) for one in judged.sessions)
+    return structs.replace(judged, sessions=sessions)
+
+
+def _flag(prompts: Any, name: str) -> bool:
+    return bool(prompts[name]) if name in prompts.keys() else False  # noqa: SIM118 (a TensorDict)
+
+
+def _row(prompts: Any, i: int) -> dict[str, Any]:
+    """A row of veRL's batch, where what is the same for all is there once."""
+    import torch
+    from tensordict import NonTensorData, NonTensorStack
+
+    row: dict[str, Any] = {}
+    for name, value in prompts.items():
+        if isinstance(value, torch.Tensor):
+            row[name] = value[i]
+        elif isinstance(value, NonTensorStack):
+            row[name] = value[i].data
+        elif isinstance(value, NonTensorData):
+            row[name] = value.data
+        else:
+            told = f"column {name!r} of veRL's batch is a {type(value).__name__}"
+            raise UsageError(f"{told}; expected a tensor or data beside tensors")
+    return row
