@@ -11,6 +11,7 @@ one rollout is left is trained as veRL does, without a baseline. The manager has
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import Any
@@ -22,9 +23,12 @@ from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportM
 )
 
 from afield.client import RolloutClient
+from afield.errors import RolloutFailure
 from afield.integrations.verl import clients, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.types import Rollout, Sampling
+
+log = logging.getLogger("afield.verl")
 
 
 class _Shared:
@@ -32,16 +36,16 @@ class _Shared:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: tuple[settings.Given, RolloutClient, bool] | None = None
+        self.made: tuple[settings.Given, RolloutClient, bool] | None = None
 
     def get(self, config: Any, llm_client: Any) -> tuple[settings.Given, RolloutClient, bool]:
         with self._lock:
-            if self._made is None:
+            if self.made is None:
                 given = settings.read(config)
                 door = clients.door(given, llm_client)
                 made = clients.client(given, door, part=f"worker-{os.getpid()}")
-                self._made = given, made, door.versioned
-            return self._made
+                self.made = given, made, door.versioned
+            return self.made
 
 
 SHARED = _Shared()
@@ -49,7 +53,7 @@ SHARED = _Shared()
 
 class Loop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> list[AgentLoopOutput]:
-        given, client, versioned = await self.loop.run_in_executor(
+        given, client, versioned = SHARED.made or await self.loop.run_in_executor(
             None, SHARED.get, self.config, self.server_manager
         )
         rollout = Rollout(
@@ -59,15 +63,22 @@ class Loop(AgentLoopBase):
             task=task_of(prompt),
             sampling=_sampling(sampling_params, given.trainer.sampling),
         )
-        future = client.begin(rollout)
-        finished = await self.loop.run_in_executor(None, future.finished)
-        made = rows.session(
-            finished, int(prompt["session_id"]), floor=given.settings.floor, branches=given.branches
-        )
+        made = await _session(client, rollout, given, int(prompt["session_id"]))
         if isinstance(made, str):
+            log.warning("rollout %s is left out: %s", rollout.id, made)
             return []
         step = int(prompt["global_steps"])
         return outputs(made if versioned else rows.restamped(made, max(0, step - 1), max(0, step - 1)))
+
+
+async def _session(
+    client: RolloutClient, rollout: Rollout, given: settings.Given, number: int
+) -> rows.Session | str:
+    try:
+        finished = await client.begin(rollout)
+    except RolloutFailure as error:
+        return f"{error.kind}/{error.reason}: {error}"
+    return rows.session(finished, number, floor=given.settings.floor, branches=given.branches)
 
 
 def outputs(made: rows.Session) -> list[AgentLoopOutput]:
