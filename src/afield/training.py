@@ -153,9 +153,7 @@ class Parts:
         self.ledger = stack.enter_context(Ledger(run.ledger))
         self.spool = Spool(run.spool)
 
-    async def gatherer(
-        self, gateway: Gateway, places: Places, watcher: Watcher, val: Sequence[Task]
-    ) -> Gatherer:
+    async def conductor(self, gateway: Gateway, places: Places, watcher: Watcher) -> Conductor:
         limiter = wiring.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
@@ -171,7 +169,12 @@ class Parts:
             limiter=limiter,
             verifiers=places.verifiers,
         )
-        await self.stack.enter_async_context(conductor)
+        return await self.stack.enter_async_context(conductor)
+
+    async def gatherer(
+        self, gateway: Gateway, places: Places, watcher: Watcher, val: Sequence[Task]
+    ) -> Gatherer:
+        conductor = await self.conductor(gateway, places, watcher)
         return Gatherer(
             self.window,
             self.schedule,

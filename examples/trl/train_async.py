@@ -1,0 +1,61 @@
+"""The demo's shop agent, trained by stock TRL: its asynchronous GRPO trainer learns, afield collects.
+
+pip install trl 'afield[demo]'
+python train_async.py --steps 40
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from afield import demo
+from afield.demo import shop
+from afield.integrations.trl import Rollouts
+
+DEMO = Path(demo.__file__).parent
+MODEL = str(DEMO / "policy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="runs/trl")
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    args = AsyncGRPOConfig(
+        output_dir=given.out,
+        max_steps=given.steps,
+        per_device_train_batch_size=64,
+        num_generations=16,
+        max_completion_length=64,
+        max_staleness=1,
+        token_budget=0,
+        learning_rate=1.5e-3,
+        adam_epsilon=1e-4,
+        max_grad_norm=0.1,
+        epsilon_high=0.28,
+        seed=given.seed,
+        use_cpu=not cuda,
+        bf16=cuda,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+    )
+    rollouts = Rollouts(
+        args,
+        agent=f"{DEMO / 'agents' / 'openai_agent.py'}:agent",
+        model=MODEL,
+        tasks=shop.tasks(given.seed, 4 * given.steps + 16),
+        scale_advantages=False,
+        max_calls=8,
+        deadline_s=60.0,
+        shuffle=False,
+    )
+    AsyncGRPOTrainer(model=MODEL, args=args, **rollouts.doors).train()
+
+
+if __name__ == "__main__":
+    main()

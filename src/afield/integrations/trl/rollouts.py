@@ -1,0 +1,154 @@
+"""The door: what TRL's asynchronous GRPO trainer needs to learn from an agent that runs unchanged elsewhere.
+
+    rollouts = Rollouts(args, agent="agent.py:agent", model="path/to/model", tasks=rows)
+    AsyncGRPOTrainer(model="path/to/model", args=args, **rollouts.doors).train()
+
+What the trainer's own arguments say (rollouts of a task, temperature, length, staleness) is taken from
+them; everything else has the keys of `afield train`. Nothing is started before training begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from afield import wire, wiring
+from afield.config import PATHS, Environment, TrainConfig, build, from_file, located, merged, read_tasks
+from afield.errors import UsageError, WireError
+from afield.integrations.trl.crew import Crew
+from afield.integrations.trl.pace import Pace
+from afield.integrations.trl.rows import Recipe, Weigh
+from afield.integrations.trl.weights import WeightTransfer
+from afield.integrations.trl.worker import RolloutWorker
+from afield.rundir import RunDir
+from afield.types import Task
+
+TAKEN = {  # by the trainer's own argument
+    "rollouts": "num_generations",
+    "temperature": "temperature",
+    "max_tokens": "max_completion_length",
+    "max_staleness": "max_staleness",
+    "steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+}
+Rows = str | Path | Iterable[Mapping[str, Any]]
+
+
+class Rollouts:
+    """`tasks` is a JSONL file, or rows (a `datasets.Dataset` is some). `directory` keeps weights, logs and
+    what was sampled; runs/trl-... unless told otherwise. `weigh` is "rollout", or "token" as TRL does."""
+
+    def __init__(
+        self,
+        args: Any,
+        *,
+        model: str | Path,
+        tasks: Rows,
+        directory: str | Path | None = None,
+        config: str | Path | None = None,
+        weigh: Weigh = "rollout",
+        **values: Any,
+    ) -> None:
+        check(args)
+        environment = Environment.read()
+        self.tasks = as_tasks(tasks)
+        self.config = configured(args, str(model), config, values)
+        self.run = RunDir(Path(directory) if directory else environment.runs / fresh_name())
+        if self.run.began:
+            raise UsageError(f"{self.run.path} holds another run's rollouts; name a fresh directory")
+        crew = Crew(self.config, self.run, self.tasks, environment.admin_key)
+        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        pace = Pace(
+            rows=step * args.weight_sync_steps,
+            expected=self.config.rollouts,
+            staleness=args.max_staleness,
+        )
+        recipe = Recipe(
+            temperature=args.temperature,
+            advantage=self.config.advantage,
+            scale=self.config.scale_advantages,
+            weigh=weigh,
+        )
+        self.worker = RolloutWorker(crew, pace, recipe)
+        self.weights = WeightTransfer(crew, keep=self.config.keep_weights)
+
+    @property
+    def dataset(self) -> Any:
+        """What TRL counts epochs by."""
+        from datasets import Dataset
+
+        return Dataset.from_list([{"prompt": task.id} for task in self.tasks])
+
+    @property
+    def doors(self) -> dict[str, Any]:
+        """The trainer's arguments that make it learn from these rollouts."""
+        return {
+            "train_dataset": self.dataset,
+            "rollout_worker": self.worker,
+            "weight_transfer": self.weights,
+        }
+
+
+def check(args: Any) -> None:
+    """What in the trainer's arguments cannot work here."""
+    if args.token_budget is None:
+        raise UsageError(
+            "token_budget is not set, so TRL would ask a vLLM server for it: set token_budget=0 for steps of"
+            " per_device_train_batch_size rows, or the most tokens that one forward pass may have"
+        )
+    check_sampling(args)
+
+
+def check_sampling(args: Any) -> None:
+    if args.top_p != 1.0 or args.top_k or args.min_p or args.repetition_penalty != 1.0:
+        told = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        raise UsageError(
+            f"{told}: TRL's loss does not know of truncated sampling; leave these as they are by default"
+        )
+
+
+def configured(args: Any, model: str, file: str | Path | None, values: Mapping[str, Any]) -> TrainConfig:
+    """The values of `afield train`: given here, else from the file; the trainer's own from its arguments."""
+    said = from_file(Path(file)) if file else {}
+    given = {k: located(k, v, Path.cwd()) if k in PATHS else v for k, v in values.items()}
+    for name in TAKEN:
+        if name in given:
+            raise UsageError(f"{name} is the trainer's: give it as {TAKEN[name]} in its arguments")
+    kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, "tasks", "trainer", "mode")}
+    from_trainer = {
+        "model": located("model", model, Path.cwd()),
+        "rollouts": args.num_generations,
+        "temperature": args.temperature,
+        "max_tokens": args.max_completion_length,
+    }
+    config = build(merged(kept, from_trainer), str(file or "Rollouts"))
+    wiring.check_choices(config)
+    return config
+
+
+def as_tasks(given: Rows) -> list[Task]:
+    if isinstance(given, str | Path):
+        return read_tasks(Path(given))
+    tasks: dict[str, Task] = {}
+    for number, row in enumerate(given, 1):
+        try:
+            copied: dict[str, Any] = msgspec.json.decode(wire.encode(dict(row)))
+            task = Task(str(copied.get("id", f"row-{number}")), copied)
+        except (WireError, ValueError, TypeError) as error:
+            raise UsageError(f"row {number} of the tasks: {error}") from error
+        if task.id in tasks:
+            raise UsageError(f"row {number} of the tasks: the id {task.id!r} was used before")
+        tasks[task.id] = task
+    if not tasks:
+        raise UsageError("there are no tasks: give at least one row")
+    return list(tasks.values())
+
+
+def fresh_name() -> str:
+    return f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"

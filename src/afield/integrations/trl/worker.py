@@ -1,0 +1,172 @@
+"""TRL's `RolloutWorkerProtocol` on afield's collection.
+
+Groups are begun in the order of the tasks, as the pace allows, sampled through the gateway and put into
+the trainer's buffer row by row, a group at a time. Versions are those that sampled, as the gateway saw it.
+What has no reward is left out and counted; if nothing has one for long, or the collection broke, the
+trainer is told why when it asks for our health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from afield.collect import GroupWish, read_group
+from afield.errors import Fruitless, Unavailable, first_cause
+from afield.integrations.trl.crew import Crew, Opened
+from afield.integrations.trl.pace import Pace
+from afield.integrations.trl.rows import Lengths, Recipe, rows
+from afield.learn import usual_failure
+from afield.types import Finished, Group
+
+POLL_S = 0.05
+PATIENCE = 3  # steps' worth of groups without a single reward before it is given up
+ENDED = "training has ended"
+
+
+class Ready(NamedTuple):
+    """A group that has ended: what it gives the trainer, and what to forget once it has it."""
+
+    rows: list[Any]
+    members: Sequence[str]
+
+
+class RolloutWorker:
+    """`rollout_buffer` and `metrics_queue` are TRL's; the rest of its state is the event loop's alone."""
+
+    def __init__(self, crew: Crew, pace: Pace, recipe: Recipe) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._crew = crew
+        self._pace = pace
+        self._recipe = recipe
+        self._version = 0
+        self._gathering: Future[None] | None = None
+        self._beat = time.monotonic()
+        self._lengths = Lengths()
+        self._running: dict[int, int] = {}  # position to the version it was begun at
+        self._ready: dict[int, Ready] = {}
+        self._members: dict[int, list[str]] = {}
+        self._barren = 0
+        self._ending = False
+
+    # --- what TRL calls --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to collect. The weights that sample are there: TRL has sent them."""
+        made = self._crew.start()
+        self._beat = time.monotonic()
+        if self._gathering is None:
+            self._gathering = self._crew.spawn(self._gather(made))
+
+    def stop(self) -> None:
+        """End what runs; repeating is harmless."""
+        if self._gathering is not None and not self._gathering.done():
+            with suppress(Unavailable):  # it is gone already, and all that ran with it
+                self._crew.call(self._end(self._crew.start(), self._gathering))
+
+    def update_model_version(self, model_version: int) -> None:
+        self._version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises what ended the collection, or that it does not move any more."""
+        self._crew.check()
+        if self._gathering is not None and self._gathering.done() and not self._gathering.cancelled():
+            if error := self._gathering.exception():
+                raise error
+        silent = time.monotonic() - self._beat
+        if self._gathering is not None and silent > stale_after_s:
+            raise Unavailable(
+                f"the collection has not moved for {silent:.0f} s (heartbeat_stale_after_s ="
+                f" {stale_after_s:g}) with {len(self._running)} groups under way; see {self._crew.run.logs}"
+            )
+
+    # --- in the collection's thread --------------------------------------------------------------
+
+    async def _gather(self, made: Opened) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                position = 0
+                while await self._its_turn(made):
+                    wish = made.schedule.wish(position)
+                    self._running[position] = self._version
+                    self._members[position] = made.collector.members(wish)
+                    tasks.create_task(self._group(made, position, wish))
+                    await asyncio.sleep(0)  # it has begun, and there may be no room for another
+                    position += 1
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    async def _its_turn(self, made: Opened) -> bool:
+        """Waits until another group may begin; False when none will."""
+        while not self._ending:
+            self._beat = time.monotonic()
+            self._deliver(made)
+            if made.collector.has_room and self._pace.admits(self.rollout_buffer.qsize(), len(self._running)):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
+
+    async def _group(self, made: Opened, position: int, wish: GroupWish) -> None:
+        ended = await made.collector.group(wish)
+        if self._ending:
+            return
+        group = await asyncio.to_thread(read_group, made.spool, ended)
+        given: list[Any] = []
+        if ended.dropped is None:
+            given = rows(group, self._recipe, number=position, base=made.base, lengths=self._lengths)
+        self._note(group, given, ended.dropped)
+        everyone = (*ended.members, *([ended.baseline] if ended.baseline else []))
+        self._ready[position] = Ready(given, everyone)
+        self._deliver(made)
+
+    def _deliver(self, made: Opened) -> None:
+        """Oldest first; a younger one only where no older one comes too late by it."""
+        for position in sorted(self._ready):
+            ready = self._ready[position]
+            older = [born for p, born in self._running.items() if p < position and p not in self._ready]
+            waiting = self.rollout_buffer.qsize()
+            if not self._pace.may_pass(len(ready.rows), waiting=waiting, version=self._version, older=older):
+                return
+            for row in ready.rows:
+                row.enqueued_at = time.time()
+                self.rollout_buffer.put(row)
+            for rollout_id in ready.members:
+                made.spool.drop(rollout_id)
+            del self._ready[position], self._running[position], self._members[position]
+
+    def _note(self, group: Group, given: Sequence[Any], dropped: str | None) -> None:
+        """Measures of a group, rollout by rollout; and patience with those that have no reward."""
+        rewards = [r for f in group.finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
+        count = len(group.finished)
+        self.metrics_queue.put(
+            {
+                "rollout/reward": (sum(rewards), len(rewards)),
+                "rollout/failed_total": float(count - len(rewards)),
+                "rollout/dropped_groups_total": float(dropped is not None),
+                "rollout/turns_per_rollout": (sum(len(f.turns) for f in group.finished), count),
+                "rollout/rows_per_rollout": (len(given), max(len(rewards), 1)),
+                "rollout/attempts_per_rollout": (sum(f.attempts for f in group.finished), count),
+                "rollout/excluded_tokens_total": float(_excluded(group.finished)),
+            }
+        )
+        self._barren = 0 if rewards else self._barren + 1
+        if self._barren >= PATIENCE * max(1, self._pace.rows // self._pace.expected):
+            often = usual_failure(group.finished)
+            raise Fruitless(f"{self._barren} groups without a single reward; most often: {often}")
+
+    async def _end(self, made: Opened, gathering: Future[None]) -> None:
+        """Sessions are ended wherever they run, within the time that takes at most."""
+        self._ending = True
+        for rollout_id in [one for members in self._members.values() for one in members]:
+            made.conductor.cancel(rollout_id, ENDED)
+        await asyncio.wait([asyncio.wrap_future(gathering)], timeout=made.plan.deadlines.teardown_s)
+
+
+def _excluded(finished: Sequence[Finished]) -> int:
+    return sum(exclusion.tokens for f in finished for exclusion in f.excluded)
