@@ -176,21 +176,24 @@ class Failure(Struct, frozen=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """What came of an attempt: a reward, or the typed failure in its place.
 
-    A policy failure may carry a reward too (the agent gave one before it ran out of budget).
+    A policy failure may carry a reward too (the agent gave one before it ran out of budget). `turn_rewards`
+    are by turn: its id, the id of the response that the agent got for it, or the number of the call, from 0.
     """
 
     rollout_id: str
     attempt: int
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     stop_reason: str = ""
 
     def __post_init__(self) -> None:
         Attempt(self.rollout_id, self.attempt)
-        numbers = {"reward": self.reward, **self.rewards, **self.metrics}
-        for name, value in numbers.items():
+        of_turns = ((f"reward of turn {turn}", value) for turn, value in self.turn_rewards.items())
+        named = (*self.rewards.items(), *self.metrics.items(), *of_turns)
+        for name, value in (("reward", self.reward), *named):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} {value} of {self.session_id} is not a finite number")
         if self.reward is None and self.failure is None:

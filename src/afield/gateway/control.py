@@ -94,9 +94,7 @@ async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, 
     statement = outcomes.read(body, session.row)
     agent = grant is not None and KeyScope.REWARD not in grant.scopes
     if agent:
-        _refuse_reward(
-            session, statement.reward if statement.reward is not None else statement.rewards or None
-        )
+        _refuse_reward(session, statement.given)
     verdict = outcomes.judged(session.row.spec) and not agent
     await gateway.settle(session, statement, verdict=verdict)
     return session.state()

@@ -32,6 +32,7 @@ class OutcomeBody(Struct):
 
     reward: Any = None
     rewards: dict[str, float] = {}
+    turn_rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     status: str = ""
     stop_reason: str = ""
@@ -48,6 +49,7 @@ class Statement(Struct, frozen=True, kw_only=True):
     said: bytes
     reward: Any
     rewards: dict[str, float]
+    turn_rewards: dict[str, float]
     metrics: dict[str, float]
     stop_reason: str
     failure: Failure | None = None
@@ -57,7 +59,13 @@ class Statement(Struct, frozen=True, kw_only=True):
     @property
     def entries(self) -> list[dict[str, Any]]:
         named = [{"reward": value, "name": name} for name, value in self.rewards.items()]
-        return named + ([{"reward": self.reward}] if self.reward is not None else [])
+        of_turns = [{"reward": value, "turn": turn} for turn, value in self.turn_rewards.items()]
+        return named + of_turns + ([{"reward": self.reward}] if self.reward is not None else [])
+
+    @property
+    def given(self) -> Any:
+        """A reward that is in it, in whatever way; None if it gives none."""
+        return self.reward if self.reward is not None else self.rewards or self.turn_rewards or None
 
 
 def read(body: bytes, row: SessionRow) -> Statement:
@@ -90,6 +98,7 @@ def _short(asked: OutcomeBody, said: bytes) -> Statement:
         said=said,
         reward=asked.reward,
         rewards=asked.rewards,
+        turn_rewards=asked.turn_rewards,
         metrics=asked.metrics,
         stop_reason=asked.stop_reason or asked.status,
         artifacts=asked.artifacts,
@@ -102,6 +111,7 @@ def _whole(record: OutcomeRecord, said: bytes) -> Statement:
         said=said,
         reward=outcome.reward,
         rewards=outcome.rewards,
+        turn_rewards=outcome.turn_rewards,
         metrics=outcome.metrics,
         stop_reason=outcome.stop_reason,
         failure=outcome.failure,
@@ -228,6 +238,7 @@ def record_of(row: SessionRow) -> OutcomeRecord:
         # A policy's failure may have a reward; what is broken otherwise has none, whatever was said before.
         reward=None if failure and failure.kind is not FailureKind.POLICY else reward,
         rewards={e["name"]: e["reward"] for e in row.rewards if "name" in e and "turn" not in e},
+        turn_rewards={e["turn"]: e["reward"] for e in row.rewards if "turn" in e and "name" not in e},
         metrics=metrics,
         failure=failure,
         stop_reason=next((s.stop_reason for s in statements if s.stop_reason), ""),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -25,6 +26,9 @@ from afield.types import Reason
 Rewards = dict[str, float]
 Aggregate = str | Mapping[str, float] | Callable[[Rewards], float] | None
 
+KNOWN = ("reward", "rewards", "turn_rewards", "metrics", "stop_reason")
+TURN = re.compile(r"(?:.*[-_])?t\d+|\d+")
+
 NAMED: dict[str, Callable[[Rewards], float]] = {
     "mean": lambda rewards: sum(rewards.values()) / len(rewards),
     "sum": lambda rewards: sum(rewards.values()),
@@ -36,6 +40,7 @@ NAMED: dict[str, Callable[[Rewards], float]] = {
 class Result(Struct, frozen=True, kw_only=True):
     reward: float
     rewards: Rewards = field(default_factory=dict)
+    turn_rewards: Rewards = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -52,13 +57,13 @@ def read_result(value: object, aggregate: Aggregate = None) -> Result:
     rewards = read_rewards(value["rewards"]) if "rewards" in value else {}
     # A reward beside several rewards is the agent's own aggregation of them.
     reward = number(value["reward"], "the reward") if "reward" in value else combine(rewards, aggregate)
-    known = ("reward", "rewards", "metrics", "stop_reason")
     return Result(
         reward=reward,
         rewards=rewards,
+        turn_rewards=_read_turn_rewards(value.get("turn_rewards")),
         metrics=_read_metrics(value.get("metrics")),
         stop_reason=clean(str(value.get("stop_reason") or "")),
-        extra=_read_extra({k: v for k, v in value.items() if k not in known}),
+        extra=_read_extra({k: v for k, v in value.items() if k not in KNOWN}),
     )
 
 
@@ -66,11 +71,10 @@ def read_submission(value: object) -> wire.Submission:
     """What a judged agent returned. A reward in it is not its to give and is left out."""
     if not isinstance(value, Mapping):
         return wire.Submission()
-    known = ("reward", "rewards", "metrics", "stop_reason")
     return wire.Submission(
         metrics=_read_metrics(value.get("metrics")),
         stop_reason=clean(str(value.get("stop_reason") or "")),
-        artifacts=_read_extra({k: v for k, v in value.items() if k not in known}),
+        artifacts=_read_extra({k: v for k, v in value.items() if k not in KNOWN}),
     )
 
 
@@ -139,6 +143,24 @@ def _weighted(rewards: Rewards, weights: Mapping[str, float]) -> float:
             f"rewards {sorted(rewards)} do not match the weighted names {sorted(weights)}", Reason.REWARD
         )
     return sum(weights[name] * value for name, value in rewards.items())
+
+
+def _read_turn_rewards(value: object) -> Rewards:
+    """By turn, as `Outcome.turn_rewards` has them; a list is one for each call, in their order."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping | list | tuple):
+        raise VerifierFailure(
+            f"'turn_rewards' is {shown(value)}, neither an object nor a list", Reason.REWARD
+        )
+    read = read_rewards(value)
+    if stray := [name for name in read if not TURN.fullmatch(name)]:
+        raise VerifierFailure(
+            f"'turn_rewards' names {stray[0]!r}, which is no turn: give the id of the model's response to it"
+            " (such as chatcmpl-...-t3), or the number of the call, counted from 0",
+            Reason.REWARD,
+        )
+    return read
 
 
 def _read_metrics(value: object) -> dict[str, float]:

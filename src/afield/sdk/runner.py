@@ -192,6 +192,7 @@ class Runner:
             attempt=invocation.attempt,
             reward=result.reward,
             rewards=result.rewards,
+            turn_rewards=result.turn_rewards,
             metrics=result.metrics,
             stop_reason=result.stop_reason,
         )

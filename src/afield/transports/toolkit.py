@@ -60,6 +60,7 @@ def _outcome(result: dict[str, Any], attempt: Attempt) -> tuple[Outcome, dict[st
         attempt=attempt.n,
         reward=read.reward,
         rewards=read.rewards,
+        turn_rewards=read.turn_rewards,
         metrics=read.metrics,
         stop_reason=read.stop_reason,
     )

@@ -1,0 +1,208 @@
+"""Groups to a batch, and back.
+
+`from_groups` takes rows as they were assembled, or splits them to one per turn; either way each sampled
+token of a rollout that trains is owned by exactly one row. Rows whose turns are at hand are compared with
+them. `to_groups` gives groups to train on again: the same rollouts, outcomes, rewards and linear rows. Not
+kept are messages, digests, tags, links, times, seeds and token limits of turns, what was sampled and not
+trained, and the rows of rollouts that carry no reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import structs
+
+from afield import assembly
+from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
+from afield.batches.tree import moved, nodes_of, sample_of, turns_of
+from afield.forest import Forest
+from afield.types import Finished, Group, Trajectory, Turn, TurnRange, VersionSpan
+
+
+def from_groups(groups: Iterable[Group], form: Form = "linear", *, floor: float = 0.0) -> Batch:
+    """All rollouts of these groups; rows of those that carry a reward.
+
+    `floor` is the score of a policy failure without a reward. Baselines are recorded and have no rows.
+    """
+    samples: list[Sample] = []
+    records: list[Record] = []
+    with refused("these groups are no batch"):
+        for group in groups:
+            for finished in (*group.finished, *([group.baseline] if group.baseline else [])):
+                record = record_of(finished, group, floor)
+                records.append(record)
+                if record.trains:
+                    samples.extend(samples_of(record, finished, form))
+        return Batch(form=form, samples=tuple(samples), rollouts=tuple(records))
+
+
+def record_of(finished: Finished, group: Group, floor: float = 0.0) -> Record:
+    return Record(
+        rollout=finished.rollout,
+        outcome=finished.outcome,
+        epoch=group.epoch,
+        score=finished.outcome.reward_or_floor(floor),
+        attempts=finished.attempts,
+        excluded=finished.excluded,
+        baseline=finished is group.baseline,
+    )
+
+
+def samples_of(record: Record, finished: Finished, form: Form) -> list[Sample]:
+    known = owned_turns(finished)
+    rows = finished.trajectories
+    if form == "per_turn":
+        rows = sorted(split(rows), key=lambda row: known[row.turns[0].id].order)
+    return [sample_of(record, n, row, known) for n, row in enumerate(rows)]
+
+
+def split(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """A row for each owned turn, with its whole prompt as context."""
+    total = sum(row.owned for row in rows)
+    return [_only(row, turn, total) for row in rows for turn in row.turns]
+
+
+def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
+    start, end = turn.start, turn.end
+    spans = (
+        VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in moved(row.versions, start, end)
+    )
+    return Trajectory(
+        token_ids=row.token_ids[:end],
+        loss_mask=(0,) * start + row.loss_mask[start:end],
+        logprobs=(0.0,) * start + row.logprobs[start:end],
+        versions=tuple(spans),
+        turns=(turn,),
+        weight=(end - start) / total,
+    )
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def owned_turns(finished: Finished) -> dict[str, OwnedTurn]:
+    """What rows own, with each turn's place in the rollout: from the turns, or from the rows without them."""
+    owned: dict[str, tuple[Trajectory, TurnRange]] = {}
+    for row in finished.trajectories:
+        for turn in row.turns:
+            if turn.id in owned:
+                raise ValueError(f"rollout {finished.rollout.id}, turn {turn.id}: more than one row owns it")
+            owned[turn.id] = (row, turn)
+    turns = {turn.id: turn for turn in finished.turns}
+    if owned.keys() <= turns.keys():
+        return _from_turns(finished, owned, turns)
+    if turns:
+        lost = next(turn_id for turn_id in owned if turn_id not in turns)
+        raise ValueError(f"rollout {finished.rollout.id}, turn {lost}: a row owns it, and it is not there")
+    return _from_rows(finished.trajectories, owned)
+
+
+Owned = Mapping[str, tuple[Trajectory, TurnRange]]
+
+
+def _from_turns(finished: Finished, owned: Owned, turns: Mapping[str, Turn]) -> dict[str, OwnedTurn]:
+    known: dict[str, OwnedTurn] = {}
+    for turn in finished.turns:
+        if turn.id not in owned:
+            continue
+        row, place = owned[turn.id]
+        mine = slice(place.start, place.end)
+        if (row.token_ids[mine], row.logprobs[mine]) != (turn.token_ids, turn.logprobs):
+            where = f"rollout {finished.rollout.id}, turn {turn.id}"
+            raise ValueError(f"{where}: ids or log-probabilities of its row are not those that were sampled")
+        parent = turn.parent
+        while parent is not None and parent not in owned:
+            parent = turns[parent].parent
+        made = _owned(place, order=len(known), parent=parent or "")
+        known[turn.id] = structs.replace(
+            made,
+            top_p=turn.sampling.top_p,
+            top_k=turn.sampling.top_k,
+            finish_reason=str(turn.finish_reason or ""),
+        )
+    return known
+
+
+def _from_rows(rows: Sequence[Trajectory], owned: Owned) -> dict[str, OwnedTurn]:
+    """By what the rows have in common. A row ends with a turn that nothing extends."""
+    inner = [(turn, row) for row in rows for turn in row.turns[:-1]]
+    known: dict[str, OwnedTurn] = {}
+    for order, (row, turn) in enumerate(owned.values()):
+        parent = ""
+        for above, where in inner:
+            if (
+                above.id in known
+                and above.end <= turn.start
+                and where.token_ids[: above.end] == row.token_ids[: above.end]
+            ):
+                parent = above.id if not parent or above.end > owned[parent][1].end else parent
+        known[turn.id] = _owned(turn, order=order, parent=parent)
+    return known
+
+
+def _owned(turn: TurnRange, *, order: int, parent: str) -> OwnedTurn:
+    return OwnedTurn(
+        id=turn.id,
+        order=order,
+        start=turn.start,
+        end=turn.end,
+        temperature=turn.temperature,
+        truncated=turn.truncated,
+        tier=turn.tier,
+        parent=parent,
+    )
+
+
+# --- and back ------------------------------------------------------------------------------------
+
+
+def to_groups(batch: Batch) -> list[Group]:
+    """In the order in which the batch has them."""
+    rows: dict[str, list[Sample]] = {}
+    for sample in batch.samples:
+        rows.setdefault(sample.rollout_id, []).append(sample)
+    groups: dict[str, list[Record]] = {}
+    for record in batch.rollouts:
+        groups.setdefault(record.rollout.group_id, []).append(record)
+    with refused("this batch has no groups"):
+        return [_group(records, rows) for records in groups.values()]
+
+
+def _group(records: Sequence[Record], rows: Mapping[str, list[Sample]]) -> Group:
+    first = records[0]
+    for record in records:
+        theirs = (record.rollout.task.id, record.epoch, record.rollout.split)
+        if theirs != (first.rollout.task.id, first.epoch, first.rollout.split):
+            raise ValueError(
+                f"rollout {record.rollout.id}: its task, epoch or split is not that of group"
+                f" {record.rollout.group_id}"
+            )
+    finished = {record.rollout.id: _finished(record, rows.get(record.rollout.id, [])) for record in records}
+    baselines = [record.rollout.id for record in records if record.baseline]
+    if len(baselines) > 1:
+        raise ValueError(f"group {first.rollout.group_id} has more than one baseline: {baselines}")
+    return Group(
+        id=first.rollout.group_id,
+        task_id=first.rollout.task.id,
+        epoch=first.epoch,
+        split=first.rollout.split,
+        finished=tuple(f for rollout_id, f in finished.items() if rollout_id not in baselines),
+        baseline=finished[baselines[0]] if baselines else None,
+    )
+
+
+def _finished(record: Record, rows: Sequence[Sample]) -> Finished:
+    turns: tuple[Turn, ...] = ()
+    trajectories = tuple(row.trajectory for row in rows)
+    if all(turn.finish_reason for row in rows for turn in row.turns):
+        turns = tuple(turns_of(nodes_of(rows)))
+        trajectories = assembly.linear(Forest(turns)).trajectories
+    return Finished(
+        rollout=record.rollout,
+        outcome=record.outcome,
+        trajectories=trajectories,
+        excluded=record.excluded,
+        turns=turns,
+        attempts=record.attempts,
+    )
