@@ -35,7 +35,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`quorum` rewards make a group fit for training (2 unless the group is smaller). `floor` is the reward
     of a policy failure that has none. After `fruitless` groups in a row that cannot be trained, training ends
     instead of going on for ever. `branches` says which rows of a session that branched are trained;
-    empty trains all, where veRL compares sessions. `options` is what the runtime is told.
+    `auto` is all, where veRL compares sessions. `options` is what the runtime is told.
     """
 
     agent: str = ""
@@ -70,7 +70,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     quorum: int | None = None
     fruitless: int = 32
     floor: float = 0.0
-    branches: Literal["", "all", "main"] = ""
+    branches: Literal["auto", "all", "main"] = "auto"
     max_tokens: int | None = None  # of one call; None is veRL's response_length
     max_calls: int | None = None
     max_context: int | None = None  # None is veRL's max_model_len, or prompt and response length
@@ -134,7 +134,7 @@ class Given(Struct, frozen=True):
 
     @property
     def branches(self) -> Literal["all", "main"]:
-        return self.settings.branches or "all"
+        return "all" if self.settings.branches == "auto" else self.settings.branches
 
     @property
     def weighted(self) -> bool:
@@ -215,7 +215,7 @@ def _check(given: Given, config: dict[str, Any]) -> None:
             "rollouts bring their log-probabilities, and without them nobody would notice a drift:"
             " set actor_rollout_ref.rollout.calculate_log_probs=True"
         )
-    if trainer.estimator not in ANY_ROWS and not settings.branches:
+    if trainer.estimator not in ANY_ROWS and settings.branches == "auto":
         told = f"with algorithm.adv_estimator={trainer.estimator} veRL compares rows instead of sessions, so"
         raise UsageError(
             f"{told} a session that branches would count several times: say afield.branches=main to train"
