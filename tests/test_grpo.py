@@ -1,39 +1,23 @@
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from afield import wiring
 from afield.assembly import linear, per_turn
+from afield.config import build
 from afield.errors import UsageError
-from afield.forest import Forest
+from afield.options import LoraOptions
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
-from afield.types import (
-    Failure,
-    FailureKind,
-    Finished,
-    FinishReason,
-    Group,
-    Outcome,
-    Reason,
-    Rollout,
-    Sampling,
-    Split,
-    Task,
-    Trajectory,
-    Turn,
-    TurnRange,
-    TurnStatus,
-    VersionSpan,
-)
+from afield.types import Group, Sampling, Trajectory, TurnRange, VersionSpan
+from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
 
 ANYTHING = 1e9  # a gradient clip that clips nothing
-BROKEN = Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "the machine went away")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,49 +31,6 @@ def one_thread():
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("grpo") / "model", hidden=32, max_positions=128)
-
-
-def forest(seed: int, *, turns: int = 2, sampling: Sampling | None = None, version: int = 0) -> Forest:
-    """A conversation of random ids, sampled by something near the policy."""
-    rng = random.Random(seed)
-    made = Forest()
-    for n in range(turns):
-        sampled = tuple(rng.randrange(300) for _ in range(rng.randint(2, 5)))
-        made.add(
-            Turn(
-                id=f"t{n}",
-                root="root",
-                parent=f"t{n - 1}" if n else None,
-                delta_ids=tuple(rng.randrange(300) for _ in range(rng.randint(2, 6))),
-                token_ids=sampled,
-                logprobs=tuple(-rng.uniform(5.0, 7.0) for _ in sampled),
-                versions=(VersionSpan(0, len(sampled), version, version),),
-                finish_reason=FinishReason.STOP,
-                status=TurnStatus.COMMITTED,
-                sampling=sampling or Sampling(),
-                digest=f"d{n}",
-            )
-        )
-    return made
-
-
-def finished(
-    name: str, reward: float | None, trajectories: tuple[Trajectory, ...], group: str = "g"
-) -> Finished:
-    rollout = Rollout(id=f"{group}-{name}", exp_id="exp", group_id=group, task=Task("task", {}))
-    failure = BROKEN if reward is None else None
-    outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=reward, failure=failure)
-    return Finished(rollout=rollout, outcome=outcome, trajectories=trajectories)
-
-
-def group(*rollouts: Finished, name: str = "g") -> Group:
-    return Group(id=name, task_id="task", epoch=0, split=Split.TRAIN, finished=rollouts)
-
-
-def group_of(rewards: list[float], *, name: str = "g", seed: int = 0, **how) -> Group:
-    rows = [linear(forest(seed + n, **how)).trajectories for n in range(len(rewards))]
-    parts = zip(rewards, rows, strict=True)
-    return group(*(finished(str(n), r, t, name) for n, (r, t) in enumerate(parts)), name=name)
 
 
 def gradient(model_path: Path, groups: list[Group], **settings) -> dict[str, torch.Tensor]:
@@ -358,3 +299,156 @@ def test_a_frozen_trainer_exports_what_it_was_given(model_path, tmp_path):
     again = Frozen(model_path)
     again.restore(tmp_path / "checkpoint")
     assert again.steps == 1
+
+
+# --- what can be chosen --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "dr_grpo"])
+def test_every_loss_has_the_same_gradient_over_a_tree_and_over_padded_rows(model_path, loss):
+    rewards = enumerate([1.0, 0.0, 0.5])
+    trained = group(*(finished(str(n), r, per_turn(forest(n, turns=3)).trajectories) for n, r in rewards))
+    settings = {"loss": loss, "length": 20, "kl": 0.1, "entropy": 0.01}
+    tree = gradient(model_path, [trained], layout="tree", **settings)
+    padded = gradient(model_path, [trained], layout="padded", max_tokens_per_pass=30, **settings)
+    assert relative_error(tree, padded) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "dr_grpo"])
+def test_every_loss_makes_the_better_rollout_likelier(model_path, loss):
+    trained = group_of([1.0, 0.0])
+    trainer = GRPO(model_path, lr=1e-3, loss=loss, length=16, minibatches=2, epochs=2, device="cpu")
+    better, worse = (f.trajectories[0] for f in trained.finished)
+    before = rescored(trainer.model, better) - rescored(trainer.model, worse)
+    trainer.step([trained])
+    assert rescored(trainer.model, better) - rescored(trainer.model, worse) > before
+
+
+def test_on_its_first_update_a_step_has_the_same_gradient_whatever_the_loss(model_path):
+    groups = [group_of([1.0, 0.0, 0.5])]
+    ppo = gradient(model_path, groups)
+    for loss in ("cispo", "gspo"):
+        assert relative_error(gradient(model_path, groups, loss=loss), ppo) < 1e-5
+
+
+def test_how_rollouts_of_unlike_length_add_up(model_path):
+    """By rollout each counts the same; by token, or by a constant, the longer one counts more."""
+    rows = [linear(forest(n, turns=turns)).trajectories for n, turns in enumerate((1, 4))]
+    owned = [sum(row.owned for row in part) for part in rows]
+    trained = [group(*(finished(str(n), 1.0 - n, part) for n, part in enumerate(rows)))]
+    alone = [
+        gradient(model_path, [group(finished("0", 1.0, rows[0]), finished("1", 0.0, ()))], scale=False),
+        gradient(model_path, [group(finished("0", 1.0, ()), finished("1", 0.0, rows[1]))], scale=False),
+    ]
+    shares = {
+        "rollout": [1.0, 1.0],
+        "token": [2 * n / sum(owned) for n in owned],
+        "constant": [n / 10 for n in owned],
+    }
+    for how, (one, other) in shares.items():
+        expected = {name: one * alone[0][name] + other * alone[1][name] for name in alone[0]}
+        ours = gradient(model_path, trained, scale=False, aggregate=how, length=10)
+        assert relative_error(ours, expected) < 1e-5, how
+
+
+def test_dr_grpo_divides_by_no_deviation_and_by_a_length_that_is_the_same_for_all(model_path):
+    trained = [group_of([1.0, 0.0, 0.0])]
+    ours = gradient(model_path, trained, loss="dr_grpo", length=12)
+    plain = gradient(model_path, trained, scale=False, aggregate="constant", length=12)
+    assert same(ours, plain)
+    with pytest.raises(UsageError, match="'constant' needs a length"):
+        GRPO(model_path, lr=1e-3, loss="dr_grpo", device="cpu")
+
+
+def test_checkpointing_changes_no_gradient(model_path):
+    groups = [group_of([1.0, 0.0, 0.5])]
+    ours = gradient(model_path, groups, checkpointing=True)
+    assert relative_error(ours, gradient(model_path, groups)) < 1e-6
+
+
+def test_in_bfloat16_weights_stay_float32_and_the_gradient_points_the_same_way(model_path):
+    groups = [group_of([1.0, 0.0, 0.5])]
+    half, full = gradient(model_path, groups, dtype="bfloat16"), gradient(model_path, groups)
+    assert {tensor.dtype for tensor in half.values()} == {torch.float32}
+    dot = sum(float((half[n] * full[n]).sum()) for n in full)
+    norms = [math.sqrt(sum(float(g.square().sum()) for g in side.values())) for side in (half, full)]
+    assert dot / norms[0] / norms[1] > 0.99
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora": LoraOptions(rank=4), "kl": 0.1},
+        {"dtype": "bfloat16", "checkpointing": True},
+        {"loss": "cispo", "layout": "padded", "epochs": 2, "minibatches": 2},
+        {"loss": "gspo", "minibatches": 3, "advantage": "rloo"},
+    ],
+    ids=["lora", "bfloat16", "cispo", "gspo"],
+)
+def test_whatever_was_chosen_a_restored_trainer_goes_on_bit_for_bit(model_path, tmp_path, settings):
+    def trainer(seed: int) -> GRPO:
+        return GRPO(model_path, lr=1e-2, seed=seed, device="cpu", **settings)
+
+    batches = [[group_of([1.0, 0.0, 0.0, 0.5], name=f"g{n}", seed=10 * n)] for n in range(3)]
+    unbroken, second = trainer(1), trainer(2)
+    for batch in batches[:2]:
+        unbroken.step(batch)
+    unbroken.save(tmp_path / "checkpoint")
+    second.restore(tmp_path / "checkpoint")
+    assert unbroken.step(batches[2]) == second.step(batches[2])
+    assert same(weights(unbroken), weights(second))
+
+
+def test_a_checkpoint_keeps_what_its_tokens_were_made_with(model_path, tmp_path):
+    trainer = GRPO(model_path, lr=1e-3, device="cpu", thinking="per_turn")
+    trainer.step([group_of([1.0, 0.0])])
+    trainer.save(tmp_path / "saved")
+    kept = tmp_path / "saved" / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
+        assert (kept / name).read_bytes() == (model_path / name).read_bytes()
+    assert not list(kept.glob("*.safetensors"))
+    with pytest.raises(UsageError, match="was trained with thinking 'per_turn', not 'preserve'"):
+        GRPO(model_path, lr=1e-3, device="cpu").restore(tmp_path / "saved")
+
+
+def test_a_checkpoint_of_another_template_is_refused(tmp_path):
+    model = build_tiny_model(tmp_path / "model", hidden=32)
+    trainer = GRPO(model, lr=1e-3, device="cpu")
+    trainer.save(tmp_path / "saved")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(UsageError, match=r"was saved with another chat_template\.jinja than"):
+        trainer.restore(tmp_path / "saved")
+
+
+def test_what_the_configuration_says_is_what_is_trained(model_path):
+    said = {"model": str(model_path), "learn": {"loss": "cispo", "clip": [0.5, 2.0], "device": "cpu"}}
+    trainer = wiring.trainer(build(said, "here"))
+    assert isinstance(trainer, GRPO)
+    assert trainer.objective.loss == "cispo"
+    assert trainer.objective.clip == (0.5, 2.0)
+    dr = {"loss": "dr_grpo", "device": "cpu", "lora": {"rank": 2, "targets": ["q_proj"]}}
+    trainer = wiring.trainer(build({**said, "max_tokens": 30, "max_calls": 3, "learn": dr}, "here"))
+    assert isinstance(trainer, GRPO)
+    assert (trainer.aggregate, trainer.length, trainer.how) == ("constant", 90, "dr_grpo")
+    assert all("q_proj" in name for name in trainer.policy.state())
+
+
+@pytest.mark.parametrize(
+    ("learn", "told"),
+    [
+        ({"loss": "dpo"}, "learn.loss = 'dpo' must be one of: ppo, cispo, gspo, dr_grpo"),
+        ({"clip": [0.2]}, "must be two numbers, how far below and above 1"),
+        ({"importance_cap": 0.5}, "importance_cap = 0.5 must be at least 1"),
+        ({"epochs": 0}, "epochs = 0 must be at least 1"),
+        ({"entropy": -1.0}, "entropy = -1.0 must be 0 or positive"),
+        ({"max_logprob_diff": 0.0}, "max_logprob_diff = 0.0 must be positive"),
+        ({"lora": {"rank": -1}}, "rank = -1 must be 0"),
+        ({"lora": {"targets": []}}, "targets is empty"),
+        ({"lora": {"alpha": 0.0}}, "alpha = 0.0 must be positive"),
+        ({"lose": "ppo"}, "unknown key 'learn.lose' in here; did you mean 'learn.loss'"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused_with_what_can(learn, told):
+    with pytest.raises(UsageError) as refused:
+        build({"model": "m", "learn": learn}, "here")
+    assert told in str(refused.value)
