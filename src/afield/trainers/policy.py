@@ -8,6 +8,7 @@ have to be those of the sampler, so a model that computes differently when it tr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,12 +21,22 @@ from afield.errors import UsageError
 from afield.options import LoraOptions
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
+from afield.trainers.fitness import fit_for_trees, longest_row, settled
+from afield.trainers.passes import LayoutName
+
+log = logging.getLogger("afield.trainers")
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 class PolicyModel:
-    """`model` is what is called, `trainable` what an optimiser moves. A rank of 0 in `lora` is none."""
+    """`model` is what is called, `trainable` what an optimiser moves. A rank of 0 in `lora` is none.
+
+    `layout` is how it is run: padded where a tree was wanted that the model cannot be run over. Rows may be
+    `context` tokens long.
+    """
+
+    _start: Any = None
 
     def __init__(
         self,
@@ -36,20 +47,36 @@ class PolicyModel:
         lora: LoraOptions | None = None,
         checkpointing: bool = False,
         reference: bool = False,
+        layout: LayoutName = "tree",
     ) -> None:
         self.path = Path(path)
         self.device = device
         self.dtype: Dtype = dtype
         self.lora = lora if lora and lora.rank else None
-        # Weights that never change need no more precision than the arithmetic has.
-        self.model = load_model(self.path, device, dtype if self.lora else "float32")
-        self._start = load_model(self.path, device) if reference and not self.lora else None
-        if self._start is not None:
-            self._start.requires_grad_(False)
+        self.layout: LayoutName = layout
+        self.model = self._load()
+        if reference and not self.lora:
+            self._start = self._load().requires_grad_(False)
         if self.lora:
             adapters.attach(self.model, self.lora, self.path)
         if checkpointing:
             checkpoint(self.model)
+        config = self.model.config.get_text_config()
+        self.vocabulary: int = config.vocab_size
+        self.context = longest_row(config, tree=self.layout == "tree")
+
+    def _load(self) -> Any:
+        # Weights that never change need no more precision than the arithmetic has.
+        model = load_model(self.path, "cpu", self.dtype if self.lora else "float32")
+        if self.layout == "tree" and (unfit := fit_for_trees(model)):
+            log.warning(
+                "%s: %s cannot be run over a tree (%s); rows are padded instead",
+                self.path,
+                type(model).__name__,
+                unfit,
+            )
+            self.layout = "padded"
+        return model.to(self.device)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -119,3 +146,5 @@ def checkpoint(model: Any) -> None:
     # nothing drops out.
     for layer in layers:
         layer.training = True
+    if not settled(model):
+        raise UsageError(f"{type(model).__name__} drops out when it is checkpointed; leave it off")
