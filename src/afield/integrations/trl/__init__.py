@@ -1,5 +1,6 @@
-"""afield inside stock TRL: a rollout worker and a weight transfer for its asynchronous GRPO."""
+"""afield inside stock TRL: rollouts for its asynchronous GRPO, and, limited, for its synchronous one."""
 
 from afield.integrations.trl.rollouts import Rollouts
+from afield.integrations.trl.sync import SyncRollouts
 
-__all__ = ["Rollouts"]
+__all__ = ["Rollouts", "SyncRollouts"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 import msgspec
@@ -22,7 +22,7 @@ from afield.config import PATHS, Environment, TrainConfig, build, from_file, loc
 from afield.errors import UsageError, WireError
 from afield.integrations.trl.crew import Crew
 from afield.integrations.trl.pace import Pace
-from afield.integrations.trl.rows import Recipe, Weigh
+from afield.integrations.trl.rows import How, Recipe, Weigh
 from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
 from afield.rundir import RunDir
@@ -56,13 +56,10 @@ class Rollouts:
         **values: Any,
     ) -> None:
         check(args)
-        environment = Environment.read()
         self.tasks = as_tasks(tasks)
         self.config = configured(args, str(model), config, values)
-        self.run = RunDir(Path(directory) if directory else environment.runs / fresh_name())
-        if self.run.began:
-            raise UsageError(f"{self.run.path} holds another run's rollouts; name a fresh directory")
-        crew = Crew(self.config, self.run, self.tasks, environment.admin_key)
+        crew = crew_of(self.config, self.tasks, directory)
+        self.run = crew.run
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         pace = Pace(
             rows=step * args.weight_sync_steps,
@@ -71,8 +68,7 @@ class Rollouts:
         )
         recipe = Recipe(
             temperature=args.temperature,
-            advantage=self.config.advantage,
-            scale=self.config.scale_advantages,
+            advantage=advantage_of(self.config),
             weigh=weigh,
         )
         self.worker = RolloutWorker(crew, pace, recipe)
@@ -81,7 +77,7 @@ class Rollouts:
     @property
     def dataset(self) -> Any:
         """What TRL counts epochs by."""
-        from datasets import Dataset
+        from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
         return Dataset.from_list([{"prompt": task.id} for task in self.tasks])
 
@@ -132,6 +128,19 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
     return config
 
 
+def advantage_of(config: TrainConfig) -> How:
+    """TRL takes rows as they come, so that nothing can be normalised over a whole batch."""
+    if config.advantage == "grpo" and not config.scale_advantages:
+        return "dr_grpo"
+    for how in get_args(How):
+        if how == config.advantage:
+            return how
+    raise UsageError(
+        f"advantage {config.advantage!r} needs the whole batch;"
+        f" with TRL choose one of: {', '.join(get_args(How))}"
+    )
+
+
 def as_tasks(given: Rows) -> list[Task]:
     if isinstance(given, str | Path):
         return read_tasks(Path(given))
@@ -150,5 +159,11 @@ def as_tasks(given: Rows) -> list[Task]:
     return list(tasks.values())
 
 
-def fresh_name() -> str:
-    return f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"
+def crew_of(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> Crew:
+    """Rollouts that another run left would be taken for this one's, so the directory has to be fresh."""
+    environment = Environment.read()
+    name = f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"
+    run = RunDir(Path(directory) if directory else environment.runs / name)
+    if run.began:
+        raise UsageError(f"{run.path} holds another run's rollouts; name a fresh directory")
+    return Crew(config, run, tasks, environment.admin_key)

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from afield import advantage
+from afield.advantage import advantages
 from afield.errors import UsageError
 from afield.types import Finished, Group, Message, Trajectory
 
 Weigh = Literal["rollout", "token"]
+How = Literal["grpo", "dr_grpo", "rloo", "remax"]
 RECENT = 64  # groups over which the mean length is taken
 
 
@@ -29,8 +30,7 @@ class Recipe(Struct, frozen=True, kw_only=True):
     """How rows are made. `temperature` is the trainer's: it has one for all turns."""
 
     temperature: float = 1.0
-    advantage: Literal["grpo", "remax"] = "grpo"
-    scale: bool = True
+    advantage: How = "grpo"
     weigh: Weigh = "rollout"
 
 
@@ -46,22 +46,17 @@ class Lengths:
         return sum(t for t, _ in self._recent) / max(sum(n for _, n in self._recent), 1)
 
 
-def advantages(group: Group, recipe: Recipe) -> dict[str, float]:
-    """Of the rollouts that carry a reward."""
-    if recipe.advantage == "remax":
-        return advantage.remax(group)
-    return advantage.grpo(group, scale=recipe.scale)
-
-
 def rows(group: Group, recipe: Recipe, *, number: int, base: int, lengths: Lengths) -> list[Any]:
     """`number` is what TRL calls the group; version 0 of its own counting is the gateway's `base`."""
-    earned = advantages(group, recipe)
+    earned = advantages([group], recipe.advantage)
     trained = [f for f in group.finished if f.rollout.id in earned and owned(f)]
     mean = lengths.add(sum(map(owned, trained)), len(trained))
     made: list[Any] = []
     for finished in trained:
         share = mean / owned(finished) if recipe.weigh == "rollout" else 1.0
-        worth = earned[finished.rollout.id] * share
+        earned_by_it = earned[finished.rollout.id]
+        assert isinstance(earned_by_it, float)
+        worth = earned_by_it * share
         for trajectory in finished.trajectories:
             if trajectory.owned:
                 check(finished, trajectory, recipe.temperature)
@@ -96,7 +91,9 @@ def check(finished: Finished, trajectory: Trajectory, temperature: float) -> Non
 
 
 def _sample(finished: Finished, trajectory: Trajectory, worth: float, number: int, version: int) -> Any:
-    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+    from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
+        RolloutSample,
+    )
 
     outcome = finished.outcome
     reward = outcome.reward_or_floor(0.0)

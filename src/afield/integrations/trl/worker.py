@@ -76,11 +76,12 @@ class RolloutWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raises what ended the collection, or that it does not move any more."""
         self._crew.check()
-        if self._gathering is not None and self._gathering.done() and not self._gathering.cancelled():
-            if error := self._gathering.exception():
-                raise error
+        if self._gathering is None:
+            return
+        if self._gathering.done() and not self._gathering.cancelled():
+            self._gathering.result()
         silent = time.monotonic() - self._beat
-        if self._gathering is not None and silent > stale_after_s:
+        if silent > stale_after_s:
             raise Unavailable(
                 f"the collection has not moved for {silent:.0f} s (heartbeat_stale_after_s ="
                 f" {stale_after_s:g}) with {len(self._running)} groups under way; see {self._crew.run.logs}"
