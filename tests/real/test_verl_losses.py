@@ -1,0 +1,48 @@
+"""Losses, corrections and penalties against those of a stock veRL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from afield.errors import Unavailable
+from verl_env import verl_environment, verl_python
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+SCRIPT = Path(__file__).parent / "verl_losses.py"
+
+
+@pytest.fixture(scope="module")
+def apart() -> dict[str, float]:
+    try:
+        python = verl_python()
+    except Unavailable as error:
+        pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
+    done = subprocess.run(
+        [python, SCRIPT], env=verl_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("what", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("aggregate", ["rollout", "token", "constant"])
+def test_a_loss_and_its_gradient_are_those_of_verl(apart: dict[str, float], what: str, aggregate: str):
+    for part in ("value", "gradient", "clipped"):
+        assert apart[f"{what} {aggregate} {part}"] < 1e-6, part
+
+
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+def test_stale_tokens_are_corrected_for_as_verl_does(apart: dict[str, float], kind: str):
+    assert apart[f"importance {kind}"] < 1e-9
+    assert apart[f"importance {kind} cuts nothing"] == 0
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_penalty_and_its_gradient_are_those_of_verl(apart: dict[str, float], estimator: str):
+    assert apart[f"kl {estimator}"] < 1e-9
+    assert apart[f"kl {estimator} gradient"] < 1e-9
