@@ -4,7 +4,8 @@ A call is its ids, of which the first so many are computed; the rest are pending
 pending ids, at most `prefill_tokens` of them for calls with more than one, and draws a token for
 every call that has none left. A new prompt, a reused prefix and new weights are all just another
 number of pending ids; after a swap it is all of them, so each log-probability is that of the
-version that drew the token, given everything before it.
+version that drew the token, given everything before it. With `Steps`, single ids are computed by
+those, and the next step is launched before the host looks at what the last one drew.
 """
 
 from __future__ import annotations
@@ -13,22 +14,20 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
-from msgspec import Struct
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from afield.engines.graphs import Flight, Steps, forward
 from afield.engines.sampler import draw
-from afield.engines.slots import ATTENTION, Pass, Slots
-from afield.engines.weights import parameters
-from afield.seams.engine import Call, Chunk
-from afield.types import FinishReason
+from afield.engines.slots import Slots, use_slots
+
+Finish = Literal["stop", "length"]
 
 
-class Counters(Struct, frozen=True, kw_only=True):
+class Counters(NamedTuple):
     """What an engine has done so far. Reused tokens are the prompt tokens it did not compute again."""
 
     calls: int = 0
@@ -38,10 +37,36 @@ class Counters(Struct, frozen=True, kw_only=True):
     steps: int = 0
 
 
-class Sink(Protocol):
-    """Where the chunks of one call go, or the reason why there will be no more."""
+class Ask(NamedTuple):
+    """What a call asks of the model. The same `seed` draws with the same numbers; `top_k` 0 means off."""
 
-    def put(self, chunk: Chunk) -> None: ...
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stream: bool = False
+
+    @property
+    def truncated(self) -> bool:
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+
+class Sampled(NamedTuple):
+    """Tokens that one version drew, with their log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish: Finish | None
+
+
+class Sink(Protocol):
+    """Where what was sampled for one call goes, or the reason why there will be no more."""
+
+    def put(self, sampled: Sampled) -> None: ...
 
     def fail(self, reason: str) -> None: ...
 
@@ -49,33 +74,28 @@ class Sink(Protocol):
 class Request:
     """A call in flight. Its ids live in its slot; here are the sampled ones that were not handed over."""
 
-    def __init__(self, call: Call, sink: Sink, seed: int) -> None:
-        self.call, self.sink = call, sink
+    def __init__(self, ask: Ask, sink: Sink) -> None:
+        self.ask, self.sink = ask, sink
         self.slot = -1
-        self.length = len(call.prompt_ids)
-        self.room = call.max_tokens
+        self.length = len(ask.prompt_ids)
+        self.room = ask.max_tokens
         self.version = -1
+        self.ended = False
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.stop_ids = frozenset(call.stop_ids)
-        self.uniform = random.Random(request_seed(seed, call)).random
+        self.stop_ids = frozenset(ask.stop_ids)
+        self.uniform = random.Random(ask.seed).random
 
-    def hand_over(self, finish: FinishReason | None) -> None:
-        chunk = Chunk(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            low=self.version,
-            high=self.version,
-            finish=finish,
-        )
+    def hand_over(self, finish: Finish | None) -> None:
+        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), self.version, finish)
         self.tokens, self.logprobs = [], []
-        self.sink.put(chunk)
+        self.sink.put(sampled)
 
 
-def request_seed(seed: int, call: Call) -> int:
-    """The same call gives the same numbers, whatever else the engine is doing."""
-    own = (call.draw or call.id) if call.sampling.seed is None else call.sampling.seed
-    return int.from_bytes(blake2b(f"{seed}/{own!r}".encode(), digest_size=8).digest())
+class _Launched(NamedTuple):
+    requests: list[Request]
+    uniforms: list[float]
+    flight: Flight
 
 
 class Decoder:
@@ -87,12 +107,15 @@ class Decoder:
         version: int,
         max_context: int,
         prefill_tokens: int,
+        weights: Sequence[Tensor] = (),
+        steps: Steps | None = None,
     ) -> None:
         self._model, self._slots = model, slots
+        self._weights, self.steps = weights, steps
+        self._launched: _Launched | None = None
         self._prefill_tokens = prefill_tokens
         self.max_context = max_context
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self.parameters = parameters(model)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self.version = version
@@ -100,7 +123,11 @@ class Decoder:
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._waiting and not self._running and self._launched is None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (self.steps.refused,) if self.steps is not None and self.steps.refused else ()
 
     @property
     def requests(self) -> list[Request]:
@@ -112,15 +139,16 @@ class Decoder:
     def drop(self, request: Request) -> None:
         """Forget a call wherever it is; one that has ended already is none of our business."""
         if request in self._running:
-            self._running.remove(request)
-            self._slots.release(request.slot)
+            self._end(request)
         elif request in self._waiting:
             self._waiting.remove(request)
 
     def swap(self, version: int, tensors: Sequence[Tensor]) -> None:
-        """Serve these tensors, in the order of `parameters`, from the next step on."""
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            parameter.tensor.copy_(tensor)
+        """Serve these tensors, in the order of `weights`, from the next step on."""
+        sampled = self._settle()
+        self.counters = self.counters._replace(sampled_tokens=self.counters.sampled_tokens + sampled)
+        for weight, tensor in zip(self._weights, tensors, strict=True):
+            weight.copy_(tensor)
         self.version = version
         self._slots.forget()
 
@@ -129,8 +157,7 @@ class Decoder:
         sampled = 0
         if prefill := self._next_prefill():
             sampled += self._compute(prefill)
-        if ready := [(r, 1) for r in self._running if self._pending(r) == 1]:
-            sampled += self._compute(ready)
+        sampled += self._decode()
         old = self.counters
         self.counters = Counters(
             calls=old.calls + len(reused),
@@ -143,7 +170,7 @@ class Decoder:
     def _admit(self) -> list[tuple[int, int]]:
         """First come, first served, while there are free slots; prompt and reused lengths of each."""
         admitted: list[tuple[int, int]] = []
-        while self._waiting and (taken := self._slots.take(self._waiting[0].call.prompt_ids)):
+        while self._waiting and (taken := self._slots.take(self._waiting[0].ask.prompt_ids)):
             request = self._waiting.popleft()
             request.slot, reused = taken
             self._running.append(request)
@@ -158,7 +185,7 @@ class Decoder:
         chosen: list[tuple[Request, int]] = []
         width = 0
         for request in self._running:
-            if (pending := self._pending(request)) == 1:
+            if (pending := self._pending(request)) <= 1:
                 continue
             pending = min(pending, self._prefill_tokens)
             if chosen and (len(chosen) + 1) * max(width, pending) > self._prefill_tokens:
@@ -181,9 +208,62 @@ class Decoder:
         self._draw([work[i][0] for i in done], last if len(rows) == len(last) else last[rows])
         return len(done)
 
+    def _decode(self) -> int:
+        """A token more for every call that has one id pending."""
+        if self.steps is None:
+            ready = [(r, 1) for r in self._running if self._pending(r) == 1]
+            return self._compute(ready) if ready else 0
+        following = self._follow(self.steps)
+        sampled = self._settle()
+        ready = [r for r in self._running if self._pending(r) == 1]
+        if following is None and ready:
+            following = self._launch(self.steps, ready, None)
+        self._launched = following
+        return sampled
+
+    def _follow(self, steps: Steps) -> _Launched | None:
+        """The step after the one in flight, its tokens unseen, if no call has to join it.
+
+        A call that turns out to have ended is computed once more, for nothing.
+        """
+        last = self._launched
+        if last is None or any(r.ask.truncated for r in last.requests):
+            return None
+        going = [r for r in last.requests if not (r.ended or r.room == 1 or r.length + 1 == self.max_context)]
+        # With most lanes idle, a smaller step is worth the wait; calls that wait to join are worth it too.
+        if 2 * len(going) <= len(last.requests) or any(self._pending(r) == 1 for r in self._running):
+            return None
+        return self._launch(steps, going, last.flight)
+
+    def _launch(self, steps: Steps, requests: list[Request], after: Flight | None) -> _Launched:
+        requests = sorted(requests, key=lambda request: request.slot)
+        slots, uniforms = [r.slot for r in requests], [r.uniform() for r in requests]
+        self._slots.make_room(max(r.length for r in requests) + 1)
+        flight = steps.launch(slots, [r.ask.temperature for r in requests], uniforms, after)
+        self._slots.advance(slots, [1] * len(slots))
+        return _Launched(requests, uniforms, flight)
+
+    def _settle(self) -> int:
+        """Wait for the step in flight, and give its tokens to the calls that are still there."""
+        launched, self._launched = self._launched, None
+        if launched is None or self.steps is None:
+            return 0
+        requests, uniforms, flight = launched
+        tokens, logprobs = self.steps.read(flight)
+        if cut := [i for i, r in enumerate(requests) if r.ask.truncated]:
+            logits = flight.logits[[flight.lanes[i] for i in cut]]
+            drawn = draw(logits, [requests[i].ask for i in cut], [uniforms[i] for i in cut])
+            for i, token, logprob in zip(cut, *drawn, strict=True):
+                tokens[i], logprobs[i] = token, logprob
+        there = [i for i, r in enumerate(requests) if not r.ended]
+        self._take_all([requests[i] for i in there], [tokens[i] for i in there], [logprobs[i] for i in there])
+        return len(there)
+
     def _draw(self, requests: list[Request], logits: Tensor) -> None:
-        samplings = [r.call.sampling for r in requests]
-        tokens, logprobs = draw(logits, samplings, [r.uniform() for r in requests])
+        asks = [r.ask for r in requests]
+        self._take_all(requests, *draw(logits, asks, [r.uniform() for r in requests]))
+
+    def _take_all(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
         # A comparison with NaN is false; so is one of minus infinity.
         if not all(p > float("-inf") for p in logprobs):
             raise ArithmeticError(f"the weights of version {self.version} give no finite log-probability")
@@ -199,29 +279,20 @@ class Decoder:
         self._slots.append(request.slot, request.length, token)
         request.length += 1
         request.room -= 1
-        finish = None
+        finish: Finish | None = None
         if token in request.stop_ids:
-            finish = FinishReason.STOP
+            finish = "stop"
         elif request.room == 0 or request.length == self.max_context:
-            finish = FinishReason.LENGTH
+            finish = "length"
         if finish is not None:
-            self._running.remove(request)
-            self._slots.release(request.slot)
-        if finish is not None or request.call.stream:
+            self._end(request)
+        if finish is not None or request.ask.stream:
             request.hand_over(finish)
 
-
-def forward(model: PreTrainedModel, slots: Slots, step: Pass) -> Tensor:
-    """The logits [rows, vocabulary] after the last id of every row."""
-    output = model(
-        input_ids=step.input_ids,
-        position_ids=step.position_ids,
-        attention_mask=step.attention_mask,
-        past_key_values=slots,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
+    def _end(self, request: Request) -> None:
+        request.ended = True
+        self._running.remove(request)
+        self._slots.release(request.slot)
 
 
 def probe(model: PreTrainedModel, slots: Slots, length: int) -> float:
@@ -231,7 +302,7 @@ def probe(model: PreTrainedModel, slots: Slots, length: int) -> float:
     """
     ids = torch.arange(length, device=model.device) % model.config.get_text_config().vocab_size
     plain = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), dim=-1)
-    model.set_attn_implementation(ATTENTION)
+    use_slots(model)
     slots.take(ids.tolist())
     off = torch.zeros((), device=model.device)
     counts = [length // 2] + [1] * (length - length // 2)

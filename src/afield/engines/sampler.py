@@ -2,17 +2,33 @@
 
 The distribution is the model's after temperature, then top-k, then top-p, renormalised; the
 log-probability that comes back is that distribution's, in float32. Temperature 0 takes the most
-likely token and reports the untempered model's log-probability.
+likely token and reports the untempered model's log-probability. `draw` does all of it; `pick` does
+not truncate, and never waits for the device, so that it can be part of a recorded step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from afield.types import Sampling
+BLOCK = 128
+
+
+class Sampling(Protocol):
+    """How tokens are drawn; `top_k` 0 means off."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
 
 
 def draw(
@@ -36,6 +52,15 @@ def draw(
     return tokens.tolist(), chosen.tolist()
 
 
+def pick(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """A token and its log-probability for each row, both left on the device."""
+    greedy = temperature == 0
+    scores = logits.float() / torch.where(greedy, 1.0, temperature).float()[:, None]
+    logprobs = torch.log_softmax(scores, dim=-1)
+    tokens = torch.where(greedy, logprobs.argmax(dim=-1), _invert_by_blocks(logprobs, uniforms))
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
 def _truncate(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Minus infinity for what top-k and then top-p leave out; the most likely token always stays."""
     ordered, index = scores.sort(dim=-1, descending=True, stable=True)
@@ -54,8 +79,27 @@ def _truncate(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     running = logprobs.double().exp().cumsum(dim=-1)
-    total = running[:, -1]
-    # Strictly below the total, so that the token found always has a probability above 0.
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(running, target[:, None], right=True)[:, 0]
+    target = _below(uniforms[:, None] * running[:, -1:], running)
+    found = torch.searchsorted(running, target, right=True)[:, 0]
     return found.clamp_(max=logprobs.shape[-1] - 1)
+
+
+def _invert_by_blocks(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    """`_invert` with a running sum over blocks of tokens and then inside one: a pass over memory, not ten."""
+    rows, vocabulary = logprobs.shape
+    blocks = pad(logprobs.exp(), (0, -vocabulary % BLOCK)).view(rows, -1, BLOCK)
+    weights = blocks.sum(dim=-1, dtype=torch.float64)
+    running = weights.cumsum(dim=-1)
+    target = (uniforms.double() * running[:, -1])[:, None]
+    block = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
+    # Sums of the same numbers in another order: the rest can come out a little below 0 or too high.
+    rest = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
+    found = torch.searchsorted(inside, _below(rest, inside), right=True).clamp_(max=BLOCK - 1)
+    return (block * BLOCK + found)[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _below(target: Tensor, running: Tensor) -> Tensor:
+    """Strictly below the total, so that the token found always has a probability above 0."""
+    total = running[:, -1:]
+    return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -4,27 +4,31 @@ A slot is one row of `[slots, length, heads, head_dim]` per layer plus the ids i
 A call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt that begins the
 same way computes only the rest. Rows and length grow with use and never beyond what was allowed.
 `Slots` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
-their new keys go, and the model's layers then call `update`.
+their new keys go (`fixed` does so for a step whose shapes never change), and the model's layers then
+call `update`. It needs torch and transformers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec import Struct
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FIRST_ROWS = 8
-FIRST_LENGTH = 128
+# On a GPU growing costs more than room does: steps recorded for the old memory have to be recorded again.
+FIRST_LENGTH = {"cpu": 128, "cuda": 512}
 LENGTH_STEP = 32
 ATTENTION = "afield_slots"
 
 
-class Pass(Struct, frozen=True):
+class Pass(NamedTuple):
     """The inputs of one forward pass, and the output row of each slot that was asked for."""
 
     input_ids: Tensor
@@ -33,7 +37,7 @@ class Pass(Struct, frozen=True):
     rows: Tensor
 
 
-class _Writes(Struct, frozen=True):
+class _Writes(NamedTuple):
     """Which key-value rows a pass reads, and where the new ones come from and go to."""
 
     read: slice | Tensor
@@ -58,7 +62,17 @@ class Slots(Cache):
         self._used = np.zeros(0, dtype=np.int64)
         self._clock = 0
         self._peak = 0
+        self.moves = 0
         self._writes: _Writes | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many slots there is memory for. The row after the last is for what nobody will read."""
+        return self._ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self._ids.shape[1]
 
     # --- owning a slot ----------------------------------------------------------------------------
 
@@ -89,9 +103,19 @@ class Slots(Cache):
         self._used[slot] = self._clock
 
     def append(self, slot: int, position: int, token: int) -> None:
-        if position >= self._ids.shape[1]:
-            self._reserve(0, position + 1)
+        self.make_room(position + 1)
         self._ids[slot, position] = token
+
+    def make_room(self, length: int) -> None:
+        """Memory for slots of this length."""
+        if length > self._ids.shape[1]:
+            self._reserve(0, length)
+
+    def next_ids(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The first id of each slot that is not computed, and its position."""
+        rows = np.asarray(slots)
+        position = self._computed[rows]
+        return self._ids[rows, position], position
 
     def computed(self, slot: int) -> int:
         return int(self._computed[slot])
@@ -136,21 +160,23 @@ class Slots(Cache):
         if rows > have_rows:
             rows = min(max(rows, 2 * have_rows, FIRST_ROWS), self._max_slots)
         if length > have_length:
-            length = min(_round_up(max(length, 2 * have_length, FIRST_LENGTH)), _round_up(self._max_length))
+            first = FIRST_LENGTH.get(self._device.type, FIRST_LENGTH["cuda"])
+            length = min(_round_up(max(length, 2 * have_length, first)), _round_up(self._max_length))
         rows, length = max(rows, have_rows), max(length, have_length)
         self._ids = _grown(self._ids, rows, length)
         self._computed, self._busy, self._used = (
             np.pad(a, (0, rows - have_rows)) for a in (self._computed, self._busy, self._used)
         )
+        self.moves += 1
         for memory in (self._keys, self._values):
             for layer, old in enumerate(memory):
                 if old is not None:
                     new = memory[layer] = self._zeros(rows, length, old.shape[2], old.shape[3])
-                    new[:have_rows, :have_length] = old
+                    new[:have_rows, :have_length] = old[:have_rows]
 
     def _zeros(self, rows: int, length: int, heads: int, dim: int) -> Tensor:
         # Zeros, not garbage: a masked NaN times an attention weight of 0 is still NaN.
-        return torch.zeros(rows, length, heads, dim, dtype=self._dtype, device=self._device)
+        return torch.zeros(rows + 1, length, heads, dim, dtype=self._dtype, device=self._device)
 
     # --- a forward pass ---------------------------------------------------------------------------
 
@@ -181,14 +207,22 @@ class Slots(Cache):
             None if whole else (self._tensor(source_row), self._tensor(source_column)),
         )
         positions = self._tensor(position)
+        ids = self._tensor(self._ids[rows[:, None], position])
+        return Pass(ids, positions, self._mask(positions, length), self._tensor(chosen))
+
+    def fixed(self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool) -> Pass:
+        """One id for each of `rows`, at `positions`, over the first `length` keys; the host reads nothing.
+
+        The keys read are those of `rows` if they are `gathered`, else of as many rows from the first on.
+        """
+        self._writes = _Writes(rows if gathered else slice(0, len(rows)), length, rows, positions, None)
+        positions = positions[:, None]
+        return Pass(ids[:, None], positions, self._mask(positions, length), rows)
+
+    def _mask(self, positions: Tensor, length: int) -> Tensor:
         hidden = torch.arange(length, device=self._device) > positions[:, None, :, None]
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-        return Pass(
-            self._tensor(self._ids[rows[:, None], position]),
-            positions,
-            mask.masked_fill_(hidden, float("-inf")),
-            self._tensor(chosen),
-        )
+        return mask.masked_fill_(hidden, float("-inf"))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
@@ -232,16 +266,28 @@ def slot_attention(
     """Attention of a few queries over the slots' keys, without repeating keys for grouped queries."""
     batch, heads, width, dim = query.shape
     groups = heads // key.shape[1]
-    folded = groups > 1 and width == 1
+    # Only a CPU's kernel takes grouped queries and a mask without writing the keys out again.
+    folded = groups > 1 and (width == 1 or query.is_cuda)
     if folded:
         # The queries that share a key head become its query positions.
-        query = query.reshape(batch, key.shape[1], groups, dim)
+        query = query.reshape(batch, key.shape[1], groups * width, dim)
+        if attention_mask is not None and width > 1:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1 and not folded
     )
     if folded:
-        out = out.reshape(batch, heads, 1, value.shape[-1])
+        out = out.reshape(batch, heads, width, value.shape[-1])
     return out.transpose(1, 2), None
+
+
+def use_slots(model: PreTrainedModel) -> None:
+    """From now on the model's attention is the slots'."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
+    if model.device.type == "cuda":
+        # cuDNN's attention plans every new shape on the host, which takes longer than the attention.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    model.set_attn_implementation(ATTENTION)
 
 
 def _round_up(length: int) -> int:

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
+from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Self
@@ -21,18 +22,20 @@ from typing import Self
 import torch
 from msgspec import Struct
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from afield.engines.checks import check_call, is_newer
-from afield.engines.decoder import Counters, Decoder, Request, probe
-from afield.engines.slots import ATTENTION, Slots, slot_attention
-from afield.engines.weights import longest_context, read_model, read_weights
+from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled, probe
+from afield.engines.graphs import Steps
+from afield.engines.slots import Slots
+from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.seams.engine import Call, Chunk, EngineInfo
-from afield.types import Failure, FailureKind, Reason
+from afield.types import Failure, FailureKind, FinishReason, Reason
 
 # Log-probabilities of the same ids, computed in one pass and in several.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+# A GPU computes this many ids in about the time of one.
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 PROBE = 12
 CLOSED = "the engine is not running; enter it with `async with`"
 
@@ -64,7 +67,14 @@ class _Mailbox:
         self._arrived: deque[Chunk | str] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, chunk: Chunk) -> None:
+    def put(self, sampled: Sampled) -> None:
+        chunk = Chunk(
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            low=sampled.version,
+            high=sampled.version,
+            finish=None if sampled.finish is None else FinishReason(sampled.finish),
+        )
         self._outbox.setdefault(self.loop, []).append((self, chunk))
 
     def fail(self, reason: str) -> None:
@@ -103,8 +113,28 @@ def _deliver(batch: list[tuple[_Mailbox, Chunk | str]]) -> None:
         mailbox.receive(item)
 
 
+def to_ask(call: Call, seed: int) -> Ask:
+    """The same call gives the same numbers, whatever else the engine is doing."""
+    sampling = call.sampling
+    own = (call.draw or call.id) if sampling.seed is None else sampling.seed
+    return Ask(
+        call.prompt_ids,
+        max_tokens=call.max_tokens,
+        seed=int.from_bytes(blake2b(f"{seed}/{own!r}".encode(), digest_size=8).digest()),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_ids=call.stop_ids,
+        stream=call.stream,
+    )
+
+
 class TorchEngine:
-    """An engine over a model directory. `seed` and a call's own seed, or else its id, fix what is drawn."""
+    """An engine over a model directory. `seed` and a call's own seed, or else its id, fix what is drawn.
+
+    With `fixed_steps` tokens come from steps of a few fixed shapes, recorded where there is CUDA; by
+    default so on CUDA only.
+    """
 
     def __init__(
         self,
@@ -116,14 +146,17 @@ class TorchEngine:
         device: str | None = None,
         dtype: str | None = None,
         seed: int = 0,
-        prefill_tokens: int = 2048,
+        prefill_tokens: int | None = None,
+        fixed_steps: bool | None = None,
     ) -> None:
-        if max_slots < 1 or prefill_tokens < 1:
+        if max_slots < 1 or (prefill_tokens is not None and prefill_tokens < 1):
             raise UsageError(f"max_slots {max_slots} and prefill_tokens {prefill_tokens} must be at least 1")
         self._path, self._first_version = Path(model_path), version
         self._max_slots, self._max_context = max_slots, max_context
         self._device, self._dtype = device, dtype
         self._seed, self._prefill_tokens = seed, prefill_tokens
+        self._fixed_steps = fixed_steps
+        self._parameters: list[Parameter] = []
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._outbox: Outbox = {}
         self._lock = threading.Lock()
@@ -162,12 +195,13 @@ class TorchEngine:
             version=decoder.version,
             max_context=decoder.max_context,
             vocab_size=decoder.vocab_size,
+            notes=decoder.notes,
         )
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         check_call(call, await self.info())
         mailbox = _Mailbox(self._outbox)
-        request = Request(call, mailbox, self._seed)
+        request = Request(to_ask(call, self._seed), mailbox)
         self._send(request)
         ended = False
         try:
@@ -188,7 +222,7 @@ class TorchEngine:
                 raise UsageError(
                     f"version {version}: give the path of its weights; this engine loads them itself"
                 )
-            tensors = await asyncio.to_thread(read_weights, Path(path), decoder.parameters)
+            tensors = await asyncio.to_thread(read_weights, Path(path), self._parameters)
             done: Future[None] = Future()
             self._send(_Swap(version, tensors, done))
             await asyncio.wrap_future(done)
@@ -228,6 +262,8 @@ class TorchEngine:
         device = torch.device(self._device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cpu":
             torch.set_num_threads(1)
+        elif device.index is not None:
+            torch.cuda.set_device(device)
         name = self._dtype or ("float32" if device.type == "cpu" else "bfloat16")
         dtype = getattr(torch, name, None)
         if dtype not in TOLERANCE:
@@ -237,7 +273,6 @@ class TorchEngine:
         context = longest if self._max_context is None else self._max_context
         if not 2 <= context <= longest:
             raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
         layers = model.config.get_text_config().num_hidden_layers
         with torch.inference_mode():
             off = probe(model, Slots(layers, 1, PROBE, dtype, device), min(PROBE, context))
@@ -246,12 +281,17 @@ class TorchEngine:
                 f"model path {str(self._path)!r}: log-probabilities are off by {off:.2g} here;"
                 f" {type(model).__name__} is not supported by the embedded engine, or its weights are broken"
             )
+        slots = Slots(layers, self._max_slots, context, dtype, device)
+        fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps
+        self._parameters = parameters(model)
         return Decoder(
             model,
-            Slots(layers, self._max_slots, context, dtype, device),
+            slots,
             version=self._first_version,
             max_context=context,
-            prefill_tokens=self._prefill_tokens,
+            prefill_tokens=self._prefill_tokens or PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"]),
+            weights=[parameter.tensor for parameter in self._parameters],
+            steps=Steps(model, slots, self._max_slots) if fixed else None,
         )
 
     def _serve(self, decoder: Decoder) -> None:
