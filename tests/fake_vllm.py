@@ -2,21 +2,23 @@
 
 What it sends has the shape vLLM 0.32 sends (see `tests/real/test_vllm.py` for the real one). `faults` are
 used up in order, one for each call: it dies, hangs, drops log-probabilities, sends NaN or nonsense.
+`loras` is how many adapters it has room for; they change nothing but the name a call asks for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Chunk, Engine, Image
-from afield.types import Sampling
+from afield.types import FinishReason, Sampling
 
 REASONS = {"stop": "stop", "length": "length", "aborted": "abort", None: None}
 
@@ -31,7 +33,13 @@ class FakeVllm:
         dev: bool = True,
         faults: Iterable[str] = (),
         pieces: int | None = None,
+        loras: int | None = None,
     ) -> None:
+        self.loras, self.adapters = loras, dict[str, str]()
+        self.aborts: dict[str, asyncio.Event] = {}
+        self.served: list[str] = []  # the model each call asked for
+        self.busy: dict[str, str] = {}  # those of the calls in flight, by the server's name of them
+        self.most_at_once = 0  # different adapters
         self.engine, self.raw, self.scale_out, self.dev = engine, raw, scale_out, dev
         self.faults = list(faults)
         self.pieces = pieces
@@ -52,15 +60,51 @@ class FakeVllm:
         if self.dev:
             app.router.add_get("/weight_info", self.weight_info)
             app.router.add_get("/is_paused", self.is_paused)
+            app.router.add_get("/server_info", self.server_info)
+            app.router.add_post("/abort_requests", self.abort)
             for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
                 app.router.add_post(f"/{path}", self.manage)
+        if self.loras:
+            app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
+            app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         return app
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        found = {"max_loras": self.loras, "max_lora_rank": 8} if self.loras else None
+        return web.json_response({"vllm_config": {"lora_config": found}})
+
+    async def abort(self, request: web.Request) -> web.Response:
+        named = (await request.json())["request_ids"]
+        self.asked.append(request.path)
+        for name in named:
+            if name in self.aborts:
+                self.aborts[name].set()
+                self.busy.pop(name, None)
+        return web.json_response({"status": "aborted", "aborted": len(named)})
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(f"+{body['lora_name']}")
+        if body["lora_path"].endswith("broken"):
+            told = {"message": "LoRA rank 16 is greater than max_lora_rank 8.", "code": 500}
+            return web.json_response({"error": told}, status=500)
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success: added")
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        self.asked.append(f"-{name}")
+        if self.adapters.pop(name, None) is None:
+            return web.json_response({"error": {"message": "cannot be found", "code": 404}}, status=404)
+        return web.Response(text="Success: removed")
 
     async def models(self, request: web.Request) -> web.Response:
         if self.faults and self.faults[0] == "down":
             return web.json_response({"error": {"message": "EngineCore is dead"}}, status=500)
         info = await self.engine.info()
-        return web.json_response({"data": [{"id": "tiny", "max_model_len": info.max_context}]})
+        base = {"id": "tiny", "max_model_len": info.max_context, "parent": None}
+        adapters = [{"id": name, "max_model_len": None, "parent": "tiny"} for name in self.adapters]
+        return web.json_response({"data": [base, *adapters]})
 
     async def weight_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label})
@@ -102,6 +146,13 @@ class FakeVllm:
     ) -> web.StreamResponse:
         self.bodies.append(body)
         self.sessions.append(request.headers.get("x-session-id"))
+        if body["model"] not in ("tiny", *self.adapters):
+            told = {"message": f"The model `{body['model']}` does not exist.", "code": 404}
+            return web.json_response({"error": told}, status=404)
+        self.served.append(body["model"])
+        given_id = request.headers.get("x-request-id", "")
+        known_as = f"generate-tokens-{given_id}" if "token_ids" in body else f"cmpl-{given_id}-0"
+        self.aborts[known_as] = asyncio.Event()
         parts = body.get("content_parts") or []
         call = Call(
             id="c",
@@ -115,7 +166,7 @@ class FakeVllm:
             ),
             max_tokens=given["max_tokens"],
             stop_ids=tuple(given["stop_token_ids"]),
-            stream=body["stream"],
+            stream=True,
             images=tuple(Image(digest=p["uuid"], media_type="?", url=p["url"]) for p in parts),
         )
         probing = self.sessions[-1] == "probe"
@@ -123,7 +174,7 @@ class FakeVllm:
         if fault == "500":
             return web.json_response({"error": {"message": "EngineCore encountered an issue"}}, status=500)
         try:
-            async with aclosing(self.chunks(call)) as chunks:
+            async with aclosing(self.chunks(call, known_as, body["model"])) as chunks:
                 if body["stream"]:
                     return await self.stream(request, body, chunks, fault, shape)
                 return await self.whole(request, body, [c async for c in chunks], fault, shape)
@@ -135,10 +186,22 @@ class FakeVllm:
         except Unavailable as error:
             return web.json_response({"error": {"message": str(error)}}, status=500)
 
-    async def chunks(self, call: Call) -> AsyncIterator[Chunk]:
+    async def chunks(self, call: Call, known_as: str, model: str) -> AsyncGenerator[Chunk]:
+        self.busy[known_as] = model
+        self.most_at_once = max(self.most_at_once, len({*self.busy.values()} - {"tiny"}))
+        try:
+            async for chunk in self.until(call, self.aborts[known_as]):
+                yield chunk
+        finally:
+            self.busy.pop(known_as, None)
+
+    async def until(self, call: Call, aborted: asyncio.Event) -> AsyncGenerator[Chunk]:
         async with aclosing(self.engine.generate(call)) as chunks:
             async for chunk in chunks:
                 await self.moving.wait()
+                if aborted.is_set():
+                    yield structs.replace(chunk, token_ids=(), logprobs=(), finish=FinishReason.ABORTED)
+                    return
                 yield chunk
 
     async def whole(

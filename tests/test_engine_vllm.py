@@ -198,7 +198,7 @@ async def test_a_server_with_raw_log_probabilities_is_found_out() -> None:
     [
         ("500", "answers 500: EngineCore encountered an issue"),
         ("die", "broke off"),
-        ("hang", "was silent for 0.3 s"),
+        ("hang", "was silent for 1 s"),
         ("fewer", r"gave \d+ ids but \d+ log-probabilities"),
         ("nan", "sent what is not expected"),
         ("null", "sent what is not expected"),
@@ -210,7 +210,8 @@ async def test_a_server_that_misbehaves_is_unavailable_and_named(
     fault: str, complaint: str, scale_out: bool, stream: bool
 ) -> None:
     fake = FakeVllm(ScriptedEngine(counting), scale_out=scale_out, faults=[fault])
-    async with connected(fake, idle_s=0.3, answer_s=0.3) as engine:
+    patience = 1.0 if fault == "hang" else 10.0
+    async with connected(fake, idle_s=patience, answer_s=patience) as engine:
         with pytest.raises(Unavailable, match=f"{engine.url} {complaint}"):
             await answer(engine, a_call(stream=stream))
         assert len(ids(await answer(engine, a_call(stream=stream)))) == 12
@@ -358,6 +359,123 @@ async def test_what_the_server_cannot_do_is_refused_with_the_remedy(weights: Pat
         with pytest.raises(UsageError, match="is not a model directory"):
             await engine.load(1, str(weights / "nowhere"))
         assert not fake.asked
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[str]:
+    """Directories by version."""
+    for version in range(5):
+        (tmp_path / str(version)).mkdir()
+        (tmp_path / str(version) / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    return [str(tmp_path / str(version)) for version in range(5)]
+
+
+def slowly(call: Call) -> Scripted:
+    """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
+    first = call.prompt_ids[-1] + 1
+    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.02)
+
+
+def versions(chunks: list[Chunk]) -> list[int]:
+    """One for each token."""
+    assert all(chunk.low == chunk.high and chunk.versions is None for chunk in chunks)
+    return [chunk.low for chunk in chunks for _ in chunk.token_ids]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("scale_out", [True, False], ids=["generate", "completions"])
+async def test_a_call_keeps_the_adapter_it_began_with(
+    adapters: list[str], stream: bool, scale_out: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=4, scale_out=scale_out)
+    async with connected(fake) as engine:
+        begun = []
+        for version in (1, 2, 3):
+            await engine.load(version, adapters[version])
+            await engine.load(version, adapters[version])
+            begun.append(asyncio.create_task(answer(engine, a_call(max_tokens=30, stream=stream))))
+            await asyncio.sleep(0.05)
+        assert (await engine.info()).version == 3
+        with pytest.raises(Conflict, match="version 2 is older"):
+            await engine.load(2, adapters[2])
+        for version, call in enumerate(begun, 1):
+            chunks = await call
+            assert ids(chunks) == list(range(8, 38))
+            assert versions(chunks) == [version] * 30
+        assert set(fake.adapters) == {"tiny-v1", "tiny-v2", "tiny-v3"}
+        await engine.load(4, adapters[4])
+        assert set(fake.adapters) == {"tiny-v4"}
+    assert "/pause" not in " ".join(fake.asked)
+    assert fake.served[-3:] == ["tiny-v1", "tiny-v2", "tiny-v3"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for(
+    adapters: list[str], stream: bool
+) -> None:
+    """Calls of the oldest go on with the newest, from where they were."""
+    fake, others = FakeVllm(ScriptedEngine(slowly), loras=2), []
+    async with connected(fake) as engine:
+        await engine.load(1, adapters[1])
+        call = asyncio.create_task(answer(engine, a_call(max_tokens=60, stream=stream)))
+        await asyncio.sleep(0.1)
+        for version in (2, 3, 4):
+            await engine.load(version, adapters[version])
+            others.append(asyncio.create_task(answer(engine, a_call(max_tokens=40, stream=stream))))
+            await asyncio.sleep(0.1)
+        chunks = await call
+        for other in others:
+            assert ids(await other) == list(range(8, 48))
+    assert fake.most_at_once == 2
+    assert ids(chunks) == list(range(8, 68))
+    told = versions(chunks)
+    assert told == sorted(told)
+    assert len({*told}) > 1
+    assert chunks[-1].finish is FinishReason.LENGTH
+
+
+async def test_whole_weights_after_adapters_take_over_every_call(adapters: list[str], weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2)
+    async with connected(fake) as engine:
+        await engine.load(1, adapters[1])
+        call = asyncio.create_task(answer(engine, a_call(max_tokens=30)))
+        await asyncio.sleep(0.1)
+        await engine.load(2, str(weights))
+        chunks = await call
+        assert fake.served[-2:] == ["tiny-v1", "tiny"]
+        assert ids(chunks) == list(range(8, 38))
+        assert {chunk.low for chunk in chunks} == {1, 2}
+        assert (await engine.info()).version == 2
+
+
+async def test_a_server_that_has_adapters_already_is_taken_as_it_is(adapters: list[str]) -> None:
+    fake = FakeVllm(ScriptedEngine(counting), loras=2)
+    fake.adapters = {"tiny-v5": "a", "tiny-v6": "b", "tiny-other": "c"}
+    async with connected(fake) as engine:
+        assert (await engine.info()).version == 6
+        assert versions(await answer(engine, a_call())) == [6] * 12
+        assert fake.served[-1] == "tiny-v6"
+
+
+async def test_an_adapter_the_server_refuses_changes_nothing(adapters: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 16}')
+    async with connected(FakeVllm(ScriptedEngine(counting), loras=2)) as engine:
+        await engine.load(1, adapters[1])
+        with pytest.raises(
+            UsageError, match=r"did not take the adapter .*rank 16 is greater.*--max-lora-rank"
+        ):
+            await engine.load(2, str(broken))
+        assert (await engine.info()).version == 1
+        assert versions(await answer(engine, a_call())) == [1] * 12
+    for loras, told in ((None, "serves no adapters"), (1, "serves 1 adapter at a time")):
+        async with connected(FakeVllm(ScriptedEngine(counting), loras=loras)) as engine:
+            with pytest.raises(UsageError, match=rf"{told}; start it with --enable-lora --max-loras 2"):
+                await engine.load(1, adapters[1])
 
 
 async def test_reading_a_long_stream_costs_little() -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
+from afield.engines.adapters import is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.http import Http
 from afield.engines.logprobs import Drawn, check_mode
@@ -91,11 +92,16 @@ class RemoteEngine(ABC):
                 await self._name(version)
                 self._version = version
                 return
+            if is_adapter(path):
+                await self._adopt(version, path)
+                self._version = version
+                return
             # A path that is wrong may end the server, so it is looked at first where that is possible.
             near = urlsplit(self.url).hostname in LOOPBACK
             if near and not (Path(path) / "config.json").is_file():
                 raise UsageError(
                     f"version {version}: {path!r} is not a model directory (it has no config.json)"
+                    " and no adapter (no adapter_config.json)"
                 )
             await self._freeze()
             try:
@@ -136,6 +142,10 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _swap(self, version: int, path: str) -> None: ...
+
+    async def _adopt(self, version: int, path: str) -> None:
+        """Serve an adapter to the calls that begin from now on; a refusal is a UsageError."""
+        raise UsageError(f"{self.url} takes no adapters; publish whole weights as version {version}")
 
     @abstractmethod
     async def _name(self, version: int) -> None:

@@ -2,8 +2,9 @@
 
 It asks `/inference/v1/generate` where the server offers it (`--enable-scale-out`), else `/v1/completions`,
 whose versions are intervals. What one network read brings is one chunk; exact versions come with the last.
-Loading and pausing need VLLM_SERVER_DEV_MODE=1 there and are refused with that remedy otherwise. A seed
-repeats only on one server under the same load: how calls are batched changes the last bits.
+Loading and pausing need VLLM_SERVER_DEV_MODE=1 there and are refused with that remedy otherwise. Whole
+weights are swapped under all calls; an adapter serves the calls that begin after it, see `vllm_adapters`.
+A seed repeats only on one server under the same load: how calls are batched changes the last bits.
 """
 
 from __future__ import annotations
@@ -16,25 +17,19 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.engines import vllm_wire as wire
+from afield.engines.adapters import Lease
 from afield.engines.encoded import Encoded
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
+from afield.engines.vllm_adapters import MODELS, VllmAdapters, adapter_name
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.types import FinishReason
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
 NO_SPANS = "weight versions are intervals; start vLLM with --enable-scale-out to have them per token"
-
-
-class _Model(Struct):
-    id: str
-    max_model_len: int
-
-
-class _Models(Struct):
-    data: list[_Model]
 
 
 class _WeightInfo(Struct):
@@ -46,7 +41,6 @@ class _Paused(Struct):
 
 
 PAUSED = msgspec.json.Decoder(_Paused)
-MODELS = msgspec.json.Decoder(_Models)
 WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
 
 
@@ -59,11 +53,13 @@ class VllmEngine(RemoteEngine):
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
         self._encoded = Encoded()
+        self._adapters = VllmAdapters(self._http)
 
     async def _learn(self) -> EngineInfo:
-        served = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
+        told = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
+        served = [model for model in told if model.parent is None]
         chosen = next((m for m in served if self._model in (None, m.id)), None)
-        if chosen is None:
+        if chosen is None or chosen.max_model_len is None:
             names = ", ".join(m.id for m in served)
             raise UsageError(f"{self.url} does not serve {self._model!r}; choose one of: {names}")
         self._model = chosen.id
@@ -91,7 +87,9 @@ class VllmEngine(RemoteEngine):
         self._manageable = status == 200
         if self._manageable:
             label = self._http.decode(data, WEIGHT_INFO).weight_version
-            self._version = as_version(label, self._initial)
+            base, adapter = as_version(label, self._initial), await self._adapters.look(self._model or "")
+            newest = self._adapters.leases.newest = adapter if (adapter or 0) > base else None
+            self._version = newest or base
         elif status != 404:
             raise Unavailable(f"{self.url} answers {status} to /weight_info: {data[:200]!r}")
 
@@ -101,30 +99,52 @@ class VllmEngine(RemoteEngine):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _request(self, call: Call) -> tuple[str, dict[str, Any], dict[str, str]]:
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        sampled: list[int] = []
+        while True:
+            with self._adapters.leases.held() as lease:
+                rest = _rest(call, sampled)
+                pieces = self._streamed(rest, lease) if call.stream else self._whole(rest, lease)
+                async with aclosing(pieces):
+                    async for chunk in pieces:
+                        sampled += chunk.token_ids
+                        if chunk.finish is FinishReason.ABORTED and lease is not None and lease.called_back:
+                            if chunk.token_ids:
+                                yield structs.replace(chunk, finish=None)
+                            break
+                        yield chunk
+                    else:
+                        return
+
+    def _request(self, call: Call, lease: Lease | None) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Path, body and headers."""
         limit = self._limit(call)
         make = wire.generate_body if self._exact else wire.completions_body
         path = wire.GENERATE if self._exact else wire.COMPLETIONS
+        model = self._model or ""
         # Routers in front of several servers send a session where its prefix is cached.
-        body = make(self._model or "", call, limit, self._encoded.ids(call))
-        return path, body, {"x-session-id": call.session_id}
+        headers = {"x-session-id": call.session_id}
+        if lease is not None:
+            model, headers["x-request-id"] = adapter_name(model, lease.version), lease.id
+        return path, make(model, call, limit, self._encoded.ids(call)), headers
 
-    async def _whole(self, call: Call) -> AsyncGenerator[Chunk]:
-        path, body, headers = self._request(call)
+    async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        path, body, headers = self._request(call, lease)
         low = self._version
         data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s)
         sampled = wire.Sampled([self._http.decode(data, wire.REPLY)], self.url)
-        for chunk in self._cut(call, sampled, low):
+        for chunk in self._cut(call, sampled, low, lease):
             yield chunk
 
-    def _cut(self, call: Call, sampled: wire.Sampled, low: int) -> list[Chunk]:
+    def _cut(self, call: Call, sampled: wire.Sampled, low: int, lease: Lease | None) -> list[Chunk]:
         """One chunk for each version span."""
         if sampled.finish is None:
             raise Unavailable(f"{self.url} gave an answer without an end")
         length = len(sampled.token_ids)
         cuts = [(0, length, low, max(low, self._version))]
-        if sampled.spans:
+        if lease is not None:
+            cuts = [(0, length, lease.version, lease.version)]
+        elif sampled.spans:
             spans = exact_spans(sampled.spans, length, self._initial, self.url)
             cuts = [(s.start, s.end, s.low, s.high) for s in spans]
         return [
@@ -139,8 +159,8 @@ class VllmEngine(RemoteEngine):
             for start, end, first, last in cuts
         ]
 
-    async def _streamed(self, call: Call) -> AsyncGenerator[Chunk]:
-        path, body, headers = self._request(call)
+    async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        path, body, headers = self._request(call, lease)
         events, low, length = Events(), self._version, 0
         last: Chunk | None = None
         async with aclosing(self._http.reads(path, body, headers)) as reads:
@@ -148,7 +168,7 @@ class VllmEngine(RemoteEngine):
                 found = events.feed(data)
                 if last is not None or not found:
                     continue  # to the end, so that the connection can be used again
-                chunk = self._merge(call, found, low, length)
+                chunk = self._merge(call, found, low, length, lease)
                 length += len(chunk.token_ids)
                 if chunk.finish is not None:
                     last = chunk
@@ -158,20 +178,22 @@ class VllmEngine(RemoteEngine):
             raise Unavailable(f"{self.url} ended a stream without a finish, after {length} tokens")
         yield last
 
-    def _merge(self, call: Call, found: list[bytes], low: int, before: int) -> Chunk:
+    def _merge(self, call: Call, found: list[bytes], low: int, before: int, lease: Lease | None) -> Chunk:
         if found[-1] == wire.DONE:
             found.pop()
         replies = self._http.decode(b"[" + b",".join(found) + b"]", wire.REPLIES)
         sampled = wire.Sampled(replies, self.url)
-        versions = None
-        if sampled.spans:
+        versions, high = None, max(low, self._version)
+        if lease is not None:  # the server's own spans are those of the weights below the adapter
+            low = high = lease.version
+        elif sampled.spans:
             length = before + len(sampled.token_ids)
             versions = exact_spans(sampled.spans, length, self._initial, self.url)
         return Chunk(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),
             low=low,
-            high=max(low, self._version),
+            high=high,
             finish=sampled.finish,
             prompt_ids=self._expanded(call, sampled.prompt_ids),
             versions=versions,
@@ -192,8 +214,27 @@ class VllmEngine(RemoteEngine):
     async def _name(self, version: int) -> None:
         await self._order("/update_weight_version", {"new_version": str(version)})
 
+    async def _adopt(self, version: int, path: str) -> None:
+        await self._adapters.load(self._model or "", version, path, self._call_names)
+
+    @property
+    def _call_names(self) -> str:
+        return wire.GENERATE_ID if self._exact else wire.COMPLETIONS_ID
+
     async def _swap(self, version: int, path: str) -> None:
+        # Calls on adapters of the old weights go on with the new ones, as all others do.
+        await self._adapters.end_calls(0, self._call_names)
+        self._adapters.leases.newest = None
         await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         await self._name(version)
         # Calls in flight compute their context anew, so that no token depends on two versions' caches.
         await self._order("/reset_prefix_cache?reset_running_requests=true")
+
+
+def _rest(call: Call, sampled: list[int]) -> Call:
+    """What is left to ask for."""
+    if not sampled:
+        return call
+    return structs.replace(
+        call, prompt_ids=(*call.prompt_ids, *sampled), max_tokens=call.max_tokens - len(sampled)
+    )

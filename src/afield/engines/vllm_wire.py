@@ -20,6 +20,8 @@ from afield.types import FinishReason
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+# What a server makes of the `x-request-id` of a call, to be named by when it is to be aborted.
+GENERATE_ID, COMPLETIONS_ID = "generate-tokens-{}", "cmpl-{}-0"
 NO_LOGPROB = -9999.0
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 DONE = b"[DONE]"

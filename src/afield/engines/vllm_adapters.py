@@ -1,0 +1,125 @@
+"""Adapters on a vLLM server: each version under a name of its own, `policy-v7`.
+
+Needs `--enable-lora`, `--max-loras` of at least 2 (one for the newest, one for calls in flight) and
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; refused with that remedy otherwise. With more adapters than it has room
+for, vLLM would drop one that is in use and read it from its directory again, or die when that is gone; so
+calls of the oldest versions are ended first and go on with a newer one. Names nobody uses are taken away
+when the next version comes.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Struct
+
+from afield.engines.adapters import Leases
+from afield.engines.http import Http
+from afield.errors import Unavailable, UsageError
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+REMEDY = (
+    "start it with --enable-lora --max-loras 2 (or more) --max-lora-rank (that of the adapter),"
+    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and VLLM_SERVER_DEV_MODE=1"
+)
+LEAST = 2
+
+
+class Model(Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class Models(Struct):
+    data: list[Model]
+
+
+class _LoraConfig(Struct):
+    max_loras: int
+
+
+class _VllmConfig(Struct):
+    lora_config: _LoraConfig | None = None
+
+
+class _ServerInfo(Struct):
+    vllm_config: _VllmConfig
+
+
+class _Refused(Struct):
+    message: str = ""
+
+
+class _Refusal(Struct):
+    error: _Refused = msgspec.field(default_factory=_Refused)
+    detail: object = None
+
+
+MODELS = msgspec.json.Decoder(Models)
+SERVER_INFO = msgspec.json.Decoder(_ServerInfo)
+REFUSAL = msgspec.json.Decoder(_Refusal)
+
+
+def adapter_name(base: str, version: int) -> str:
+    return f"{base}-v{version}"
+
+
+class VllmAdapters:
+    def __init__(self, http: Http) -> None:
+        self._http = http
+        self._room: int | None = None
+        self._named: dict[int, str] = {}  # what the server lists
+        self.leases = Leases()
+
+    async def look(self, base: str) -> int | None:
+        """The newest version among the adapters of `base` that the server lists."""
+        served = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
+        ours = re.compile(re.escape(base) + r"-v(\d+)")
+        found = {m.id: ours.fullmatch(m.id) for m in served if m.parent is not None}
+        self._named = {int(match[1]): name for name, match in found.items() if match}
+        return max(self._named, default=None)
+
+    async def load(self, base: str, version: int, path: str, ends: str) -> None:
+        """Serve the adapter to calls that begin from now on. A refusal changes nothing."""
+        room = await self._ask_room()
+        await self.end_calls(room - 1, ends)
+        name = adapter_name(base, version)
+        status, data = await self._http.status("POST", LOAD, {"lora_name": name, "lora_path": path})
+        if status != 200:
+            told = self._http.decode(data, REFUSAL)
+            why = told.error.message or f"it answers {status}"
+            raise UsageError(f"{self._http.url} did not take the adapter {path!r}: {why}; {REMEDY}")
+        self._named[version] = name
+        self.leases.newest = version
+        await self._tidy()
+
+    async def end_calls(self, room: int, ends: str) -> None:
+        """Calls of the oldest versions end, and go on, so that at most `room` versions are in use.
+
+        `ends` makes the server's name of a call from ours.
+        """
+        if gone := self.leases.call_back(room):
+            ids = [ends.format(lease.id) for lease in gone]
+            await self._http.ask("POST", "/abort_requests", {"request_ids": ids})
+
+    async def _tidy(self) -> None:
+        idle = [version for version in self._named if not self.leases.in_use(version)]
+        for version in idle:
+            status, data = await self._http.status("POST", UNLOAD, {"lora_name": self._named[version]})
+            if status not in {200, 404}:
+                raise Unavailable(f"{self._http.url} keeps the adapter of version {version}: {data[:200]!r}")
+            del self._named[version]
+
+    async def _ask_room(self) -> int:
+        if self._room is None:
+            status, data = await self._http.status("GET", "/server_info?config_format=json")
+            if status != 200:
+                raise UsageError(f"{self._http.url} does not tell whether it takes adapters; {REMEDY}")
+            found = self._http.decode(data, SERVER_INFO).vllm_config.lora_config
+            if found is None or found.max_loras < LEAST:
+                has = "no adapters" if found is None else f"{found.max_loras} adapter at a time"
+                raise UsageError(f"{self._http.url} serves {has}; {REMEDY}")
+            self._room = found.max_loras
+        return self._room
