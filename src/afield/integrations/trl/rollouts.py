@@ -60,10 +60,9 @@ class Rollouts:
         self.config = configured(args, str(model), config, values)
         crew = crew_of(self.config, self.tasks, directory)
         self.run = crew.run
-        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         pace = Pace(
-            rows=step * args.weight_sync_steps,
-            expected=self.config.rollouts,
+            step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            syncs=args.weight_sync_steps,
             staleness=args.max_staleness,
         )
         recipe = Recipe(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +26,7 @@ from afield.learn import usual_failure
 from afield.types import Finished, Group
 
 POLL_S = 0.05
+RECENT = 16  # groups whose size is taken to be the next ones'
 PATIENCE = 3  # steps' worth of groups without a single reward before it is given up
 ENDED = "training has ended"
 
@@ -46,6 +48,9 @@ class RolloutWorker:
         self._pace = pace
         self._recipe = recipe
         self._version = 0
+        self._delivered = 0  # rows
+        self._mark = pace.step  # taken when the version changed; the first takes a step more
+        self._sizes: deque[int] = deque([crew.config.rollouts], maxlen=RECENT)  # of groups, in rows
         self._gathering: Future[None] | None = None
         self._beat = time.monotonic()
         self._lengths = Lengths()
@@ -71,6 +76,8 @@ class RolloutWorker:
                 self._crew.call(self._end(self._crew.start(), self._gathering))
 
     def update_model_version(self, model_version: int) -> None:
+        if self._version:
+            self._mark += self._taken
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
@@ -86,6 +93,15 @@ class RolloutWorker:
                 f"the collection has not moved for {silent:.0f} s (heartbeat_stale_after_s ="
                 f" {stale_after_s:g}) with {len(self._running)} groups under way; see {self._crew.run.logs}"
             )
+
+    @property
+    def _taken(self) -> int:
+        """Rows that were taken since the version changed."""
+        return self._delivered - self.rollout_buffer.qsize() - self._mark
+
+    @property
+    def _expected(self) -> int:
+        return max(1, round(sum(self._sizes) / len(self._sizes)))
 
     # --- in the collection's thread --------------------------------------------------------------
 
@@ -108,7 +124,12 @@ class RolloutWorker:
         while not self._ending:
             self._beat = time.monotonic()
             self._deliver(made)
-            if made.collector.has_room and self._pace.admits(self.rollout_buffer.qsize(), len(self._running)):
+            if made.collector.has_room and self._pace.admits(
+                self._expected,
+                taken=self._taken,
+                waiting=self.rollout_buffer.qsize(),
+                running=len(self._running),
+            ):
                 return True
             await asyncio.sleep(POLL_S)
         return False
@@ -130,16 +151,26 @@ class RolloutWorker:
         """Oldest first; a younger one only where no older one comes too late by it."""
         for position in sorted(self._ready):
             ready = self._ready[position]
-            older = [born for p, born in self._running.items() if p < position and p not in self._ready]
-            waiting = self.rollout_buffer.qsize()
-            if not self._pace.may_pass(len(ready.rows), waiting=waiting, version=self._version, older=older):
+            if not self._may_go(position, len(ready.rows)):
                 return
             for row in ready.rows:
                 row.enqueued_at = time.time()
+                self._delivered += 1
                 self.rollout_buffer.put(row)
             for rollout_id in ready.members:
                 made.spool.drop(rollout_id)
+            self._sizes.append(len(ready.rows))
             del self._ready[position], self._running[position], self._members[position]
+
+    def _may_go(self, position: int, size: int) -> bool:
+        return self._pace.may_pass(
+            size,
+            self._expected,
+            taken=self._taken,
+            waiting=self.rollout_buffer.qsize(),
+            version=self._version,
+            older=[born for p, born in self._running.items() if p < position and p not in self._ready],
+        )
 
     def _note(self, group: Group, given: Sequence[Any], dropped: str | None) -> None:
         """Measures of a group, rollout by rollout; and patience with those that have no reward."""
@@ -157,7 +188,7 @@ class RolloutWorker:
             }
         )
         self._barren = 0 if rewards else self._barren + 1
-        if self._barren >= PATIENCE * max(1, self._pace.rows // self._pace.expected):
+        if self._barren >= PATIENCE * max(1, self._pace.step // self._expected):
             often = usual_failure(group.finished)
             raise Fruitless(f"{self._barren} groups without a single reward; most often: {often}")
 
