@@ -56,6 +56,9 @@ class GRPO:
     "constant" divides by; `thinking` is how reasoning was rendered while sampling, kept with checkpoints.
     """
 
+    policy_kind = PolicyModel
+    updates_kind = Updates
+
     def __init__(
         self,
         model_path: str | Path,
@@ -90,13 +93,14 @@ class GRPO:
     ) -> None:
         self.model_path = Path(model_path)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.policy = PolicyModel(
+        self.policy = self.policy_kind(
             self.model_path,
             device=self.device,
             dtype=dtype,
             lora=lora,
             checkpointing=checkpointing,
             reference=kl > 0,
+            layout=layout,
         )
         self.updates = Updates(
             self.policy,
@@ -104,7 +108,6 @@ class GRPO:
             eps=eps,
             weight_decay=weight_decay,
             grad_clip=grad_clip,
-            layout=layout,
             max_tokens_per_pass=max_tokens_per_pass,
         )
         bounds = (clip[0], clip[1]) if clip else USUAL_CLIP[loss]
@@ -152,9 +155,7 @@ class GRPO:
         """The rows to train on, all of them checked."""
         line_up(groups)
         batch = to_batch(groups, advantages(groups, self.how, floor=self.floor))
-        config = self.model.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None)
-        check_rows(batch.rows, vocabulary=config.vocab_size, context=context)
+        check_rows(batch.rows, vocabulary=self.policy.vocabulary, context=self.policy.context)
         return batch
 
     def _minibatches(self, rollout_ids: Sequence[str]) -> Iterator[frozenset[str]]:
@@ -196,8 +197,8 @@ class GRPO:
 
     def save(self, directory: Path) -> None:
         """All it takes to go on, and what the tokens were made with: tokenizer, template, thinking policy."""
+        state = {**self.updates.state(), "steps": self.steps, "random": self.random.get_state()}
         with replaced(directory) as fresh:
-            state = {**self.updates.state(), "steps": self.steps, "random": self.random.get_state()}
             torch.save(state, fresh / STATE)
             copy_but_weights(self.model_path, fresh / MODEL)
             (fresh / POLICY).write_text(json.dumps({"thinking": self.thinking, "steps": self.steps}) + "\n")

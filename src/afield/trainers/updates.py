@@ -16,7 +16,7 @@ from torch import Tensor
 from afield.errors import UsageError
 from afield.trainers.audit import Audit
 from afield.trainers.losses import Loss, Tokens
-from afield.trainers.passes import LayoutName, Pass, log_probabilities, to_passes
+from afield.trainers.passes import Pass, log_probabilities, to_passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
 
@@ -39,19 +39,17 @@ class Updates:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
-        layout: LayoutName = "tree",
         max_tokens_per_pass: int = 16384,
     ) -> None:
         self.policy = policy
         self.optimizer = torch.optim.AdamW(policy.trainable, lr=lr, eps=eps, weight_decay=weight_decay)
         self.grad_clip = grad_clip
-        self.layout: LayoutName = layout
         self.max_tokens_per_pass = max_tokens_per_pass
 
     def passes(self, rows: Sequence[Row]) -> list[Pass]:
         if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
-        return to_passes(rows, self.max_tokens_per_pass, self.policy.device, self.layout)
+        return to_passes(rows, self.max_tokens_per_pass, self.policy.device, self.policy.layout)
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], audit: Audit) -> Scores:
@@ -103,9 +101,13 @@ class Updates:
             total += float(found.total.detach()) / divisor
         return total
 
+    def clip(self) -> float:
+        """Cut the gradient to the bound; its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
+
     def apply(self, lr: float | None = None) -> float:
         """Move the weights by the gradients that have added up, which stay; their norm, before it is cut."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
+        norm = self.clip()
         if not math.isfinite(norm):
             raise UsageError(f"the gradient's norm is {norm}; lower the learning rate")
         if lr is not None:

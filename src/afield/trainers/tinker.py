@@ -1,0 +1,262 @@
+"""For people who write their own loop: sample, forward_backward, optim_step, save_weights.
+
+`Tuner` is the embedded trainer and the embedded engine in one object, synchronous and in this process.
+`sample` always draws from the weights as they are; what it returns feeds `forward_backward` without a
+token being read or written again, and the trainer's log-probabilities are the sampler's. Gradients add up
+until `optim_step`. Data that does not line up is refused, by rollout and turn, before anything adds up.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from msgspec import Struct, field
+from torch import Tensor
+
+from afield.errors import UsageError
+from afield.options import LoraOptions
+from afield.seams.engine import Engine
+from afield.trainers.audit import Audit
+from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
+from afield.trainers.directories import replaced
+from afield.trainers.losses import USUAL_CLIP, Aggregate, Loss, Objective, Tokens, loss_of, weights
+from afield.trainers.passes import LayoutName
+from afield.trainers.policy import Dtype, PolicyModel
+from afield.trainers.rows import Row, check_rows
+from afield.trainers.sampler import Prompt, Sampler
+from afield.trainers.updates import LossFunction, Updates
+from afield.types import Sampling
+
+__all__ = ["Datum", "Objective", "Reply", "Report", "Sampling", "Tokens", "Tuner", "data_from", "taught"]
+
+STATE = "tuner.pt"
+Cost = Callable[[Tokens], Tensor]  # of each token
+LossWord = Literal["ppo", "cispo", "gspo", "cross_entropy"]
+
+
+class Report(Struct, frozen=True):
+    """What a call of `forward_backward` saw."""
+
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Tuner:
+    """`with Tuner.open(model, lr=1e-5) as tuner:`. `engine` is any that loads weights from a directory."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        engine: Engine,
+        lr: float,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip: float = 1.0,
+        device: str | None = None,
+        dtype: Dtype = "float32",
+        layout: LayoutName = "tree",
+        max_tokens_per_pass: int = 16384,
+        checkpointing: bool = False,
+        lora: LoraOptions | None = None,
+        reference: bool = False,
+        max_logprob_diff: float | None = None,
+    ) -> None:
+        self.path = Path(model_path)
+        self.version = 0
+        self.max_logprob_diff = max_logprob_diff
+        self.policy = PolicyModel(
+            self.path,
+            device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+            dtype=dtype,
+            lora=lora,
+            checkpointing=checkpointing,
+            reference=reference,
+            layout=layout,
+        )
+        self.updates = Updates(
+            self.policy,
+            lr=lr,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_clip=grad_clip,
+            max_tokens_per_pass=max_tokens_per_pass,
+        )
+        self.sampler = Sampler(self.path, engine)
+        self._changed = False  # since the engine was given the weights
+
+    @classmethod
+    def open(cls, model_path: str | Path, *, lr: float, slots: int = 64, seed: int = 0, **how: Any) -> Self:
+        """With the embedded engine, `slots` calls at once; `how` as the constructor takes it."""
+        # Engines are named in a layer above this one; people look for the door here.
+        named = import_module("afield.wiring")
+        engine = named.engine("torch", Path(model_path), slots=slots, seed=seed, ledger=None)
+        return cls(model_path, engine=engine, lr=lr, **how).start()
+
+    def start(self) -> Self:
+        self.version = self.sampler.start()
+        return self
+
+    def close(self) -> None:
+        """Repeating is harmless."""
+        self.sampler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # --- sampling ---------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompt: Prompt,
+        n: int = 1,
+        sampling: Sampling = Sampling(),  # noqa: B008
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        after: Reply | None = None,
+    ) -> list[Reply]:
+        """`n` replies to a prompt: ids, messages, or a text from a user. With `after`, the prompt is what
+        follows that reply in its conversation, whose ids stay as they were sampled.
+        """
+        return self.sample_all([(prompt, after)] * n, sampling, tools=tools)
+
+    def sample_all(
+        self,
+        prompts: Sequence[tuple[Prompt, Reply | None]],
+        sampling: Sampling = Sampling(),  # noqa: B008
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[Reply]:
+        """One reply to each prompt, all at the same time; each goes on from its reply where it has one."""
+        if self._changed:
+            with tempfile.TemporaryDirectory(prefix="afield-tuner-") as scratch:
+                self.policy.export(Path(scratch) / "weights")
+                self.sampler.load(self.version, Path(scratch) / "weights")
+            self._changed = False
+        return self.sampler.sample(prompts, sampling, tools)
+
+    # --- learning ---------------------------------------------------------------------------------
+
+    def logprobs(self, data: Sequence[Datum]) -> list[tuple[float, ...]]:
+        """Of every trained token, under the weights as they are; to be given back as `proximal`."""
+        scores = self.updates.score(self._rows(data), Audit())
+        return [tuple(scores[number].tolist()) if number in scores else () for number in range(len(data))]
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: LossWord | Objective | Cost = "ppo",
+        *,
+        aggregate: Aggregate = "rollout",
+        length: int | None = None,
+        of: int | None = None,
+        proximal: Sequence[Sequence[float]] | None = None,
+    ) -> Report:
+        """Add the gradient of the loss over `data`: the mean over its rollouts, or over `of` where several
+        calls make one update.
+
+        A loss is a word, a word with its settings (`Objective`), or a function of `Tokens` to the cost of
+        each. `proximal` are the log-probabilities to clip against, taken before the first of several
+        updates on the same data; without them the policy as it is takes their place.
+        """
+        imitate = loss == "cross_entropy"
+        rows = [row for row in self._rows(data, imitate=imitate) if row.trajectory.owned]
+        if not rows:
+            raise UsageError("there is nothing to learn from: no sequence has a token that was sampled")
+        if aggregate == "constant" and length is None:
+            raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
+        scores = None
+        if proximal is not None:
+            scores = {n: torch.tensor(row, device=self.policy.device) for n, row in enumerate(proximal)}
+            _check_proximal(rows, scores)
+        audit = Audit(None if imitate else self.max_logprob_diff)
+        if self.max_logprob_diff is not None and not imitate and scores is None:
+            self.updates.score(rows, audit)
+            audit.settle()
+        function, reference = self._loss(loss)
+        rollouts = of or len({row.rollout_id for row in rows})
+        owned = sum(row.trajectory.owned for row in rows)
+        weigh = partial(weights, aggregate=aggregate, rollouts=rollouts, tokens=owned, length=length or 1)
+        total = self.updates.backward(rows, function, weigh, audit, proximal=scores, reference=reference)
+        audit.update(loss=total)
+        told = {"tokens": float(owned), "rollouts": float(rollouts)}
+        return Report(total, told if imitate else {**audit.summary(), **told})
+
+    def optim_step(self, lr: float | None = None) -> float:
+        """Move the weights by what has added up, and begin anew; the gradient's norm. The next `sample`
+        draws from the new weights."""
+        if not any(parameter.grad is not None for parameter in self.policy.trainable):
+            raise UsageError("there is no gradient; call forward_backward first")
+        norm = self.updates.apply(lr)
+        self.updates.clear()
+        self.version += 1
+        self._changed = True
+        return norm
+
+    def _rows(self, data: Sequence[Datum], *, imitate: bool = False) -> list[Row]:
+        rows = to_rows(data, imitate=imitate)
+        check_rows(rows, vocabulary=self.policy.vocabulary, context=self.policy.context)
+        return rows
+
+    def _loss(self, loss: LossWord | Objective | Cost) -> tuple[LossFunction, bool]:
+        if isinstance(loss, Objective):
+            return partial(loss_of, objective=loss), loss.kl > 0
+        if callable(loss):
+            return partial(_costed, cost=loss), False
+        if loss == "cross_entropy":
+            return partial(_costed, cost=lambda seen: -seen.logp * seen.advantage), False
+        if loss not in USUAL_CLIP:
+            words = ", ".join((*USUAL_CLIP, "cross_entropy"))
+            raise UsageError(f"unknown loss {loss!r}; choose one of: {words}, or give a function")
+        return partial(loss_of, objective=Objective(loss, USUAL_CLIP[loss])), False
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    def save_weights(self, directory: str | Path) -> None:
+        """The model's directory as engines load it. Repeating replaces it."""
+        self.policy.export(Path(directory))
+
+    def save_state(self, directory: str | Path) -> None:
+        """All it takes to go on: weights, optimiser, and which random numbers come next."""
+        with replaced(Path(directory)) as fresh:
+            state = {**self.updates.state(), "version": self.version, "calls": self.sampler.calls}
+            torch.save(state, fresh / STATE)
+
+    def load_state(self, directory: str | Path) -> None:
+        path = Path(directory) / STATE
+        if not path.is_file():
+            raise UsageError(f"{directory} holds no {STATE}; give a directory that save_state() wrote")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.updates.load_state(state)
+        self.updates.clear()
+        # Versions only grow: the engine may have served later ones.
+        self.version = max(state["version"], self.sampler.version + 1)
+        self.sampler.calls, self._changed = state["calls"], True
+
+
+def _costed(seen: Tokens, cost: Cost) -> Loss:
+    costs = cost(seen)
+    if costs.shape != seen.logp.shape:
+        raise UsageError(f"a loss gave {tuple(costs.shape)} costs for {len(seen.logp)} tokens; one for each")
+    ratio = torch.exp(seen.logp - seen.proximal).detach()
+    none = torch.zeros_like(ratio, dtype=torch.bool)
+    return Loss((costs * seen.weight).sum(), ratio, none, torch.ones_like(ratio), none, None)
+
+
+def _check_proximal(rows: Sequence[Row], scores: Mapping[int, Tensor]) -> None:
+    for row in rows:
+        given = len(scores[row.number]) if row.number in scores else 0
+        if given != row.trajectory.owned:
+            raise UsageError(
+                f"rollout {row.rollout_id}: {given} proximal log-probabilities for {row.trajectory.owned}"
+                " trained tokens; take them from logprobs() of the same data"
+            )
