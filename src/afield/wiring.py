@@ -286,7 +286,10 @@ def trainer(config: TrainConfig) -> Trainer:
         return load("trainers.frozen:Frozen")(Path(config.model))
     made = choose("trainer", config.trainer, TRAINERS)
     told = structs.asdict(config.learn)
-    del told["devices"]
+    if told["devices"] > 1:
+        made = load("trainers.sharded:Sharded")
+    else:
+        del told["devices"]
     told["device"] = told["device"] or None
     told["length"] = told["length"] or config.max_tokens * (config.max_calls or 1)
     return made(

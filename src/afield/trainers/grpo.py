@@ -59,6 +59,9 @@ class GRPO:
     policy_kind = PolicyModel
     updates_kind = Updates
 
+    policy_kind: type[PolicyModel] = PolicyModel
+    updates_kind: type[Updates] = Updates
+
     def __init__(
         self,
         model_path: str | Path,
@@ -102,7 +105,7 @@ class GRPO:
             reference=kl > 0,
             layout=layout,
         )
-        self.updates = Updates(
+        self.updates = self.updates_kind(
             self.policy,
             lr=lr,
             eps=eps,

@@ -16,7 +16,7 @@ from torch import Tensor
 from afield.errors import UsageError
 from afield.trainers.audit import Audit
 from afield.trainers.losses import Loss, Tokens
-from afield.trainers.passes import Pass, log_probabilities, to_passes
+from afield.trainers.passes import LayoutName, Pass, log_probabilities, to_passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
 
@@ -46,10 +46,14 @@ class Updates:
         self.grad_clip = grad_clip
         self.max_tokens_per_pass = max_tokens_per_pass
 
+    @property
+    def layout(self) -> LayoutName:
+        return self.policy.layout
+
     def passes(self, rows: Sequence[Row]) -> list[Pass]:
         if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
-        return to_passes(rows, self.max_tokens_per_pass, self.policy.device, self.policy.layout)
+        return to_passes(rows, self.max_tokens_per_pass, self.policy.device, self.layout)
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], audit: Audit) -> Scores:
@@ -115,6 +119,9 @@ class Updates:
                 group["lr"] = lr
         self.optimizer.step()
         return norm
+
+    def clip(self) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
 
     def _logp(self, model: Any, batch: Pass) -> Tensor:
         with self.policy.autocast():
