@@ -59,9 +59,6 @@ class GRPO:
     policy_kind = PolicyModel
     updates_kind = Updates
 
-    policy_kind: type[PolicyModel] = PolicyModel
-    updates_kind: type[Updates] = Updates
-
     def __init__(
         self,
         model_path: str | Path,

@@ -120,9 +120,6 @@ class Updates:
         self.optimizer.step()
         return norm
 
-    def clip(self) -> float:
-        return float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
-
     def _logp(self, model: Any, batch: Pass) -> Tensor:
         with self.policy.autocast():
             return log_probabilities(model, batch)
