@@ -85,6 +85,9 @@ class Maker:
         committed = [t for t in forest.turns if t.status is TurnStatus.COMMITTED]
         withheld = {t.id: "side:title" for t in committed if self.random.random() < 0.15}
         made = assembly.linear(forest, withheld)
+        keeps = self.random.random() < 0.5 if self.kept is None else self.kept
+        owned = [turn.id for row in made.trajectories for turn in row.turns]
+        named = [turn.id for turn in committed] if keeps else owned
         kind = self.random.choice(KINDS)
         rewarded = kind is None or (kind is FailureKind.POLICY and self.random.random() < 0.5)
         outcome = Outcome(
@@ -92,11 +95,10 @@ class Maker:
             attempt=self.random.randint(1, 3),
             reward=self.number() if rewarded else None,
             rewards={name: self.number() for name in "ab" if rewarded and self.random.random() < 0.5},
-            turn_rewards={t.id: self.number() for t in committed if rewarded and self.random.random() < 0.5},
+            turn_rewards={t: self.number() for t in named if rewarded and self.random.random() < 0.5},
             failure=Failure(kind, Reason.RAISED, "it broke", "its traceback") if kind else None,
         )
         task = Task(f"task of {group_id}", {"q": 1})
-        keeps = self.random.random() < 0.5 if self.kept is None else self.kept
         return Finished(
             rollout=Rollout(id=rollout_id, exp_id="exp", group_id=group_id, task=task),
             outcome=outcome,

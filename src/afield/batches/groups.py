@@ -4,7 +4,7 @@
 token of a rollout that trains is owned by exactly one row. Rows whose turns are at hand are compared with
 them. `to_groups` gives groups to train on again: the same rollouts, outcomes, rewards and linear rows. Not
 kept are messages, digests, tags, links, times, seeds and token limits of turns, what was sampled and not
-trained, and the rows of rollouts that carry no reward.
+trained, and the rows of baselines and of rollouts that carry no reward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs
 
 from afield import assembly
+from afield.batches.rewards import turn_rewards
 from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
 from afield.forest import Forest
@@ -38,14 +39,18 @@ def from_groups(groups: Iterable[Group], form: Form = "linear", *, floor: float 
 
 
 def record_of(finished: Finished, group: Group, floor: float = 0.0) -> Record:
+    outcome, baseline = finished.outcome, finished is group.baseline
+    score = outcome.reward_or_floor(floor)
+    if outcome.turn_rewards and score is not None and not baseline:
+        outcome = structs.replace(outcome, turn_rewards=turn_rewards(finished))
     return Record(
         rollout=finished.rollout,
-        outcome=finished.outcome,
+        outcome=outcome,
         epoch=group.epoch,
-        score=finished.outcome.reward_or_floor(floor),
+        score=score,
         attempts=finished.attempts,
         excluded=finished.excluded,
-        baseline=finished is group.baseline,
+        baseline=baseline,
     )
 
 

@@ -147,7 +147,9 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """A rollout and what came of it, trained or not. `score` is what trains; None leaves it out."""
+    """A rollout and what came of it, trained or not. `score` is what trains; None leaves it out.
+    Of one that trains, the outcome's `turn_rewards` are by trained turns and their ids.
+    """
 
     rollout: Rollout
     outcome: Outcome
@@ -177,6 +179,8 @@ class Batch(Struct, frozen=True, kw_only=True):
             rows.setdefault(sample.rollout_id, []).append(sample)
         for mine in rows.values():
             check_rollout(mine)
+        for rollout_id, record in known.items():
+            check_rewards(record, {turn.id for row in rows.get(rollout_id, []) for turn in row.turns})
 
     def rows(self, rollout_id: str) -> tuple[Sample, ...]:
         return tuple(sample for sample in self.samples if sample.rollout_id == rollout_id)
@@ -226,6 +230,12 @@ def check_rollout(rows: list[Sample]) -> None:
         raise ValueError(
             f"{rows[0].where}: the weights of its rows add up to {weight}, not 1: a row is missing"
         )
+
+
+def check_rewards(record: Record, owned: set[str]) -> None:
+    if stray := sorted(record.outcome.turn_rewards.keys() - owned) if record.trains else []:
+        where = f"rollout {record.rollout.id}, turn {stray[0]}"
+        raise ValueError(f"{where}: it has a reward, and no row owns it")
 
 
 def kind_of(outcome: Outcome) -> str:

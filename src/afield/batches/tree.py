@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct, structs
 
 from afield import assembly
-from afield.batches.sample import Batch, OwnedTurn, Record, Sample, by_id, refused
+from afield.batches.sample import Batch, OwnedTurn, Record, Sample, by_id, check_rewards, refused
 from afield.forest import Forest
 from afield.types import FinishReason, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
 
@@ -61,26 +61,30 @@ class Tree(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         known = by_id(self.rollouts)
-        seen: set[tuple[str, str]] = set()
+        seen: dict[str, set[str]] = {}
         for n, node in enumerate(self.nodes):
-            if not ROOT <= node.parent < n:
-                raise ValueError(
-                    f"{node.where}: node {n} has the parent {node.parent}, which is not above it"
-                )
-            above = self.nodes[node.parent] if node.parent != ROOT else None
-            if above and (above.group_id != node.group_id or above.rollout_id not in ("", node.rollout_id)):
-                raise ValueError(f"{node.where}: its parent is of another group or rollout")
+            self._check_place(n, node)
             if node.turn is None:
                 continue
             record = known.get(node.rollout_id)
             if record is None or record.rollout.group_id != node.group_id or not record.trains:
                 raise ValueError(f"{node.where}: no rollout of group {node.group_id} that trains has this id")
-            if (key := (node.rollout_id, node.turn.id)) in seen:
+            mine = seen.setdefault(node.rollout_id, set())
+            if node.turn.id in mine:
                 raise ValueError(f"{node.where}: it is in the tree more than once")
-            seen.add(key)
-            parent = above.turn.id if above and above.turn else ""
-            if parent != node.turn.parent:
-                raise ValueError(f"{node.where}: it stands under {parent!r} and names {node.turn.parent!r}")
+            mine.add(node.turn.id)
+        for rollout_id, record in known.items():
+            check_rewards(record, seen.get(rollout_id, set()))
+
+    def _check_place(self, n: int, node: Node) -> None:
+        if not ROOT <= node.parent < n:
+            raise ValueError(f"{node.where}: node {n} has the parent {node.parent}, which is not above it")
+        above = self.nodes[node.parent] if node.parent != ROOT else None
+        if above and (above.group_id != node.group_id or above.rollout_id not in ("", node.rollout_id)):
+            raise ValueError(f"{node.where}: its parent is of another group or rollout")
+        parent = above.turn.id if above and above.turn else ""
+        if node.turn and parent != node.turn.parent:
+            raise ValueError(f"{node.where}: it stands under {parent!r} and names {node.turn.parent!r}")
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,149 @@
+"""What of an outcome counts: its reward, several named ones weighed, or those of single turns.
+
+Nothing is added up unless someone says how. `weighed` makes one reward of named ones, by weights that
+name each of them; `turn_returns` what each turn led to. A name or a turn that is not there is an error that
+names it and its rollout.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from msgspec import structs
+
+from afield.errors import UsageError
+from afield.types import Finished, Group, Outcome, TurnStatus
+
+_RESPONSE = re.compile(r".*[-_](t\d+)")  # the id of a response ends with the turn's
+
+
+# --- named rewards -------------------------------------------------------------------------------
+
+
+def weighed(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group]:
+    """The same groups, each outcome's reward being its named rewards by these weights.
+
+    Outcomes that carry none stay as they are: failures, which have a type or the floor in its place.
+    """
+    if not weights:
+        raise UsageError("no weights: name each reward, such as {'format': 0.2, 'answer': 0.8}")
+    if wrong := [name for name, weight in weights.items() if not math.isfinite(weight)]:
+        raise UsageError(f"weight {weights[wrong[0]]} of reward {wrong[0]!r} is not a finite number")
+    return [
+        structs.replace(
+            group,
+            finished=tuple(_weighed(finished, weights) for finished in group.finished),
+            baseline=_weighed(group.baseline, weights) if group.baseline else None,
+        )
+        for group in groups
+    ]
+
+
+def _weighed(finished: Finished, weights: Mapping[str, float]) -> Finished:
+    outcome = finished.outcome
+    if outcome.reward is None:
+        return finished
+    return structs.replace(finished, outcome=structs.replace(outcome, reward=weighted_sum(outcome, weights)))
+
+
+def weighted_sum(outcome: Outcome, weights: Mapping[str, float]) -> float:
+    where = f"rollout {outcome.rollout_id}"
+    if missing := sorted(weights.keys() - outcome.rewards.keys()):
+        there = ", ".join(sorted(outcome.rewards)) or "none"
+        raise UsageError(f"{where} has no reward named {missing[0]!r}; it has: {there}")
+    if unknown := sorted(outcome.rewards.keys() - weights.keys()):
+        raise UsageError(f"{where}: reward {unknown[0]!r} has no weight; give it one, 0 to leave it out")
+    return math.fsum(weights[name] * value for name, value in outcome.rewards.items())
+
+
+# --- rewards of turns ----------------------------------------------------------------------------
+
+
+def turn_returns(
+    groups: Iterable[Group],
+    *,
+    outcome: Literal["last", "leave"],
+    discount: float = 1.0,
+    floor: float = 0.0,
+) -> dict[str, dict[str, float]]:
+    """By rollout and trained turn: its reward and, discounted, those of the turns after it.
+
+    Turns follow each other in the order they were committed, whatever branch they are on. `outcome` says
+    whether the rollout's own reward (or the floor) counts as one of its last trained turn, or is left out.
+    Rollouts without a reward have no returns; baselines have.
+    """
+    if not 0 <= discount <= 1:
+        raise UsageError(f"discount {discount} must be from 0 to 1")
+    if outcome not in ("last", "leave"):
+        raise UsageError(f"unknown outcome {outcome!r}; choose one of: last, leave")
+    made: dict[str, dict[str, float]] = {}
+    for group in groups:
+        for finished in (*group.finished, *([group.baseline] if group.baseline else [])):
+            reward = finished.outcome.reward_or_floor(floor)
+            if reward is not None:
+                final = reward if outcome == "last" else 0.0
+                made[finished.rollout.id] = _returns(finished, final, discount)
+    return made
+
+
+def _returns(finished: Finished, final: float, discount: float) -> dict[str, float]:
+    given, trained = turn_rewards(finished), trained_turns(finished)
+    returns: dict[str, float] = {}
+    running = 0.0
+    for turn_id in reversed(trained):
+        running = given.get(turn_id, 0.0) + (final if turn_id == trained[-1] else 0.0) + discount * running
+        returns[turn_id] = running
+    return {turn_id: returns[turn_id] for turn_id in trained}
+
+
+def trained_turns(finished: Finished) -> list[str]:
+    """In the order they were committed; where the turns were not kept, as the rows have them."""
+    owned = [turn.id for row in finished.trajectories for turn in row.turns]
+    if not finished.turns:
+        return owned
+    order = {turn.id: n for n, turn in enumerate(finished.turns)}
+    if lost := [turn_id for turn_id in owned if turn_id not in order]:
+        raise UsageError(f"rollout {finished.rollout.id}, turn {lost[0]}: a row owns it, and it is not there")
+    return sorted(owned, key=order.__getitem__)
+
+
+def turn_rewards(finished: Finished) -> dict[str, float]:
+    """By the id of a trained turn, however the outcome names it.
+
+    What a turn got that is not trained counts for the trained one before it, and for none if there is none.
+    """
+    trained = trained_turns(finished)
+    known = [turn.id for turn in finished.turns] or trained
+    answered = [turn.id for turn in finished.turns if turn.status is TurnStatus.COMMITTED] or trained
+    named: dict[str, float] = {}
+    for name, value in finished.outcome.turn_rewards.items():
+        turn_id = _turn(name, known, answered)
+        where = f"rollout {finished.rollout.id}, turn {name!r}"
+        if turn_id is None:
+            raise UsageError(f"{where} has a reward, and there is no such turn; it has: {_some(known)}")
+        if turn_id in named:
+            raise UsageError(f"{where} has two rewards; it is {turn_id}, which was named already")
+        named[turn_id] = value
+    rewards: dict[str, float] = {}
+    before, owned = None, set(trained)
+    for turn_id in known:
+        before = turn_id if turn_id in owned else before
+        if turn_id in named and before is not None:
+            rewards[before] = rewards.get(before, 0.0) + named[turn_id]
+    return rewards
+
+
+def _turn(name: str, known: list[str], answered: list[str]) -> str | None:
+    if name in known:
+        return name
+    if name.isdecimal():
+        return answered[int(name)] if int(name) < len(answered) else None
+    found = _RESPONSE.fullmatch(name)
+    return found[1] if found and found[1] in known else None
+
+
+def _some(turns: list[str]) -> str:
+    return ", ".join(turns[:8]) + (", ..." if len(turns) > 8 else "") or "none"
