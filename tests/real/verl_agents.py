@@ -1,0 +1,33 @@
+"""Agents of the veRL tests, as a task asks for them: ones that branch, break, or cannot go on."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import openai
+
+import afield
+
+CLIENT = openai.OpenAI(base_url="http://unset", api_key="unset", max_retries=0)
+COUNTER = itertools.count()
+
+
+@afield.agent
+def agent(task: dict[str, Any], rollout: afield.Context) -> float | dict[str, Any]:
+    """`does`: what becomes of it. `branches`: how many conversations go on from its first answer."""
+    client = CLIENT.with_options(base_url=rollout.openai_base_url, api_key=rollout.api_key)
+
+    def ask(messages: list[Any]) -> list[Any]:
+        reply = client.chat.completions.create(model=rollout.model_id, messages=messages)
+        return [*messages, {"role": "assistant", "content": reply.choices[0].message.content or ""}]
+
+    does = task.get("does", "")
+    if does == "break" or (does == "break one" and rollout.rollout_id.endswith("-0")):
+        raise RuntimeError("this task cannot be done")
+    first = ask([{"role": "user", "content": task["question"]}])
+    for k in range(task.get("branches", 1)):
+        ask([*first, {"role": "user", "content": f"And {k}?"}])
+    if does == "give up":
+        raise afield.PolicyFailure("the model does not know")
+    return float(len(first[-1]["content"]) % 3) / 2

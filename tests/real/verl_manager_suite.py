@@ -1,0 +1,299 @@
+"""The manager beside stock veRL's own parts: TransferQueue, replay buffers, load balancer; a gateway with its
+engine, and agents, each in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import ray
+import torch
+import transfer_queue
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+from verl.utils import tensordict_utils
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.router import get_router_handle
+from verl_rollouts import AGENT, POLICY, veRL_config
+
+from afield.errors import Unavailable, UsageError
+from afield.integrations.verl import clients, dataset
+from afield.integrations.verl.loop import SHARED, Loop
+from afield.integrations.verl.manager import Manager
+from afield.types import Task
+
+pytestmark = pytest.mark.real
+STEP = 1
+WAIT_S = 90.0
+FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "extra_fields", "uid"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def queue() -> Iterator[None]:
+    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False)
+    conf = veRL_config("transfer_queue.backend.SimpleStorage.num_data_storage_units=1").transfer_queue
+    transfer_queue.init(OmegaConf.create(OmegaConf.to_container(conf, resolve=True)))
+    yield
+    transfer_queue.close()
+    ray.shutdown()
+
+
+@contextmanager
+def gateway_at(store: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
+    words = ["gateway", "--model", str(POLICY), "--port", "0", "--json", "--exit-with-parent"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "afield", *words, "--store", str(store)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline()), process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with gateway_at(tmp_path_factory.mktemp("gateway")) as (told, _):
+        yield told
+
+
+@pytest.fixture(scope="module")
+def config(gateway: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AFIELD_ADMIN_KEY", gateway["admin_key"])
+        patch.setenv("AFIELD_VERL_RETRIES_TASK", "0")
+        yield veRL_config(
+            f"+afield.gateway={gateway['url']}",
+            f"+afield.agent={AGENT}",
+            f"+afield.folder={tmp_path_factory.mktemp('run')}",
+            "actor_rollout_ref.rollout.n=3",
+            "actor_rollout_ref.rollout.val_kwargs.n=2",
+            "data.max_prompt_length=400",
+            "data.max_response_length=12",
+        )
+
+
+@pytest.fixture(scope="module")
+def manager(config: Any) -> Iterator[Manager]:
+    made = Manager.create(config=config, llm_client=None, teacher_client=None, reward_loop_worker_handles=[])
+    yield made
+    made.close()
+
+
+def asked(tasks: list[dict[str, Any]], split: str = "train", text: str = "") -> Any:
+    """A batch as veRL's trainer makes it of its data set, and told to TransferQueue as it does."""
+    given = dataset.rows([Task(f"task-{n}", task) for n, task in enumerate(tasks)], source="tests")
+    if text:
+        given[0]["extra_info"]["task"] = text
+    columns = {name: np.array([row[name] for row in given], dtype=object) for name in given[0]}
+    columns["raw_prompt"] = np.fromiter((row["prompt"] for row in given), dtype=object, count=len(given))
+    columns["index"] = np.arange(len(given)).astype(object)
+    columns["uid"] = np.array([str(uuid4()) for _ in given], dtype=object)
+    del columns["prompt"]
+    batch = tensordict_utils.get_tensordict(columns | {"dummy_tensor": torch.zeros(len(given), 1)})
+    tensordict_utils.assign_non_tensor_data(batch, "global_steps", STEP)
+    if split == "val":
+        tensordict_utils.assign_non_tensor_data(batch, "validate", True)
+    tags = [{"is_prompt": True, "status": "pending", "global_steps": STEP} for _ in given]
+    transfer_queue.kv_batch_put(keys=list(batch["uid"]), partition_id=split, tags=tags)
+    return batch
+
+
+def buffer(kind: type[ReplayBuffer], refill: Any = None, **how: Any) -> ReplayBuffer:
+    return kind(
+        trainer_mode="sync" if kind is ReplayBuffer else "separate_async",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        poll_interval=0.2,
+        refill_fn=refill,
+        **how,
+    )
+
+
+def ended(batch: Any, split: str = "train") -> dict[str, str]:
+    """The status of each of its groups, once all have one that veRL takes for an end."""
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        tags = transfer_queue.kv_list(split)[split]
+        found = {uid: tags[uid]["status"] for uid in batch["uid"]}
+        if not {"pending", "running"} & set(found.values()):
+            return found
+        time.sleep(0.2)
+    raise TimeoutError(f"groups did not end: {found}")
+
+
+def drop(batch: Any, split: str = "train") -> None:
+    kept = transfer_queue.kv_list(split) or {}
+    mine = [key for key in kept.get(split, {}) if key.split("_")[0] in set(batch["uid"])]
+    if mine:
+        transfer_queue.kv_clear(keys=mine, partition_id=split)
+
+
+def test_groups_reach_veRLs_sampler_with_the_rows_of_those_that_can_be_trained(manager: Manager) -> None:
+    question = {"question": "How much is the red mug?"}
+    does = [{"branches": 2}, {"does": "break one"}, {"does": "break"}, {"does": "give up"}]
+    batch = asked([question | one for one in does])
+    began = time.monotonic()
+    manager.generate_sequences(batch)
+    assert time.monotonic() - began < 1
+    branched, one_broke, broke, gave_up = batch["uid"]
+    assert ended(batch) == {
+        branched: "finished",
+        one_broke: "finished",
+        broke: "failure",
+        gave_up: "finished",
+    }
+
+    sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 4)
+    keys = sorted(sampled.keys)
+    assert [key for key in keys if key.startswith(branched)] == [
+        f"{branched}_{session}_{row}" for session in range(3) for row in range(2)
+    ]
+    assert [key for key in keys if key.startswith(one_broke)] == [f"{one_broke}_1_0", f"{one_broke}_2_0"]
+    assert not [key for key in keys if key.startswith(broke)]
+    assert len([key for key in keys if key.startswith(gave_up)]) == 3
+    assert all(tag["min_global_steps"] == tag["max_global_steps"] == 0 for tag in sampled.tags)
+
+    padded = upsample_batch_to_divisible_size(sampled, 12, eos_token_id=0)
+    assert len(padded) == 12
+    data = transfer_queue.kv_batch_get(keys=padded.keys, partition_id="train", select_fields=FIELDS)
+    told = dict(zip(padded.keys, data["extra_fields"], strict=True))
+    assert told[f"{gave_up}_0_0"]["reward_extra_info"]["policy_failure"] == 1.0
+    scores = dict(zip(padded.keys, [row.sum().item() for row in data["rm_scores"]], strict=True))
+    assert scores[f"{branched}_0_0"] == scores[f"{branched}_0_1"]
+    assert {scores[f"{gave_up}_{k}_0"] for k in range(3)} == {0.0}
+    transfer_queue.kv_clear(keys=padded.keys, partition_id="train")
+
+
+def test_validation_has_its_own_partition_number_and_sampling(manager: Manager) -> None:
+    batch = asked([{"question": "How many teal lamps are left?"}], "val")
+    manager.generate_sequences(batch)
+    (uid,) = batch["uid"]
+    assert ended(batch, "val") == {uid: "finished"}
+    sampled, _ = buffer(ReplayBuffer).sample(STEP, "val", 1)
+    assert sorted(sampled.keys) == [f"{uid}_0_0", f"{uid}_1_0"]
+    data = transfer_queue.kv_batch_get(keys=sampled.keys, partition_id="val", select_fields=["responses"])
+    first, second = (row.tolist() for row in data["responses"])
+    assert first == second, "veRL validates greedily unless told otherwise"
+    transfer_queue.kv_clear(keys=sampled.keys, partition_id="val")
+
+
+def test_the_asynchronous_sampler_replaces_a_group_that_cannot_be_trained(manager: Manager) -> None:
+    first = asked([{"question": "?", "does": "break"}])
+    manager.generate_sequences(first)
+    more: list[Any] = []
+
+    def refill(number: int) -> None:
+        more.append(asked([{"question": "How much is the red mug?"}] * number))
+        manager.generate_sequences(more[-1])
+
+    sampled, metrics = buffer(ReplayBufferAsync, refill).sample(STEP, "train", 1)
+    assert {key.split("_")[0] for key in sampled.keys} == set(more[0]["uid"])
+    assert metrics["training/rollout_failure/evicted_samples"] == 1
+    transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
+
+
+def test_a_prompt_may_ask_for_another_number_of_rollouts(manager: Manager) -> None:
+    batch = asked([{"question": "How much is the red mug?"}])
+    tensordict_utils.assign_non_tensor_data(batch, "__rollout_n__", 1)
+    manager.generate_sequences(batch)
+    (uid,) = batch["uid"]
+    assert ended(batch) == {uid: "finished"}
+    sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 1)
+    assert sampled.keys == [f"{uid}_0_0"]
+    transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
+
+
+def test_what_breaks_collecting_ends_training_with_the_reason(config: Any, tmp_path: Path) -> None:
+    own = OmegaConf.merge(config, {"afield": {"folder": str(tmp_path)}})
+    made = Manager.create(config=own, reward_loop_worker_handles=[])
+    try:
+        batch = asked([{"question": "?"}], text='{"_rollout": 1}')
+        made.generate_sequences(batch)
+        with pytest.raises(ValueError, match=r"Unknown status: afield has stopped collecting: .*_rollout"):
+            buffer(ReplayBuffer).sample(STEP, "train", 1)
+        with pytest.raises(UsageError, match="_rollout"):
+            made.generate_sequences(batch)
+        drop(batch)
+    finally:
+        made.close()
+
+
+def test_a_gateway_that_is_gone_ends_training(config: Any, tmp_path: Path) -> None:
+    with gateway_at(tmp_path / "store") as (told, process), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AFIELD_ADMIN_KEY", told["admin_key"])
+        own = {"gateway": told["url"], "folder": str(tmp_path), "patience_s": 1.0}
+        made = Manager.create(config=OmegaConf.merge(config, {"afield": own}), reward_loop_worker_handles=[])
+        process.kill()
+        process.wait()
+        batch = asked([{"question": "?"}])
+        made.generate_sequences(batch)
+        with pytest.raises(ValueError, match=r"stopped collecting: .*does not answer"):
+            buffer(ReplayBuffer).sample(STEP, "train", 1)
+        drop(batch)
+        with pytest.raises(Unavailable):
+            made.close()
+
+
+def test_rollouts_without_end_are_not_waited_for_for_ever(config: Any, tmp_path: Path) -> None:
+    own = OmegaConf.merge(config, {"afield": {"folder": str(tmp_path), "fruitless": 1}})
+    made = Manager.create(config=own, reward_loop_worker_handles=[])
+    try:
+        batch = asked([{"question": "?", "does": "break"}, {"question": "!", "does": "break"}])
+        made.generate_sequences(batch)
+        with pytest.raises(ValueError, match=r"1 groups in a row could not be trained; .*cannot be done"):
+            buffer(ReplayBuffer).sample(STEP, "train", 2)
+        drop(batch)
+    finally:
+        made.close()
+
+
+def test_an_agent_loop_of_veRLs_gives_outputs_through_one_client_of_the_process(config: Any) -> None:
+    def made() -> Loop:
+        return Loop(
+            trainer_config=DictConfigWrap(config),
+            server_manager=None,
+            tokenizer=AutoTokenizer.from_pretrained(POLICY),
+            processor=None,
+            dataset_cls=RLHFDataset,
+            data_config=DictConfigWrap(config.data),
+        )
+
+    def prompt(session: int, does: str) -> dict[str, Any]:
+        task = Task("t", {"question": "How much is the red mug?", "branches": 2, "does": does})
+        row = dataset.rows([task], source="tests")[0]
+        return {**row, "uid": "u-9", "session_id": session, "global_steps": STEP}
+
+    async def both() -> list[Any]:
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+        return [await made().run(sampling, **prompt(n, does)) for n, does in enumerate(("", "break"))]
+
+    done, broke = asyncio.run(both())
+    assert [(output.num_turns, output.reward_score) for output in done] == [(4, done[0].reward_score)] * 2
+    assert broke == []
+    assert SHARED.made is not None
+    SHARED.made[1].close()
+
+
+def test_the_addresses_of_veRLs_own_rollout_servers_come_from_its_load_balancer(config: Any) -> None:
+    balancer = get_router_handle({"10.0.0.2:8000": "b", "10.0.0.1:8000": "a"})
+    client = LLMServerClient(config, balancer)
+    assert clients.addresses(client) == ["10.0.0.1:8000", "10.0.0.2:8000"]
