@@ -102,6 +102,13 @@ def test_a_group_with_too_few_rewards_makes_no_row_and_says_why() -> None:
     assert judged.dropped == "1 of 2 rollouts can be trained, 2 are needed; infrastructure/timeout: it broke"
 
 
+def test_a_row_that_is_not_what_was_sampled_is_refused_by_rollout_and_turn() -> None:
+    made = branching("r", 1.0)
+    first = structs.replace(made.trajectories[0], token_ids=(1, 2, 3, 10, 11, 4, 99))
+    with pytest.raises(UsageError, match=r"rollout r, turn t"):
+        rows.session(structs.replace(made, trajectories=(first, made.trajectories[1])), 0)
+
+
 def test_a_reward_without_a_token_is_left_out() -> None:
     empty = structs.replace(branching("a", 1.0), trajectories=(), turns=())
     assert rows.session(empty, 0) == "it has a reward, and no token to train (the model was not called)"

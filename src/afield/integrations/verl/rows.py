@@ -3,7 +3,8 @@
 A row's prompt is everything before the first token it owns. Each sampled token is owned by one row and is
 context (mask 0) in the others, so that a mean over tokens counts a session the same, branched or not. All
 rows of a session carry its reward. A rollout that failed by no doing of the policy makes no row at all, and
-neither does a group with fewer rewards than its quorum: nothing is padded, and nothing counts as 0.
+neither does a group with fewer rewards than its quorum: nothing is padded, and nothing counts as 0. Ids,
+masks and log-probabilities that do not line up are refused, naming rollout and turn.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, structs
 
+from afield.batches.groups import from_groups
+from afield.batches.sample import Sample
 from afield.errors import UsageError
-from afield.types import FailureKind, Finished, Trajectory, Turn
+from afield.types import FailureKind, Finished, Group, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -88,13 +91,17 @@ def session(
         excluded = ", ".join(sorted({e.reason for e in finished.excluded})) or "the model was not called"
         return f"it has a reward, and no token to train ({excluded})"
     _refuse_images(finished)
-    kept = finished.trajectories
+    rollout = finished.rollout
+    alone = Group(
+        id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=(finished,)
+    )
+    kept = from_groups([alone], floor=floor).samples
     if branches == "main":
-        kept = (max(kept, key=lambda trajectory: trajectory.owned),)
+        kept = (max(kept, key=lambda sample: sample.owned),)
     parents = {turn.id: turn.parent for turn in finished.turns}
     return Session(
         number=number,
-        rows=tuple(_row(trajectory, parents, alone=len(kept) == 1) for trajectory in kept),
+        rows=tuple(_row(sample, parents, alone=len(kept) == 1) for sample in kept),
         score=score,
         info=_info(finished),
         metrics=_metrics(finished.turns),
@@ -102,20 +109,19 @@ def session(
     )
 
 
-def _row(trajectory: Trajectory, parents: Mapping[str, str | None], *, alone: bool) -> Row:
-    start = trajectory.loss_mask.index(1)
-    calls, above = 1, parents.get(trajectory.turns[-1].id)
+def _row(sample: Sample, parents: Mapping[str, str | None], *, alone: bool) -> Row:
+    calls, above = 1, parents.get(sample.turns[-1].id)
     while above is not None:
         calls, above = calls + 1, parents.get(above)
     return Row(
-        prompt_ids=trajectory.token_ids[:start],
-        response_ids=trajectory.token_ids[start:],
-        response_mask=trajectory.loss_mask[start:],
-        logprobs=trajectory.logprobs[start:],
-        low=min(span.low for span in trajectory.versions),
-        high=max(span.high for span in trajectory.versions),
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        response_mask=sample.response_mask,
+        logprobs=sample.logprobs,
+        low=min(span.low for span in sample.versions),
+        high=max(span.high for span in sample.versions),
         turns=2 * calls,  # veRL counts what was asked as well as what was answered
-        weight=1.0 if alone else trajectory.weight,
+        weight=1.0 if alone else sample.weight,
     )
 
 
