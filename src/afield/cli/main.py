@@ -10,7 +10,7 @@ import asyncio
 import sys
 
 from afield import __version__
-from afield.cli import acr, certify, conformance, demo, gateway, sessions, show, train
+from afield.cli import acr, certify, conformance, demo, export, gateway, sessions, show, train
 from afield.errors import AfieldError, UsageError, first_cause
 
 
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"afield {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (demo, train, gateway, show, sessions, acr, conformance, certify):
+    for module in (demo, train, gateway, show, export, sessions, acr, conformance, certify):
         module.add(commands)
     return top
 

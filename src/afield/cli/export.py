@@ -1,0 +1,119 @@
+"""`afield export`: what a run was trained on, as a file for another trainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from afield.batches.groups import from_groups
+from afield.batches.jsonl import write_jsonl
+from afield.batches.parquet import write_parquet
+from afield.batches.sample import Batch
+from afield.batches.tree import Tree, to_tree
+from afield.config import Environment
+from afield.errors import UsageError
+from afield.ledger import Ledger
+from afield.rundir import RunDir, find_run
+from afield.types import Finished, Group
+
+WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
+FORMS = ("linear", "per-turn", "tree")
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "export",
+        help="write what a run was trained on to a file",
+        description="Write the groups that a run was trained on to one file, for another trainer to read.",
+    )
+    command.add_argument("name", nargs="?", default="latest", metavar="RUN", help="id, path, or latest")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="is replaced if it is there")
+    command.add_argument("--format", choices=WRITERS, default="jsonl", help="default: jsonl")
+    command.add_argument("--form", choices=FORMS, default="linear", help="default: linear")
+    command.add_argument("--step", type=int, metavar="N", help="of this step alone")
+    command.add_argument("--json", action="store_true", help="one object")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = find_run(Environment.read().runs, args.name)
+    groups, dropped = trained_groups(found, args.step)
+    if not groups:
+        raise UsageError(
+            f"run {found.id} has trained on nothing{'' if args.step is None else ' in that step'}"
+        )
+    batch = from_groups(groups, "per_turn" if args.form == "per-turn" else "linear")
+    made = to_tree(batch) if args.form == "tree" else batch
+    write(args.out, args.format, made)
+    told = {
+        "out": str(args.out),
+        "format": args.format,
+        "form": args.form,
+        "groups": len(groups),
+        "dropped_groups": dropped,
+        "rollouts": len(batch.rollouts),
+        "rows": len(made.nodes if isinstance(made, Tree) else made.samples),
+        "sampled_tokens": sum(sample.owned for sample in batch.samples),
+    }
+    if args.json:
+        print(json.dumps(told))
+        return 0
+    print(
+        f"wrote {told['rows']} {'nodes' if args.form == 'tree' else 'rows'}"
+        f" with {told['sampled_tokens']} sampled tokens of {told['rollouts']} rollouts"
+        f" in {told['groups']} groups to {args.out}"
+    )
+    if dropped:
+        print(f"left out {dropped} groups that were dropped")
+    return 0
+
+
+def write(out: Path, format: str, batch: Batch | Tree) -> None:
+    """As a whole or not at all."""
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        WRITERS[format](partial, batch)
+        partial.replace(out)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def trained_groups(run: RunDir, only: int | None = None) -> tuple[list[Group], int]:
+    """The groups that steps took and trained on; and how many they dropped."""
+    steps = run.steps()
+    if only is not None and only not in steps:
+        there = f"{steps[0]} to {steps[-1]}" if steps else "none"
+        raise UsageError(f"run {run.id} has no step {only}; there are: {there}")
+    lost = {line["step"]: line["dropped_groups"] for line in run.read_metrics()}
+    groups: list[Group] = []
+    dropped = 0
+    with Ledger(run.ledger) as ledger:
+        for step in steps if only is None else [only]:
+            if step not in lost:  # its line is written last: it is not done
+                continue
+            members: dict[str, list[Finished]] = {}
+            for finished in run.read_rollouts(step):
+                members.setdefault(finished.rollout.group_id, []).append(finished)
+            dropped += len(lost[step])
+            groups += [group_of(m, ledger.members(g)[1]) for g, m in members.items() if g not in lost[step]]
+    return groups, dropped
+
+
+def group_of(members: list[Finished], baseline: str | None) -> Group:
+    rollout = members[0].rollout
+    epoch = re.match(rf"{re.escape(rollout.exp_id)}-e(\d+)-", rollout.group_id)
+    if epoch is None:
+        raise UsageError(f"group {rollout.group_id} was not begun by a training run: its id names no epoch")
+    return Group(
+        id=rollout.group_id,
+        task_id=rollout.task.id,
+        epoch=int(epoch[1]),
+        split=rollout.split,
+        finished=tuple(f for f in members if f.rollout.id != baseline),
+        baseline=next((f for f in members if f.rollout.id == baseline), None),
+    )

@@ -1,0 +1,182 @@
+"""What counts: outcomes, named rewards by weights, rewards of turns from agents to returns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+import afield
+from afield.batches.groups import from_groups, to_groups
+from afield.batches.rewards import turn_returns, turn_rewards, weighed
+from afield.errors import UsageError
+from afield.types import Exclusion, FailureKind, FinishReason, Group, TurnStatus
+from agents.running import run_inline
+from batch_groups import branching, group, groups, turn
+
+# --- several named rewards -----------------------------------------------------------------------
+
+
+def named(**rewards: float) -> list[Group]:
+    return [group(branching("g-1", 0.0, rewards=rewards), branching("g-2", None))]
+
+
+def test_named_rewards_are_weighed_and_failures_stay_failures() -> None:
+    made = weighed(named(format=1.0, answer=0.5), {"format": 0.2, "answer": 0.8})
+    assert [f.outcome.reward for f in made[0].finished] == [pytest.approx(0.6), None]
+    assert made[0].finished[0].outcome.rewards == {"format": 1.0, "answer": 0.5}
+    assert from_groups(made).rollouts[0].score == pytest.approx(0.6)
+    greedy = [
+        group(branching("g-1", 0.0, rewards={"a": 3.0}), baseline=branching("g-0", 9.0, rewards={"a": 2.0}))
+    ]
+    baseline = weighed(greedy, {"a": 0.5})[0].baseline
+    assert baseline and baseline.outcome.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"format": 1.0}, r"rollout g-1: reward 'answer' has no weight; give it one, 0 to leave it out"),
+        (
+            {"format": 1.0, "answer": 1.0, "style": 1.0},
+            r"rollout g-1 has no reward named 'style'; it has: answer, format",
+        ),
+        ({}, "name each reward"),
+        ({"format": float("nan")}, "weight nan of reward 'format'"),
+    ],
+)
+def test_nothing_is_added_up_that_is_not_named(weights: dict[str, float], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        weighed(named(format=1.0, answer=0.5), weights)
+
+
+# --- rewards of turns ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given_rewards",
+    [
+        {"t1": 1.0, "t3": 2.0},
+        {"chatcmpl-g-1.1-t1": 1.0, "msg_t3": 2.0},
+        {"resp_1a2b3c4d5e6f_t1": 1.0, "cmpl-g-1.1-t3": 2.0},
+        {"0": 1.0, "2": 2.0},
+    ],
+)
+def test_a_turn_is_named_by_its_id_its_response_or_its_number(given_rewards: dict[str, float]) -> None:
+    assert turn_rewards(branching("g-1", 0.0, turn_rewards=given_rewards)) == {"t1": 1.0, "t3": 2.0}
+
+
+@pytest.mark.parametrize("name", ["t9", "3", "chatcmpl-g-1.1-t7", "nonsense"])
+def test_a_reward_of_a_turn_that_is_not_there_names_rollout_and_turn(name: str) -> None:
+    finished = branching("g-1", 0.0, turn_rewards={name: 1.0})
+    with pytest.raises(UsageError, match=rf"rollout g-1, turn '{name}' .* it has: t1, t2, t3"):
+        turn_rewards(finished)
+    with pytest.raises(UsageError, match="rollout g-1"):
+        from_groups([group(finished)])
+
+
+def test_two_rewards_for_one_turn_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"rollout g-1, turn '0' has two rewards; it is t1"):
+        turn_rewards(branching("g-1", 0.0, turn_rewards={"t1": 1.0, "0": 1.0}))
+
+
+def test_what_an_untrained_turn_got_counts_for_the_one_before_it() -> None:
+    finished = branching("g-1", 0.0, turn_rewards={"t4": 5.0, "t1": 1.0})
+    aborted = structs.replace(
+        turn("t4", "t1", (9,), (9,)), status=TurnStatus.ABORTED, finish_reason=FinishReason.ABORTED
+    )
+    finished = structs.replace(
+        finished, turns=(*finished.turns, aborted), excluded=(Exclusion("t4", 1, "aborted"),)
+    )
+    assert turn_rewards(finished) == {"t1": 1.0, "t3": 5.0}
+    first = structs.replace(finished, turns=(aborted_root(), *finished.turns[:3]))
+    assert turn_rewards(first) == {"t1": 1.0}
+
+
+def aborted_root():
+    made = turn("t4", None, (9,), (9,))
+    return structs.replace(made, status=TurnStatus.ABORTED, finish_reason=FinishReason.ABORTED)
+
+
+def test_returns_are_what_a_turn_led_to() -> None:
+    made = [group(branching("g-1", 10.0, turn_rewards={"t1": 1.0, "t2": 2.0}), branching("g-2", None))]
+    assert turn_returns(made, outcome="last") == {"g-1": {"t1": 13.0, "t2": 12.0, "t3": 10.0}}
+    assert turn_returns(made, outcome="leave") == {"g-1": {"t1": 3.0, "t2": 2.0, "t3": 0.0}}
+    assert turn_returns(made, outcome="last", discount=0.5) == {"g-1": {"t1": 4.5, "t2": 7.0, "t3": 10.0}}
+    assert turn_returns(made, outcome="last", discount=0.0) == {"g-1": {"t1": 1.0, "t2": 2.0, "t3": 10.0}}
+
+
+def test_the_floor_of_a_policy_failure_is_what_its_last_turn_got() -> None:
+    lost = branching("g-1", None)
+    failure = structs.replace(lost.outcome.failure, kind=FailureKind.POLICY)
+    spent = structs.replace(lost, outcome=structs.replace(lost.outcome, failure=failure))
+    assert turn_returns([group(spent)], outcome="last", floor=-1.0) == {
+        "g-1": {"t1": -1.0, "t2": -1.0, "t3": -1.0}
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"), [({"discount": 1.5}, "discount 1.5"), ({"outcome": "sum"}, "unknown outcome 'sum'")]
+)
+def test_wrong_settings_are_named(wrong: dict, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        turn_returns([], **{"outcome": "last", **wrong})
+
+
+@given(groups(), st.sampled_from(["linear", "per_turn"]), st.sampled_from([0.0, 0.5, 1.0]))
+def test_returns_survive_a_batch_in_any_form(made: list[Group], form, discount: float) -> None:
+    """Whatever turns they were given for, in whatever order rows have them."""
+    bare = [structs.replace(g, baseline=None) for g in made]
+    before = turn_returns(bare, outcome="last", discount=discount)
+    again = to_groups(from_groups(bare, form))
+    assert turn_returns(again, outcome="last", discount=discount) == before
+
+
+# --- from an agent -------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    ("returned", "kept"),
+    [
+        ({"chatcmpl-r.1-t1": 0.5, "t2": 1}, {"chatcmpl-r.1-t1": 0.5, "t2": 1.0}),
+        ([0.5, True], {"0": 0.5, "1": 1.0}),
+        (None, {}),
+    ],
+)
+async def test_an_agent_says_what_its_turns_got(returned: object, kept: dict[str, float]) -> None:
+    @afield.agent
+    def agent(task: dict) -> dict:
+        return {"reward": 1.0, "turn_rewards": returned, "note": "kept"}
+
+    record = await run_inline(agent)
+    assert record.outcome.turn_rewards == kept
+    assert record.extra == {"note": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ({"first": 1.0}, "'first', which is no turn"),
+        ({"t1": float("nan")}, "nan, not a finite number"),
+        (3.0, "neither an object nor a list"),
+    ],
+)
+async def test_rewards_of_no_turn_are_the_verifiers_failure(returned: object, says: str) -> None:
+    @afield.agent
+    def agent(task: dict) -> dict:
+        return {"reward": 1.0, "turn_rewards": returned}
+
+    failure = (await run_inline(agent)).outcome.failure
+    assert failure and failure.kind is FailureKind.VERIFIER and says in failure.message
+
+
+async def test_rewards_of_turns_alone_are_no_reward() -> None:
+    @afield.agent
+    def agent(task: dict) -> dict:
+        return {"turn_rewards": [1.0]}
+
+    failure = (await run_inline(agent)).outcome.failure
+    assert failure and "neither 'reward' nor 'rewards'" in failure.message
