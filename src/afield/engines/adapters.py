@@ -34,7 +34,6 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
     bias: str = "none"
     lora_bias: bool = False
     modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     layer_replication: list[list[int]] | None = None
     alora_invocation_tokens: list[int] | None = None

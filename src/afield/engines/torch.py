@@ -23,6 +23,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from afield.engines.adapters import is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled, probe
 from afield.engines.graphs import Steps
@@ -152,6 +153,7 @@ class TorchEngine:
         if max_slots < 1 or (prefill_tokens is not None and prefill_tokens < 1):
             raise UsageError(f"max_slots {max_slots} and prefill_tokens {prefill_tokens} must be at least 1")
         self._path, self._first_version = Path(model_path), version
+        self._base = self._path  # what an adapter is merged into: the last whole weights
         self._max_slots, self._max_context = max_slots, max_context
         self._device, self._dtype = device, dtype
         self._seed, self._prefill_tokens = seed, prefill_tokens
@@ -222,10 +224,11 @@ class TorchEngine:
                 raise UsageError(
                     f"version {version}: give the path of its weights; this engine loads them itself"
                 )
-            tensors = await asyncio.to_thread(read_weights, Path(path), self._parameters)
+            tensors = await asyncio.to_thread(read_weights, Path(path), self._parameters, self._base)
             done: Future[None] = Future()
             self._send(_Swap(version, tensors, done))
             await asyncio.wrap_future(done)
+            self._base = self._base if is_adapter(path) else Path(path)
 
     def _running(self) -> Decoder:
         if self._down is not None or self._decoder is None:

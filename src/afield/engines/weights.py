@@ -2,11 +2,13 @@
 
 A model directory is what transformers saves: config.json, model.safetensors (or shards with an
 index) and tokenizer.json. A directory that lacks a tensor, or has one of another shape, is refused
-with the tensor's name; nothing is ever left at its random initial value.
+with the tensor's name; nothing is ever left at its random initial value. An adapter (adapter_config.json and
+adapter_model.safetensors, as peft saves them) is merged into the weights of the model below it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from afield.engines.adapters import TENSORS, AdapterConfig, is_adapter, read_config
 from afield.errors import UsageError
 from afield.loading import ALONE
 
 EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FACTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<factor>[AB])(\.[^.]+)?\.weight")
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 # These rescale all positions by the longest row in the batch.
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -103,12 +107,13 @@ def parameters(model: PreTrainedModel) -> list[Parameter]:
     return [Parameter(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
-def read_weights(path: Path, wanted: list[Parameter]) -> list[Tensor]:
+def read_weights(path: Path, wanted: list[Parameter], base: Path) -> list[Tensor]:
     """The directory's tensors in the order of `wanted`, checked against it, of its type and on its device.
 
-    They are copies: the directory may change or go as soon as this returns.
+    If it holds an adapter: the tensors of `base` with the adapter merged, in float32 and then rounded. They
+    are copies: the directories may change or go as soon as this returns.
     """
-    found = _read_all(path)
+    found = _merged(path, _read_all(base)) if is_adapter(path) else _read_all(path)
     picked = [_pick(path, parameter, found) for parameter in wanted]
     return [
         tensor.to(parameter.tensor.device, parameter.tensor.dtype, copy=True)
@@ -151,9 +156,47 @@ def _read_all(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"weights {str(path)!r} have no {ONE_FILE}; {EXPECTED}")
     found: dict[str, Tensor] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UsageError(f"weights {str(path)!r}: {file.name} cannot be read: {error}") from error
+        found.update(_read_file(file))
     return found
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"weights {str(file.parent)!r}: {file.name} cannot be read: {error}") from error
+
+
+def _merged(path: Path, base: dict[str, Tensor]) -> dict[str, Tensor]:
+    config = read_config(path)
+    if config.unfit:
+        raise UsageError(
+            f"adapter {str(path)!r} has {config.unfit}, which cannot be merged; export whole weights"
+        )
+    factors: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _read_file(path / TENSORS).items():
+        if (match := FACTOR.fullmatch(name)) is None:
+            raise UsageError(f"adapter {str(path)!r} has the tensor {name!r}, which is no factor of a weight")
+        factors.setdefault(match["layer"], {})[match["factor"]] = tensor.float()
+    for layer, pair in factors.items():
+        weight = base.get(f"{layer}.weight")
+        if weight is None or pair.keys() != {"A", "B"}:
+            has = "no such weight" if weight is None else f"only factor {', '.join(pair)}"
+            raise UsageError(
+                f"adapter {str(path)!r} changes {layer!r}, but there is {has}; was it made for this model?"
+            )
+        change = pair["B"] @ pair["A"]
+        if change.shape != weight.shape:
+            raise UsageError(
+                f"adapter {str(path)!r} changes {layer!r} by {list(change.shape)}, but that is"
+                f" {list(weight.shape)}; it was made for another model"
+            )
+        base[f"{layer}.weight"] = weight.float() + _scale(config, layer, len(pair["A"])) * change
+    return base
+
+
+def _scale(config: AdapterConfig, layer: str, rank: int) -> float:
+    own = (a for key, a in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    alpha = next(own, config.lora_alpha)
+    return alpha / (rank**0.5 if config.use_rslora else rank)
