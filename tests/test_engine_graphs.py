@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from afield.engines.decoder import Ask, Decoder, Request, Sampled
 from afield.engines.graphs import Steps, length_bucket, rows_bucket
 from afield.engines.sampler import draw, pick
-from afield.engines.slots import Slots, use_slots
+from afield.engines.slots import Slots, folded_attention, use_slots
 from afield.engines.weights import parameters
 from tiny_model import build_tiny_model, reseed
 
@@ -260,6 +261,17 @@ def test_far_apart_slots_run_together_in_a_small_step(directory: Path) -> None:
     for n in (3, 30):
         assert len(sinks[n].token_ids) == 40
         assert off({0: directory}, wanted[n], sinks[n]) < TOLERANCE
+
+
+@pytest.mark.parametrize("width", [1, 7])
+def test_folding_grouped_queries_changes_nothing(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    query = torch.randn(3, 6, width, 8, generator=generator)
+    key, value = torch.randn(2, 3, 2, 32, 8, generator=generator)
+    hidden = torch.rand(3, 1, width, 32, generator=generator) < 0.5
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+    plain = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    assert torch.allclose(folded_attention(query, key, value, mask, 0.3), plain, atol=1e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 128, 400, 1000])

@@ -107,7 +107,7 @@ class Steps:
         self._inputs[: shape.rows].copy_(sent, non_blocking=True)
         if after is not None:
             self._inputs[: after.shape.rows, 0] = self._outputs[: after.shape.rows, 0]
-        logits = self._run(shape)
+        logits = self.replay(shape)
         answers.copy_(self._outputs[: shape.rows], non_blocking=True)
         landed = torch.cuda.Event() if self._cuda else None
         if landed is not None:
@@ -152,7 +152,7 @@ class Steps:
 
     # --- running ----------------------------------------------------------------------------------
 
-    def _run(self, shape: Shape) -> Tensor:
+    def replay(self, shape: Shape) -> Tensor:
         self.launched[shape] += 1
         if self._records and shape not in self._recordings:
             self._record(shape)

@@ -264,21 +264,28 @@ def slot_attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attention of a few queries over the slots' keys, without repeating keys for grouped queries."""
+    groups = query.shape[1] // key.shape[1]
+    # Only a CPU's kernel takes grouped queries and a mask without writing the keys out again.
+    if groups > 1 and (query.shape[2] == 1 or query.is_cuda):
+        out = folded_attention(query, key, value, attention_mask, scaling)
+    else:
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
+        )
+    return out.transpose(1, 2), None
+
+
+def folded_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """The queries that share a key head become its query positions."""
     batch, heads, width, dim = query.shape
     groups = heads // key.shape[1]
-    # Only a CPU's kernel takes grouped queries and a mask without writing the keys out again.
-    folded = groups > 1 and (width == 1 or query.is_cuda)
-    if folded:
-        # The queries that share a key head become its query positions.
-        query = query.reshape(batch, key.shape[1], groups * width, dim)
-        if attention_mask is not None and width > 1:
-            attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    out = scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1 and not folded
-    )
-    if folded:
-        out = out.reshape(batch, heads, width, value.shape[-1])
-    return out.transpose(1, 2), None
+    if mask is not None and width > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    query = query.reshape(batch, key.shape[1], groups * width, dim)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, width, value.shape[-1])
 
 
 def use_slots(model: PreTrainedModel) -> None:
