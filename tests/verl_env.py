@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 from afield.config import Environment
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import VERL
+from afield.errors import Unavailable
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (ROOT / "src", ROOT / "tests", ROOT / "tests" / "verl_cpu")
 
 
 def verl_python() -> Path:
-    """An interpreter that has stock veRL and what afield needs. Raises Unavailable."""
-    return python_environment(Environment.read().envs, "verl", VERL)
+    """An interpreter that has stock veRL, and afield from its sources. Raises Unavailable."""
+    python = python_environment(Environment.read().envs, "verl", VERL)
+    known = [python, "-c", "import importlib.metadata as m; m.version('afield')"]
+    if subprocess.run(known, capture_output=True, check=False).returncode:
+        install = [python, "-m", "pip", "install", "-q", "--no-deps", "-e", str(ROOT)]
+        done = subprocess.run(install, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Unavailable(f"afield cannot be installed beside veRL: {done.stderr[-500:]}")
+    return python
 
 
 def verl_environment(**values: str) -> dict[str, str]:
