@@ -234,15 +234,16 @@ class Audit:
             "importance_truncated_share": float(seen["truncated"].mean()),
             "importance_effective_share": effective(seen["importance"]) / seen["importance"].numel(),
             **({"kl": float(seen["kl"].mean())} if "kl" in seen else {}),
-            "entropy": float(seen["entropy"].mean()),
-            "sampler_trainer_logprob_diff_mean": float(seen["diff"].mean()),
-            "sampler_trainer_logprob_diff_max": float(seen["diff"].max()),
-            **self._tier_summary(),
+            **(self._compared(seen["entropy"], seen["diff"]) if "diff" in seen else {}),
             **{name: float(count) for name, count in self.counts.items()},
         }
 
-    def _tier_summary(self) -> dict[str, float]:
-        told: dict[str, float] = {}
+    def _compared(self, entropy: Tensor, diff: Tensor) -> dict[str, float]:
+        told = {
+            "entropy": float(entropy.mean()),
+            "sampler_trainer_logprob_diff_mean": float(diff.mean()),
+            "sampler_trainer_logprob_diff_max": float(diff.max()),
+        }
         for tier, parts in sorted(self.tiers.items()):
             apart = torch.cat(parts)
             told[f"sampler_trainer_logprob_diff_mean.{tier}"] = float(apart.mean())

@@ -116,8 +116,11 @@ class Sampler:
         self, asked: list[tuple[str, tuple[int, ...], Reply | None]], sampling: Sampling, tools: list[Tool]
     ) -> list[Reply]:
         context = (await self._engine.info()).max_context
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._reply(*one, sampling, tools, context)) for one in asked]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._reply(*one, sampling, tools, context)) for one in asked]
+        except ExceptionGroup as broken:
+            raise broken.exceptions[0] from None  # the others were stopped because of it
         return [task.result() for task in tasks]
 
     async def _reply(
