@@ -26,7 +26,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
-from afield.integrations.verl.replica import gateway_of
+from afield.integrations.verl.keeper import gateway_of
 from afield.trainers.directories import copy_but_weights, replaced
 from afield.types import Policy
 
