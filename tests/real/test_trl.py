@@ -1,0 +1,78 @@
+"""Stock TRL in an environment of its own: the tests of `trl_suite.py`, and a few steps of the example."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from afield.errors import Unavailable
+from trl_env import ROOT, trl_environment, trl_python
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+SUITE = Path(__file__).parent / "trl_suite.py"
+EXAMPLE = ROOT / "examples" / "trl" / "train_async.py"
+RUN_S = 600
+LEAST = 15
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    try:
+        return trl_python()
+    except Unavailable as error:
+        pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
+
+
+def test_trl_takes_rollouts_and_gives_weights_as_its_protocols_say(python: Path) -> None:
+    command = [python, "-m", "pytest", SUITE, "-m", "real", "-q", "--timeout", "300", "-W", "default"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=trl_environment(),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= LEAST, done.stdout[-2000:]
+
+
+def test_the_example_trains_with_the_samplers_own_log_probabilities(python: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "steps.jsonl"
+    command = [
+        python,
+        "-m",
+        "trl_cpu",
+        "--measure",
+        lines,
+        EXAMPLE,
+        "--steps",
+        "3",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=trl_environment(),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = [line for line in map(json.loads, lines.read_text().splitlines()) if "loss" in line]
+    assert len(steps) == 3
+    assert steps[0]["logprob_diff_max"] < 1e-4 and steps[0]["logprob_diff_mean"] < 1e-5
+    assert abs(steps[0]["ratio"] - 1) < 1e-5
+    assert steps[0]["sample/staleness_max"] == 0
+    assert max(line["sample/staleness_max"] for line in steps) <= 1
+    assert sum(line["rollout/failed_total"] for line in steps if "rollout/failed_total" in line) == 0
+    assert all(0 < line["reward"] < 1 and line["grad_norm"] > 0 for line in steps)
