@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import strategies as st
-
 from afield import assembly
 from afield.forest import Forest
 from afield.types import (
@@ -124,10 +122,6 @@ class Maker:
                 )
             )
         return made
-
-
-def groups(kept: bool | None = None) -> st.SearchStrategy[list[Group]]:
-    return st.integers(0, 2**32).map(lambda seed: Maker(seed, kept).groups())
 
 
 def turn(

@@ -19,6 +19,7 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
+from batch_groups import Maker
 
 ids = st.lists(st.integers(0, 500), min_size=1, max_size=5).map(tuple)
 
@@ -74,3 +75,8 @@ def group(*outcomes: tuple[float | None, FailureKind | None]) -> Group:
         rollout = Rollout(id=f"g-r{k}", exp_id="exp", group_id="g", task=Task("t", {}))
         finished.append(Finished(rollout=rollout, outcome=outcome(rollout.id, reward, kind)))
     return Group(id="g", task_id="t", epoch=0, split=Split.TRAIN, finished=tuple(finished))
+
+
+def groups(kept: bool | None = None) -> st.SearchStrategy[list[Group]]:
+    """With branches, failures and baselines; `kept` says whether rollouts have their turns, None is some."""
+    return st.integers(0, 2**32).map(lambda seed: Maker(seed, kept).groups())

@@ -17,9 +17,9 @@ from afield.advantage import advantages
 from afield.batches.rewards import turn_returns
 from afield.errors import UsageError
 from afield.types import FailureKind, Finished, Group, Outcome, Rollout, Task
-from batch_groups import branching, groups
+from batch_groups import branching
 from batch_groups import group as group_of
-from strategies import group
+from strategies import group, groups
 
 HOWS = advantage.get_args(advantage.How)
 rewards = st.lists(st.floats(-50, 50).map(lambda x: round(x, 2)), min_size=2, max_size=8)

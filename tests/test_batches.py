@@ -16,7 +16,8 @@ from afield.batches.tree import Tree, to_tree
 from afield.errors import UsageError
 from afield.forest import Forest
 from afield.types import Finished, FinishReason, Group
-from batch_groups import branching, group, groups
+from batch_groups import branching, group
+from strategies import groups
 
 FORMS = st.sampled_from(["linear", "per_turn"])
 

@@ -24,7 +24,8 @@ from afield.batches.tensors import from_tensordict, to_tensordict
 from afield.batches.tree import Tree, to_tree
 from afield.errors import UsageError
 from afield.types import Group
-from batch_groups import branching, group, groups
+from batch_groups import branching, group
+from strategies import groups
 
 FORMATS = {"jsonl": (write_jsonl, read_jsonl), "parquet": (write_parquet, read_parquet)}
 FORMS = ["linear", "per_turn", "tree"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +14,30 @@ from msgspec import structs
 import afield
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.rewards import turn_returns, turn_rewards, weighed
+from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
-from afield.types import Exclusion, FailureKind, FinishReason, Group, TurnStatus
+from afield.sdk.deliver import deliver
+from afield.seams import SessionSpec, Waiting
+from afield.transports.memory import MemoryTransport
+from afield.types import (
+    Attempt,
+    Exclusion,
+    FailureKind,
+    Finished,
+    FinishReason,
+    Group,
+    Outcome,
+    Rollout,
+    Task,
+    TurnStatus,
+)
+from afield.wire import OutcomeRecord
+from agents.invoking import invocation
 from agents.running import run_inline
-from batch_groups import branching, group, groups, turn
+from batch_groups import branching, group, turn
+from gateways import running
+from scenes import said
+from strategies import groups
 
 # --- several named rewards -----------------------------------------------------------------------
 
@@ -180,3 +204,61 @@ async def test_rewards_of_turns_alone_are_no_reward() -> None:
 
     failure = (await run_inline(agent)).outcome.failure
     assert failure and "neither 'reward' nor 'rewards'" in failure.message
+
+
+# --- over HTTP -----------------------------------------------------------------------------------
+
+SPEC = SessionSpec(id="r.1", rollout_id="r", attempt=1, group_id="g", exp_id="exp", input_id="t")
+WAITING = Waiting(Rollout(id="r", exp_id="exp", group_id="g", task=Task("t", {})), Attempt("r", 1))
+
+
+async def test_rewards_of_turns_come_by_reward_and_by_outcome(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
+        key = (await up.client.open(SPEC)).api_key
+        asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        turn_id = (await up.ask("POST", "/s/r.1/v1/chat/completions", asked, key))[1]["id"].rpartition("-")[2]
+        sent = {"reward": 0.5, "turn": turn_id}
+        for _ in range(2):
+            assert (await up.ask("POST", "/s/r.1/reward", sent, key))[0] == 200
+        assert (await up.ask("POST", "/s/r.1/reward", {**sent, "reward": 0.6}, key))[0] == 409
+        body = {"reward": 1.0, "turn_rewards": {"1": 0.25}}
+        assert (await up.ask("POST", "/s/r.1/outcome", body, key))[0] == 200
+        found = await outlet.decision(WAITING)
+        assert isinstance(found, OutcomeRecord)
+        assert (found.outcome.reward, found.outcome.turn_rewards) == (1.0, {turn_id: 0.5, "1": 0.25})
+
+
+async def test_an_agent_that_gives_no_rewards_gives_none_for_turns(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
+        ticket = await up.client.open(structs.replace(SPEC, reward_from="verifier"))
+        body = {"turn_rewards": {"t1": 1.0}}
+        assert (await up.ask("POST", "/s/r.1/outcome", body, ticket.api_key))[0] == 403
+
+
+async def test_the_sdk_brings_rewards_of_turns_through_the_gateway(tmp_path: Path) -> None:
+    """And each of them is the reward of the call whose response the agent named."""
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
+        ticket = await up.client.open(SPEC)
+        client = openai.AsyncOpenAI(base_url=ticket.openai_base_url, api_key=ticket.api_key)
+        async with client:
+            ask = client.chat.completions.create
+            replies = [await ask(model="m", messages=[{"role": "user", "content": q}]) for q in ("a", "b")]
+        at = invocation(outcome_url=f"{ticket.base_url}/outcome")
+        at = structs.replace(at, base_url=ticket.base_url, api_key=ticket.api_key)
+        outcome = Outcome(rollout_id="r", attempt=1, reward=1.0, turn_rewards={replies[1].id: 0.5})
+        assert await asyncio.to_thread(deliver, at, OutcomeRecord.of(at, outcome))
+        found = await outlet.decision(WAITING)
+        assert isinstance(found, OutcomeRecord) and found.outcome == outcome
+        record = await up.client.finalize("r.1")
+        finished = Finished(
+            rollout=WAITING.rollout,
+            outcome=found.outcome,
+            trajectories=record.trajectories,
+            excluded=record.excluded,
+            turns=record.turns,
+        )
+        assert turn_rewards(finished) == {record.turns[1].id: 0.5}
+        assert len(record.turns) == 2
