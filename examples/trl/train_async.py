@@ -49,10 +49,9 @@ def main() -> None:
         agent=f"{DEMO / 'agents' / 'openai_agent.py'}:agent",
         model=MODEL,
         tasks=shop.tasks(given.seed, 4 * given.steps + 16),
-        scale_advantages=False,
+        advantage="dr_grpo",
         max_calls=8,
         deadline_s=60.0,
-        shuffle=False,
     )
     AsyncGRPOTrainer(model=MODEL, args=args, **rollouts.doors).train()
 

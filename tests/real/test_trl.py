@@ -16,6 +16,8 @@ from trl_env import ROOT, trl_environment, trl_python
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 SUITE = Path(__file__).parent / "trl_suite.py"
 EXAMPLE = ROOT / "examples" / "trl" / "train_async.py"
+LIMITED = ROOT / "examples" / "trl" / "train_sync.py"
+PAGE = ROOT / "docs" / "trl.md"
 RUN_S = 600
 LEAST = 15
 
@@ -76,3 +78,29 @@ def test_the_example_trains_with_the_samplers_own_log_probabilities(python: Path
     assert max(line["sample/staleness_max"] for line in steps) <= 1
     assert sum(line["rollout/failed_total"] for line in steps if "rollout/failed_total" in line) == 0
     assert all(0 < line["reward"] < 1 and line["grad_norm"] > 0 for line in steps)
+
+
+def test_the_example_of_the_limited_mode_trains(python: Path, tmp_path: Path) -> None:
+    command = [python, LIMITED, "--steps", "1", "--out", tmp_path / "out"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=trl_environment(),
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(r"'rewards/afield_reward/mean': '0\.\d+'", done.stdout), done.stdout[-2000:]
+
+
+def test_the_page_shows_lines_of_the_examples() -> None:
+    known = {line.strip() for script in (EXAMPLE, LIMITED) for line in script.read_text().splitlines()}
+    shown = [
+        line.strip()
+        for block in re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.S)
+        for line in block.splitlines()
+    ]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in known] == []

@@ -80,12 +80,16 @@ class Crew:
             loop.call_soon_threadsafe(self._stopping.set)
             thread.join()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop.result())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Waits for it. A collection that is gone says why."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self.alive:
             work.close()
             self.check()
             raise Unavailable("the collection is not running; it was closed, or never started")

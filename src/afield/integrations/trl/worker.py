@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from afield.collect import GroupWish, read_group
@@ -56,7 +55,7 @@ class RolloutWorker:
         self._lengths = Lengths()
         self._running: dict[int, int] = {}  # position to the version it was begun at
         self._ready: dict[int, Ready] = {}
-        self._members: dict[int, list[str]] = {}
+        self._wishes: dict[int, GroupWish] = {}
         self._barren = 0
         self._ending = False
 
@@ -70,10 +69,9 @@ class RolloutWorker:
             self._gathering = self._crew.spawn(self._gather(made))
 
     def stop(self) -> None:
-        """End what runs; repeating is harmless."""
-        if self._gathering is not None and not self._gathering.done():
-            with suppress(Unavailable):  # it is gone already, and all that ran with it
-                self._crew.call(self._end(self._crew.start(), self._gathering))
+        """End what runs; repeating is harmless, and so is a collection that is gone."""
+        if self._gathering is not None and not self._ending and self._crew.alive:
+            self._crew.call(self._end(self._crew.start()))
 
     def update_model_version(self, model_version: int) -> None:
         if self._version:
@@ -112,7 +110,7 @@ class RolloutWorker:
                 while await self._its_turn(made):
                     wish = made.schedule.wish(position)
                     self._running[position] = self._version
-                    self._members[position] = made.collector.members(wish)
+                    self._wishes[position] = wish
                     tasks.create_task(self._group(made, position, wish))
                     await asyncio.sleep(0)  # it has begun, and there may be no room for another
                     position += 1
@@ -160,7 +158,7 @@ class RolloutWorker:
             for rollout_id in ready.members:
                 made.spool.drop(rollout_id)
             self._sizes.append(len(ready.rows))
-            del self._ready[position], self._running[position], self._members[position]
+            del self._ready[position], self._running[position], self._wishes[position]
 
     def _may_go(self, position: int, size: int) -> bool:
         return self._pace.may_pass(
@@ -192,12 +190,14 @@ class RolloutWorker:
             often = usual_failure(group.finished)
             raise Fruitless(f"{self._barren} groups without a single reward; most often: {often}")
 
-    async def _end(self, made: Opened, gathering: Future[None]) -> None:
+    async def _end(self, made: Opened) -> None:
         """Sessions are ended wherever they run, within the time that takes at most."""
         self._ending = True
-        for rollout_id in [one for members in self._members.values() for one in members]:
+        wishes = list(self._wishes.values())
+        for rollout_id in [one for wish in wishes for one in made.collector.members(wish)]:
             made.conductor.cancel(rollout_id, ENDED)
-        await asyncio.wait([asyncio.wrap_future(gathering)], timeout=made.plan.deadlines.teardown_s)
+        if ending := [asyncio.create_task(made.collector.group(wish)) for wish in wishes]:
+            await asyncio.wait(ending, timeout=made.plan.deadlines.teardown_s)
 
 
 def _excluded(finished: Sequence[Finished]) -> int:
