@@ -372,12 +372,15 @@ def main() -> int:
     load, sizes = (SMALL, TINY) if chosen.small else (LARGE, HALF_BILLION)
     transformers.utils.logging.set_verbosity_error()
     report = Report()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     with torch.inference_mode():
         model = build(sizes, device, torch.bfloat16)
         report.add("machine", lambda: machine(model, load, device))
         done = report.add("afield", lambda: afield(model, load)) if "afield" in only else None
         if chosen.profile and done:
             print("\n".join(report.add("kernels", lambda: kernels(model, load)) or ()), flush=True)
+    # The decoder turned this off; the others get the library as it comes.
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     model.set_attn_implementation("sdpa")
     if "generate" in only:
         report.add("generate", lambda: generate(model, load, chosen.compiled))

@@ -251,7 +251,7 @@ class Decoder:
         requests, uniforms, flight = launched
         tokens, logprobs = self.steps.read(flight)
         if cut := [i for i, r in enumerate(requests) if r.ask.truncated]:
-            logits = flight.logits[[flight.lanes[i] for i in cut]]
+            logits = self.steps.logits([flight.lanes[i] for i in cut])
             drawn = draw(logits, [requests[i].ask for i in cut], [uniforms[i] for i in cut])
             for i, token, logprob in zip(cut, *drawn, strict=True):
                 tokens[i], logprobs[i] = token, logprob

@@ -47,12 +47,6 @@ class Flight(NamedTuple):
     shape: Shape
     answers: Tensor
     landed: torch.cuda.Event | None
-    logits: Tensor
-
-
-class _Recording(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
 
 
 class Steps:
@@ -67,8 +61,9 @@ class Steps:
         # Two of each: one may still be on its way while the next is written.
         self._sent = [torch.zeros(lanes, COLUMNS, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
         self._came = [torch.zeros(lanes, 2, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
+        self._logits = torch.empty(0)
         self._turn = 0
-        self._recordings: dict[Shape, _Recording] = {}
+        self._recordings: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._wanted: Counter[Shape] = Counter()
         self._moves = slots.moves
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
@@ -107,12 +102,12 @@ class Steps:
         self._inputs[: shape.rows].copy_(sent, non_blocking=True)
         if after is not None:
             self._inputs[: after.shape.rows, 0] = self._outputs[: after.shape.rows, 0]
-        logits = self.replay(shape)
+        self.replay(shape)
         answers.copy_(self._outputs[: shape.rows], non_blocking=True)
         landed = torch.cuda.Event() if self._cuda else None
         if landed is not None:
             landed.record()
-        return Flight(slots, lanes, shape, answers, landed, logits)
+        return Flight(slots, lanes, shape, answers, landed)
 
     def read(self, flight: Flight) -> tuple[list[int], list[float]]:
         """A token and its log-probability for each slot of the flight; waits until they are there."""
@@ -120,6 +115,10 @@ class Steps:
             flight.landed.synchronize()
         answers = flight.answers.numpy()[flight.lanes]
         return answers[:, 0].astype(np.int64).tolist(), answers[:, 1].tolist()
+
+    def logits(self, lanes: list[int]) -> Tensor:
+        """Of the step that was launched last."""
+        return self._logits[lanes]
 
     # --- shapes -----------------------------------------------------------------------------------
 
@@ -152,18 +151,19 @@ class Steps:
 
     # --- running ----------------------------------------------------------------------------------
 
-    def replay(self, shape: Shape) -> Tensor:
+    def replay(self, shape: Shape) -> None:
+        """Compute a step of this shape from the numbers that were sent last."""
         self.launched[shape] += 1
         if self._records and shape not in self._recordings:
             self._record(shape)
         if not self._records:
-            return self._compute(shape)
+            self._compute(shape)
+            return
         # The one used last comes last, so that the first is the one to give up.
         recording = self._recordings[shape] = self._recordings.pop(shape)
-        recording.graph.replay()
-        return recording.logits
+        recording.replay()
 
-    def _compute(self, shape: Shape) -> Tensor:
+    def _compute(self, shape: Shape) -> None:
         inputs = self._inputs[: shape.rows]
         ids, positions, rows = inputs[:, :3].long().unbind(dim=1)
         step = self._slots.fixed(ids, positions, rows, shape.length, gathered=shape.gathered)
@@ -171,7 +171,10 @@ class Steps:
         tokens, logprobs = pick(logits, inputs[:, 3], inputs[:, 4])
         self._outputs[: shape.rows, 0] = tokens
         self._outputs[: shape.rows, 1] = logprobs
-        return logits
+        if not len(self._logits):
+            self._logits = logits.new_empty(len(self._inputs), logits.shape[-1])
+        # A recording's own would keep its memory from the others.
+        self._logits[: shape.rows] = logits
 
     def _record(self, shape: Shape) -> None:
         began = time.monotonic()
@@ -187,14 +190,14 @@ class Steps:
                 # Other threads go on allocating (new weights, a trainer).
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    logits = self._compute(shape)
+                    self._compute(shape)
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
             self.refused = f"the model's steps cannot be recorded as CUDA graphs, which is slower: {error}"
             self._records = False
             return
-        self._recordings[shape] = _Recording(graph, logits)
+        self._recordings[shape] = graph
         self.recorded += 1
         self.recording_s += time.monotonic() - began
 

@@ -55,7 +55,7 @@ def draw(
 def pick(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """A token and its log-probability for each row, both left on the device."""
     greedy = temperature == 0
-    scores = logits.float() / torch.where(greedy, 1.0, temperature).float()[:, None]
+    scores = logits.float() / temperature.masked_fill(greedy, 1.0).float()[:, None]
     logprobs = torch.log_softmax(scores, dim=-1)
     tokens = torch.where(greedy, logprobs.argmax(dim=-1), _invert_by_blocks(logprobs, uniforms))
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
@@ -87,7 +87,10 @@ def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
 def _invert_by_blocks(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     """`_invert` with a running sum over blocks of tokens and then inside one: a pass over memory, not ten."""
     rows, vocabulary = logprobs.shape
-    blocks = pad(logprobs.exp(), (0, -vocabulary % BLOCK)).view(rows, -1, BLOCK)
+    probability = logprobs.exp()
+    if missing := -vocabulary % BLOCK:
+        probability = pad(probability, (0, missing))
+    blocks = probability.view(rows, -1, BLOCK)
     weights = blocks.sum(dim=-1, dtype=torch.float64)
     running = weights.cumsum(dim=-1)
     target = (uniforms.double() * running[:, -1])[:, None]

@@ -176,7 +176,12 @@ class Slots(Cache):
 
     def _zeros(self, rows: int, length: int, heads: int, dim: int) -> Tensor:
         # Zeros, not garbage: a masked NaN times an attention weight of 0 is still NaN.
-        return torch.zeros(rows + 1, length, heads, dim, dtype=self._dtype, device=self._device)
+        try:
+            return torch.zeros(rows + 1, length, heads, dim, dtype=self._dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"the device has no memory for {rows} slots of {length} ids; lower max_slots or max_context"
+            ) from error
 
     # --- a forward pass ---------------------------------------------------------------------------
 
