@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
-import batch_groups
 from afield.config import read_tasks
 from afield.errors import UsageError
 from afield.integrations.verl import dataset, rows, settings
-from afield.types import Failure, FailureKind, Finished, Group, Outcome, Reason, Task
-from batch_groups import branching
+from afield.types import Failure, FailureKind, Finished, Outcome, Reason, Task
+from batch_groups import Maker, branching
 
 PROMPT = {"uid": "u-1", "global_steps": 7, "raw_prompt": [{"role": "user", "content": "hi"}], "index": 3}
 
@@ -30,9 +31,9 @@ def failed(rollout_id: str, kind: FailureKind, reward: float | None = None) -> F
 # --- rows ----------------------------------------------------------------------------------------
 
 
-@given(batch_groups.groups())
-def test_every_token_that_trains_is_in_one_row_with_what_was_sampled(groups: list[Group]) -> None:
-    for group in groups:
+@given(st.integers(0, 2**32))
+def test_every_token_that_trains_is_in_one_row_with_what_was_sampled(seed: int) -> None:
+    for group in Maker(seed, None).groups():
         for one in rows.judge(group.finished, quorum=1).sessions:
             owned = sum(t.owned for t in one.finished.trajectories)
             assert sum(sum(row.response_mask) for row in one.rows) == owned
@@ -206,6 +207,14 @@ def test_rows_are_weighted_only_where_veRL_counts_rows() -> None:
     assert not settings.read(whole).weighted
     whole["actor_rollout_ref"]["actor"]["loss_agg_mode"] = "seq-mean-token-mean"
     assert settings.read(whole).weighted
+
+
+def test_the_page_on_veRL_lists_every_key_of_the_block_and_nothing_else() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "verl.md").read_text()
+    table = page.partition("## The `afield` block")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert listed == {*settings.Settings.__struct_fields__, "file"}
 
 
 # --- data sets -----------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def config(gateway: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AFIELD_ADMIN_KEY", gateway["admin_key"])
         patch.setenv("AFIELD_VERL_RETRIES_TASK", "0")
-        yield veRL_config(
+        made = veRL_config(
             f"+afield.gateway={gateway['url']}",
             f"+afield.agent={AGENT}",
             f"+afield.folder={tmp_path_factory.mktemp('run')}",
@@ -87,6 +87,8 @@ def config(gateway: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
             "data.max_prompt_length=400",
             "data.max_response_length=12",
         )
+        OmegaConf.set_struct(made, False)  # so that tests may add keys
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def manager(config: Any) -> Iterator[Manager]:
     made.close()
 
 
-def asked(tasks: list[dict[str, Any]], split: str = "train", text: str = "") -> Any:
+def asked(tasks: list[dict[str, Any]], split: str = "train", text: str = "", step: int = STEP) -> Any:
     """A batch as veRL's trainer makes it of its data set, and told to TransferQueue as it does."""
     given = dataset.rows([Task(f"task-{n}", task) for n, task in enumerate(tasks)], source="tests")
     if text:
@@ -107,10 +109,10 @@ def asked(tasks: list[dict[str, Any]], split: str = "train", text: str = "") -> 
     columns["uid"] = np.array([str(uuid4()) for _ in given], dtype=object)
     del columns["prompt"]
     batch = tensordict_utils.get_tensordict(columns | {"dummy_tensor": torch.zeros(len(given), 1)})
-    tensordict_utils.assign_non_tensor_data(batch, "global_steps", STEP)
+    tensordict_utils.assign_non_tensor_data(batch, "global_steps", step)
     if split == "val":
         tensordict_utils.assign_non_tensor_data(batch, "validate", True)
-    tags = [{"is_prompt": True, "status": "pending", "global_steps": STEP} for _ in given]
+    tags = [{"is_prompt": True, "status": "pending", "global_steps": step} for _ in given]
     transfer_queue.kv_batch_put(keys=list(batch["uid"]), partition_id=split, tags=tags)
     return batch
 
@@ -297,3 +299,38 @@ def test_the_addresses_of_veRLs_own_rollout_servers_come_from_its_load_balancer(
     balancer = get_router_handle({"10.0.0.2:8000": "b", "10.0.0.1:8000": "a"})
     client = LLMServerClient(config, balancer)
     assert clients.addresses(client) == ["10.0.0.1:8000", "10.0.0.2:8000"]
+
+
+def test_agents_are_served_by_veRLs_own_rollout_servers_and_rows_have_its_versions(
+    config: Any, tmp_path: Path
+) -> None:
+    server = [sys.executable, str(Path(__file__).parent / "verl_vllm_server.py"), str(POLICY)]
+    with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        address = process.stdout.readline().strip().removeprefix("http://")
+        own = {
+            "afield": {"folder": str(tmp_path), "gateway": ""},
+            "actor_rollout_ref": {"rollout": {"name": "vllm"}},
+        }
+        client = LLMServerClient(config, get_router_handle({address: "handle"}))
+        made = Manager.create(
+            config=OmegaConf.merge(config, own), llm_client=client, reward_loop_worker_handles=[]
+        )
+        batch = asked([{"question": "How much is the red mug?"}], step=3)
+        made.generate_sequences(batch)
+        assert set(ended(batch).values()) == {"finished"}
+        sampled, _ = buffer(ReplayBuffer).sample(3, "train", 1)
+        assert len(sampled.keys) == 3
+        assert {(tag["min_global_steps"], tag["max_global_steps"]) for tag in sampled.tags} == {(2, 2)}
+        transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
+        made.close()
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_modes_that_put_veRLs_own_servers_to_sleep_are_refused(config: Any, mode: str) -> None:
+    client = LLMServerClient(config, get_router_handle({"10.0.0.1:8000": "a"}))
+    rollout = {"afield": {"gateway": ""}, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}
+    own = OmegaConf.merge(config, rollout, {"trainer": {"v1": {"trainer_mode": mode}}})
+    with pytest.raises(UsageError, match=f"in mode {mode} veRL puts vllm to sleep"):
+        Manager.create(config=own, llm_client=client, reward_loop_worker_handles=[])

@@ -76,7 +76,7 @@ def door(given: Given, llm_client: Any) -> Door:
             raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
         return Door(settings.gateway, key)
     if trainer.backend == OWN:
-        from afield.integrations.verl.replica import gateway_of
+        from afield.integrations.verl.keeper import gateway_of
 
         found = gateway_of()
         return Door(found.local_url, found.admin_key)
@@ -101,7 +101,7 @@ def addresses(llm_client: Any) -> list[str]:
 
 def _in_front(given: Given, servers: list[str]) -> Door:
     """A gateway whose engines are veRL's servers, held by an actor of this job."""
-    from afield.integrations.verl.replica import GatewayKeeper, GatewayOptions
+    from afield.integrations.verl.keeper import GatewayKeeper, GatewayOptions
 
     settings, trainer = given.settings, given.trainer
     if trainer.mode == "colocate_async" or (trainer.mode == "separate_async" and trainer.hybrid):

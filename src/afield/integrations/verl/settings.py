@@ -42,7 +42,7 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     runtime: str = "process"
     options: Mapping[str, Any] = field(default_factory=dict)
     transport: str = "files"
-    engine: str | list[str] = "torch"  # of the rollout backend `afield`; see `replica`
+    engine: str | list[str] = "torch"  # of the rollout backend `afield`; see `keeper`
     gateway: str = ""  # one that runs already; its admin key is AFIELD_ADMIN_KEY
     gateway_host: str = "127.0.0.1"  # where ours listens
     gateway_port: int = 0
