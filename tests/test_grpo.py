@@ -1,18 +1,22 @@
 import json
 import math
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from msgspec import structs
 
 from afield import wiring
 from afield.assembly import linear, per_turn
 from afield.config import build
 from afield.errors import UsageError
-from afield.options import LoraOptions
+from afield.options import LearnOptions, LoraOptions
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
+from afield.trainers.losses import USUAL_CLIP
 from afield.types import Group, Sampling, Trajectory, TurnRange, VersionSpan
 from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
@@ -452,3 +456,33 @@ def test_a_choice_that_cannot_be_is_refused_with_what_can(learn, told):
     with pytest.raises(UsageError) as refused:
         build({"model": "m", "learn": learn}, "here")
     assert told in str(refused.value)
+
+
+# --- the page about it ---------------------------------------------------------------------------
+
+PAGE = Path(__file__).parent.parent / "docs" / "training.md"
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    part = PAGE.read_text().partition(f"# {heading}\n")[2].partition("\n#")[0]
+    lines = [line for line in part.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+@pytest.mark.parametrize(("heading", "options"), [("Keys", LearnOptions), ("LoRA", LoraOptions)])
+def test_the_page_on_training_lists_every_key_with_its_default(heading, options):
+    listed = {row[0].strip("`"): row[1].strip("`") for row in rows_of(heading) if row[0] != "`lora`"}
+    fields = {field.name: field.default for field in structs.fields(options)}
+    fields.pop("lora", None)
+    assert list(listed) == list(fields)
+    for name, default in fields.items():
+        told = None if listed[name] == "none" else tomllib.loads(f"value = {listed[name]}")["value"]
+        assert told == (list(default) if isinstance(default, tuple) else default), name
+
+
+def test_the_page_on_training_lists_what_a_step_tells_and_the_usual_clips(model_path):
+    told = {name for row in rows_of("What a step tells") for name in re.findall(r"`([a-z_]+)", row[0])}
+    report = GRPO(model_path, lr=1e-3, kl=0.1, device="cpu").step([group_of([1.0, 0.0], tier="T2")])
+    assert {name.partition(".")[0] for name in report.metrics} | {"undelivered_tokens"} == told
+    clips = {row[0].strip('`"'): tomllib.loads(f"v = {row[2].strip('`')}")["v"] for row in rows_of("Losses")}
+    assert clips == {name: list(clip) for name, clip in USUAL_CLIP.items()}

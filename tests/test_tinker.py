@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
 
 LOOP = Path(__file__).parent.parent / "examples" / "own_loop" / "loop.py"
+PAGE = LOOP.parent.parent.parent / "docs" / "training.md"
 SHORT = Sampling(max_tokens=12)
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the value of seven?"}]
 
@@ -269,6 +271,17 @@ def test_a_closed_tuner_says_so(model_path):
     tuner.close()
     with pytest.raises(UsageError, match=r"with Tuner\.open"):
         tuner.sample(ASKED)
+
+
+def test_the_loop_on_the_page_runs(model_path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = next(
+        code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "Tuner" in code
+    )
+    named: dict[str, Any] = {}
+    exec(compile(shown, "training.md", "exec"), named)
+    named["learn"](str(model_path), steps=2)
+    assert (tmp_path / "weights" / "config.json").is_file()
 
 
 def test_the_example_learns(tmp_path):
