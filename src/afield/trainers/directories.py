@@ -54,14 +54,13 @@ def copy_but_weights(source: Path, target: Path) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
 
 
-def write_weights(model: Any, directory: Path, state: Mapping[str, Any] | None = None) -> None:
-    """Every tensor in one file, `state` in place of the model's own where it is given. Tied embeddings are
-    written untied, since engines that reload weights in place may update only one of the two."""
+def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None:
+    """All of `state` in one file. Tied embeddings are written untied, since engines that reload weights in
+    place may update only one of the two."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    given = model.state_dict() if state is None else state
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     shared = Counter(tensor.data_ptr() for tensor in state.values())
     state = {n: t.clone() if shared[t.data_ptr()] > 1 else t for n, t in state.items()}
     try:

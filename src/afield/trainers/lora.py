@@ -6,7 +6,7 @@ model is. Merging makes new tensors: what trains never goes through a merge and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,21 +82,25 @@ def state(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merged(model: Any) -> dict[str, Tensor]:
+def merged(model: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """The whole model's tensors as if it had never had adapters, what these add included."""
     layers = dict(_layers(model))
     inside = tuple(f"{name}." for name in layers)
-    whole = {name: t for name, t in model.state_dict().items() if not name.startswith(inside)}
+    found = {n: whole(t) for n, t in model.state_dict().items() if not n.startswith(inside)}
     for name, layer in layers.items():
         for part, tensor in layer.get_base_layer().state_dict().items():
-            whole[f"{name}.{part}"] = tensor
-        base = whole[f"{name}.weight"]
-        whole[f"{name}.weight"] = (base.float() + layer.get_delta_weight(NAME).float()).to(base.dtype)
-    return whole
+            found[f"{name}.{part}"] = whole(tensor)
+        base = found[f"{name}.weight"]
+        down, up = whole(layer.lora_A[NAME].weight), whole(layer.lora_B[NAME].weight)
+        if base.numel():
+            added = layer.scaling[NAME] * (up @ down)
+            turned = added.T if layer.fan_in_fan_out else added
+            found[f"{name}.weight"] = (base.float() + turned).to(base.dtype)
+    return found
 
 
-def write(model: Any, directory: Path, tensors: dict[str, Tensor] | None = None) -> None:
-    """adapter_config.json and adapter_model.safetensors; `tensors` in place of the model's own if given."""
+def write(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """adapter_config.json, and `tensors`, which are what `state` gives, in adapter_model.safetensors."""
     import peft
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -105,10 +109,9 @@ def write(model: Any, directory: Path, tensors: dict[str, Tensor] | None = None)
     short = {name.rpartition(".")[2] for name, _ in _layers(model)}
     written = peft.LoraConfig(**{**config.to_dict(), "target_modules": sorted(short), "inference_mode": True})
     written.save_pretrained(str(directory))
-    given = state(model) if tensors is None else tensors
     try:
         save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in given.items()},
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
             directory / "adapter_model.safetensors",
             metadata={"format": "pt"},
         )

