@@ -90,11 +90,11 @@ class RemoteEngine(ABC):
             self._check_manageable(f"load version {version}")
             if not path:
                 await self._name(version)
-                self._version = version
+                await self._expect(version)
                 return
             if is_adapter(path):
                 await self._adopt(version, path)
-                self._version = version
+                await self._expect(version)
                 return
             # A path that is wrong may end the server, so it is looked at first where that is possible.
             near = urlsplit(self.url).hostname in LOOPBACK
@@ -103,6 +103,7 @@ class RemoteEngine(ABC):
                     f"version {version}: {path!r} is not a model directory (it has no config.json)"
                     " and no adapter (no adapter_config.json)"
                 )
+            await self._check_weights(version, path)
             await self._freeze()
             try:
                 await self._swap_or_spoil(version, path)
@@ -142,6 +143,9 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _swap(self, version: int, path: str) -> None: ...
+
+    async def _check_weights(self, version: int, path: str) -> None:  # noqa: B027 (most servers take any)
+        """UsageError for weights that this server would load wrongly."""
 
     async def _adopt(self, version: int, path: str) -> None:
         """Serve an adapter to the calls that begin from now on; a refusal is a UsageError."""
@@ -190,11 +194,17 @@ class RemoteEngine(ABC):
     async def _swap_or_spoil(self, version: int, path: str) -> None:
         try:
             await self._swap(version, path)
+            await self._expect(version)
         except BaseException as error:
             self._spoiled = f"{self.url} failed to load version {version} and may hold parts of it: {error}"
             raise
         self._spoiled = None
-        self._version = version
+
+    async def _expect(self, version: int) -> None:
+        """The server must say itself that it has the version: an order may have gone to another one."""
+        await self._refresh()
+        if self._version != version:
+            raise Unavailable(f"{self.url} was given version {version} but says that it has {self._version}")
 
     async def _order(self, path: str, body: Any = None) -> None:
         """Something the server is told to do; whatever goes wrong is its fault."""

@@ -122,6 +122,10 @@ class SglangEngine(RemoteEngine):
             f"{self.url}: give the path of version {version}; SGLang names weights as it loads them"
         )
 
+    async def _expect(self, version: int) -> None:
+        """Its answer to the order said so, and so does every answer from now on."""
+        self._version = version
+
     async def _swap(self, version: int, path: str) -> None:
         order = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         status, data = await self._http.status("POST", "/update_weights_from_disk", order)

@@ -23,7 +23,7 @@ from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
-from afield.engines.vllm_adapters import MODELS, VllmAdapters, adapter_name
+from afield.engines.vllm_adapters import MODELS, VllmAdapters, adapter_name, is_tied
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import FinishReason
@@ -213,6 +213,13 @@ class VllmEngine(RemoteEngine):
 
     async def _name(self, version: int) -> None:
         await self._order("/update_weight_version", {"new_version": str(version)})
+
+    async def _check_weights(self, version: int, path: str) -> None:
+        if is_tied(path) and await self._adapters.device() == "cpu":
+            raise UsageError(
+                f"version {version}: {path!r} ties its embeddings, and vLLM on a CPU keeps the old output"
+                " layer when it reloads them; save it untied (tie_word_embeddings false, both tensors)"
+            )
 
     async def _adopt(self, version: int, path: str) -> None:
         await self._adapters.load(self._model or "", version, path, self._call_names)

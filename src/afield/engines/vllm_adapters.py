@@ -10,6 +10,7 @@ when the next version comes.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -40,8 +41,13 @@ class _LoraConfig(Struct):
     max_loras: int
 
 
+class _DeviceConfig(Struct):
+    device: str = ""
+
+
 class _VllmConfig(Struct):
     lora_config: _LoraConfig | None = None
+    device_config: _DeviceConfig = msgspec.field(default_factory=_DeviceConfig)
 
 
 class _ServerInfo(Struct):
@@ -62,6 +68,20 @@ SERVER_INFO = msgspec.json.Decoder(_ServerInfo)
 REFUSAL = msgspec.json.Decoder(_Refusal)
 
 
+class _ModelConfig(Struct):
+    tie_word_embeddings: bool = False
+
+
+def is_tied(path: str) -> bool:
+    """As far as it can be seen from here."""
+    try:
+        return msgspec.json.decode(
+            (Path(path) / "config.json").read_bytes(), type=_ModelConfig
+        ).tie_word_embeddings
+    except (OSError, msgspec.MsgspecError):
+        return False
+
+
 def adapter_name(base: str, version: int) -> str:
     return f"{base}-v{version}"
 
@@ -69,7 +89,7 @@ def adapter_name(base: str, version: int) -> str:
 class VllmAdapters:
     def __init__(self, http: Http) -> None:
         self._http = http
-        self._room: int | None = None
+        self._known: _VllmConfig | None = None
         self._named: dict[int, str] = {}  # what the server lists
         self.leases = Leases()
 
@@ -112,14 +132,25 @@ class VllmAdapters:
                 raise Unavailable(f"{self._http.url} keeps the adapter of version {version}: {data[:200]!r}")
             del self._named[version]
 
+    async def device(self) -> str:
+        """Where the server computes, as far as it tells."""
+        found = await self._config()
+        return found.device_config.device if found else ""
+
     async def _ask_room(self) -> int:
-        if self._room is None:
+        found = await self._config()
+        if found is None:
+            raise UsageError(f"{self._http.url} does not tell whether it takes adapters; {REMEDY}")
+        loras = found.lora_config
+        if loras is None or loras.max_loras < LEAST:
+            has = "no adapters" if loras is None else f"{loras.max_loras} adapter at a time"
+            raise UsageError(f"{self._http.url} serves {has}; {REMEDY}")
+        return loras.max_loras
+
+    async def _config(self) -> _VllmConfig | None:
+        """Asked once, when it is needed: a server takes seconds to tell the first time."""
+        if self._known is None:
             status, data = await self._http.status("GET", "/server_info?config_format=json")
-            if status != 200:
-                raise UsageError(f"{self._http.url} does not tell whether it takes adapters; {REMEDY}")
-            found = self._http.decode(data, SERVER_INFO).vllm_config.lora_config
-            if found is None or found.max_loras < LEAST:
-                has = "no adapters" if found is None else f"{found.max_loras} adapter at a time"
-                raise UsageError(f"{self._http.url} serves {has}; {REMEDY}")
-            self._room = found.max_loras
-        return self._room
+            if status == 200:
+                self._known = self._http.decode(data, SERVER_INFO).vllm_config
+        return self._known

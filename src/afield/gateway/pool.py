@@ -248,7 +248,7 @@ class Pool:
         await self._roster.drop(worker)
 
     async def load(self, version: int, path: str) -> None:
-        """See `Roster.load`. Calls in flight go on, with the new weights."""
+        """See `Roster.load`. Calls in flight go on, with the new weights or (adapters) with their own."""
         self._check_running()
         await self._roster.load(version, path)
 
@@ -275,7 +275,9 @@ class Pool:
                 worker.frozen, worker.thawing = False, True
                 try:
                     await worker.thaw()
-                except Unavailable as error:
+                    if worker.unheard:
+                        await self._roster.hear(worker)
+                except (Unavailable, ValueError) as error:
                     self._roster.set_aside(worker, f"it did not resume: {error}")
         self._open.set()
         await self._roster.tell()

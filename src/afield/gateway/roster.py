@@ -15,8 +15,10 @@ from contextlib import suppress
 from msgspec import structs
 
 from afield.errors import AfieldError, Conflict, Missing, Unavailable, UsageError
+from afield.gateway.hearing import check_heard, witness_of
 from afield.gateway.workers import Standing, Worker
 from afield.seams import Engine, EngineInfo
+from afield.seams.witness import Witness
 
 log = logging.getLogger("afield.gateway")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
@@ -33,6 +35,8 @@ class Roster:
         self.changed = asyncio.Condition()
         self._check = check
         self._weights: tuple[int, str] | None = None
+        self._witness: Witness | None = None  # of these weights
+        self._witness_before: Witness | None = None
         self._changing = asyncio.Lock()  # weights and membership, one at a time
         self._tending: set[asyncio.Task[None]] = set()
         self._named = 0
@@ -132,6 +136,7 @@ class Roster:
                     " load the same weights there first"
                 )
             await worker.engine.load(*self._weights)
+        await check_heard(worker.engine, self.version, self._witness, self._witness_before)
         return structs.replace(facts, version=self.version)
 
     def set_aside(self, worker: Worker, reason: str) -> None:
@@ -163,7 +168,8 @@ class Roster:
     async def load(self, version: int, path: str) -> None:
         """Every worker that is up; one that fails is set aside and comes back only with these weights.
 
-        Weights that every worker refuses untouched (a path that is not there) change nothing.
+        One that says it has them but does not answer with them has failed, see `hearing`. Weights that
+        every worker refuses untouched (a path that is not there) change nothing.
         """
         async with self._changing:
             if version < self.version:
@@ -172,14 +178,15 @@ class Roster:
                 )
             if version == self.version:
                 return
-            before = self.version, self._weights
+            before = self.version, self._weights, self._witness, self._witness_before
             self.version, self._weights = version, (version, path)
+            self._witness, self._witness_before = await witness_of(path), self._witness
             ready = [worker for worker in self.workers.values() if worker.ready]
             errors = await asyncio.gather(*(self._load(worker, version, path) for worker in ready))
             failed = [(worker, error) for worker, error in zip(ready, errors, strict=True) if error]
             told = "; ".join(f"{worker.id}: {error}" for worker, error in failed)
             if failed and len(failed) == len(ready) and all(isinstance(e, UsageError) for _, e in failed):
-                self.version, self._weights = before
+                self.version, self._weights, self._witness, self._witness_before = before
                 raise UsageError(f"version {version} cannot be loaded: {told}")
             for worker, error in failed:
                 worker.failures += 1
@@ -190,8 +197,17 @@ class Roster:
     async def _load(self, worker: Worker, version: int, path: str) -> AfieldError | None:
         try:
             await worker.engine.load(version, path)
+            await self.hear(worker)
         except REFUSALS as error:
             return error
+        except ValueError as error:  # a server that calls our questions bad ones
+            return Unavailable(f"version {version} cannot be looked at: {error}")
         if worker.facts is not None:
             worker.facts = structs.replace(worker.facts, version=version)
         return None
+
+    async def hear(self, worker: Worker) -> None:
+        """One that stands still answers nothing, and is heard when it goes on."""
+        worker.unheard = worker.frozen
+        if not worker.frozen:
+            await check_heard(worker.engine, self.version, self._witness, self._witness_before)

@@ -40,6 +40,7 @@ class Worker:
         self.frozen = False
         self.thawing = False  # it was told to go on, and may not have heard
         self.tended = False
+        self.unheard = False  # it got weights while it stood still
         self.facts: EngineInfo | None = None
         self.flights: set[Flight] = set()
         self.sessions = 0

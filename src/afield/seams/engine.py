@@ -108,9 +108,10 @@ class Engine(Protocol):
         ...
 
     async def load(self, version: int, path: str) -> None:
-        """Serve the weights in this directory as `version`. Calls in flight go on, with the new weights.
+        """Serve the weights in this directory as `version`: a whole model, or an adapter as peft saves it.
 
-        Repeating the current version is harmless; a lower one is refused with Conflict.
+        Calls in flight go on, with the new weights; an engine that serves several adapters at once lets them
+        go on with their own. Repeating the current version is harmless; a lower one is refused with Conflict.
         """
         ...
 

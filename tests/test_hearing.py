@@ -1,0 +1,94 @@
+"""Publishing is not done when an engine says so, but when it answers with the new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from afield.engines.torch import TorchEngine
+from afield.errors import Unavailable
+from afield.gateway.pool import Pool
+from afield.seams.witness import FILE, read_witness, write_witness
+from afield.trainers.witness import witness_of
+from gateways import POLICY
+
+pytestmark = pytest.mark.anyio
+BOUND_S = 60
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Callable[[int, float], Path]:
+    """Weights with their witness: the policy's, with so much noise."""
+
+    def make(version: int, noise: float) -> Path:
+        torch.set_num_threads(1)
+        torch.manual_seed(version)
+        path = tmp_path / str(version)
+        shutil.copytree(POLICY, path)
+        tensors = load_file(POLICY / "model.safetensors")
+        noisy = {name: t + noise * t.std() * torch.randn(t.shape) for name, t in tensors.items()}
+        save_file(noisy, path / "model.safetensors")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        write_witness(path, witness_of(model))
+        return path
+
+    return make
+
+
+class Deaf(TorchEngine):
+    """Says it has what it was given, and keeps the policy's weights."""
+
+    async def load(self, version: int, path: str) -> None:
+        await super().load(version, str(POLICY))
+
+
+async def test_weights_that_arrived_are_heard_even_when_they_changed_little(
+    published: Callable[[int, float], Path],
+) -> None:
+    async with asyncio.timeout(BOUND_S), Pool({"a": TorchEngine(POLICY)}) as pool:
+        for version, noise in enumerate((0.0, 0.0, 1e-6, 1e-4, 1e-2, 0.5), 1):
+            await pool.load(version, str(published(version, noise)))
+        assert pool.list()[0].version == 6
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.05])
+async def test_an_engine_that_kept_its_old_weights_is_found_out(
+    published: Callable[[int, float], Path], noise: float
+) -> None:
+    first, second = published(1, 0.0), published(2, noise)
+    async with asyncio.timeout(BOUND_S), Pool({"deaf": Deaf(POLICY)}) as pool:
+        await pool.load(1, str(first))
+        with pytest.raises(
+            Unavailable, match="deaf: the engine took version 2 but answers as the weights before"
+        ):
+            await pool.load(2, str(second))
+        await asyncio.sleep(0.5)  # it is looked at again, and found the same
+        assert pool.list()[0].standing == "aside"
+    async with asyncio.timeout(BOUND_S), Pool({"deaf": Deaf(POLICY), "a": TorchEngine(POLICY)}) as pool:
+        await pool.load(1, str(first))
+        await pool.load(2, str(second))
+        assert [worker.standing for worker in pool.list()] == ["aside", "ready"]
+
+
+async def test_an_engine_that_answers_with_something_else_is_found_out(
+    published: Callable[[int, float], Path],
+) -> None:
+    async with asyncio.timeout(BOUND_S), Pool({"deaf": Deaf(POLICY)}) as pool:
+        with pytest.raises(Unavailable, match="does not answer with it"):
+            await pool.load(1, str(published(1, 1.0)))
+
+
+async def test_a_witness_of_other_weights_counts_for_nothing(published: Callable[[int, float], Path]) -> None:
+    path = published(1, 1.0)
+    assert read_witness(path) is not None
+    shutil.copy(POLICY / "model.safetensors", path / "model.safetensors")
+    assert read_witness(path) is None
+    (path / FILE).write_text("{")
+    assert read_witness(path) is None
