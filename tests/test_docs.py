@@ -217,7 +217,10 @@ def test_the_gateway_page_lists_every_option_and_nothing_else() -> None:
     )
 
 
-@pytest.mark.parametrize(("command", "page"), [("certify", "tokens.md"), ("conformance", "conformance.md")])
+@pytest.mark.parametrize(
+    ("command", "page"),
+    [("certify", "tokens.md"), ("conformance", "conformance.md"), ("export", "batches.md")],
+)
 def test_every_option_has_its_place(command: str, page: str) -> None:
     text = (DOCS / page).read_text()
     missing = [option for option in shown(command) if f"`{option}" not in text]

@@ -128,17 +128,16 @@ class Sample(Struct, frozen=True, kw_only=True):
         if not self.turns or self.turns[0].start != 0:
             raise ValueError(f"{self.where}: the response does not begin with a sampled token")
         at = 0
-        expected: list[int] = []
         for turn in self.turns:
             where = f"rollout {self.rollout_id}, turn {turn.id}"
             if not at <= turn.start < turn.end <= len(self.response_ids):
                 raise ValueError(f"{where}: tokens {turn.start} to {turn.end} are not a part of the row")
             if not all(map(math.isfinite, self.logprobs[turn.start : turn.end])):
                 raise ValueError(f"{where}: a log-probability is not a finite number")
-            expected += [0] * (turn.start - at) + [1] * (turn.end - turn.start)
-            at = turn.end
-            if list(self.response_mask[: turn.end]) != expected:
+            expected = (0,) * (turn.start - at) + (1,) * (turn.end - turn.start)
+            if self.response_mask[at : turn.end] != expected:
                 raise ValueError(f"{where}: the mask is not 1 exactly where the row owns tokens")
+            at = turn.end
         if any(self.response_mask[at:]):
             raise ValueError(f"{self.where}: the mask is 1 where no turn of the row lies")
         for mask, logprob in zip(self.response_mask, self.logprobs, strict=True):

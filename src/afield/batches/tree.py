@@ -179,6 +179,7 @@ def nodes_of(rows: Sequence[Sample]) -> list[Node]:
     owned = sorted(((turn, row) for row in rows for turn in row.turns), key=lambda pair: pair[0].order)
     places = {turn.id: n for n, (turn, _) in enumerate(owned)}
     ends = {turn.id: len(row.prompt_ids) + turn.end for turn, row in owned}
+    ids = {row.row: row.token_ids for row in rows}
     nodes: list[Node] = []
     for turn, row in owned:
         if turn.parent and places.get(turn.parent, len(nodes)) >= len(nodes):
@@ -193,7 +194,7 @@ def nodes_of(rows: Sequence[Sample]) -> list[Node]:
                 group_id=row.group_id,
                 rollout_id=row.rollout_id,
                 parent=places[turn.parent] if turn.parent else ROOT,
-                context_ids=row.token_ids[begins : before + turn.start],
+                context_ids=ids[row.row][begins : before + turn.start],
                 token_ids=row.response_ids[turn.start : turn.end],
                 logprobs=row.logprobs[turn.start : turn.end],
                 versions=moved(row.versions, turn.start, turn.end),
