@@ -27,11 +27,14 @@ ANSWER_S = 600.0
 
 
 class Door(Struct, frozen=True):
-    """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps."""
+    """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps. One that was
+    started here ends with the last who holds on to its `keeper`.
+    """
 
     url: str
     admin_key: str
     versioned: bool = True
+    keeper: Any = None
 
 
 def client(given: Given, door: Door, part: str = "") -> RolloutClient:
@@ -122,4 +125,4 @@ def _in_front(given: Given, servers: list[str]) -> Door:
         name=f"afield-front-{job}", get_if_exists=True, max_concurrency=64
     ).remote(options, trainer.model)
     found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
-    return Door(found.local_url, found.admin_key, versioned=False)
+    return Door(found.local_url, found.admin_key, versioned=False, keeper=keeper)

@@ -36,15 +36,15 @@ class _Shared:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.made: tuple[settings.Given, RolloutClient, bool] | None = None
+        self.made: tuple[settings.Given, RolloutClient, clients.Door] | None = None
 
-    def get(self, config: Any, llm_client: Any) -> tuple[settings.Given, RolloutClient, bool]:
+    def get(self, config: Any, llm_client: Any) -> tuple[settings.Given, RolloutClient, clients.Door]:
         with self._lock:
             if self.made is None:
                 given = settings.read(config)
                 door = clients.door(given, llm_client)
                 made = clients.client(given, door, part=f"worker-{os.getpid()}")
-                self.made = given, made, door.versioned
+                self.made = given, made, door
             return self.made
 
 
@@ -53,7 +53,7 @@ SHARED = _Shared()
 
 class Loop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> list[AgentLoopOutput]:
-        given, client, versioned = SHARED.made or await self.loop.run_in_executor(
+        given, client, door = SHARED.made or await self.loop.run_in_executor(
             None, SHARED.get, self.config, self.server_manager
         )
         rollout = Rollout(
@@ -68,7 +68,7 @@ class Loop(AgentLoopBase):
             log.warning("rollout %s is left out: %s", rollout.id, made)
             return []
         step = int(prompt["global_steps"])
-        return outputs(made if versioned else rows.restamped(made, max(0, step - 1), max(0, step - 1)))
+        return outputs(made if door.versioned else rows.restamped(made, max(0, step - 1), max(0, step - 1)))
 
 
 async def _session(

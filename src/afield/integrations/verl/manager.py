@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import Struct, structs
 
@@ -26,6 +26,9 @@ from afield.integrations.verl import rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.spool import Spool
 from afield.types import Rollout, Sampling, Split
+
+if TYPE_CHECKING:
+    from afield.integrations.verl.clients import Door
 
 log = logging.getLogger("afield.verl")
 
@@ -107,14 +110,12 @@ class Group:
 
 
 class Manager:
-    def __init__(
-        self, given: settings.Given, client: RolloutClient, queue: Queue, *, versioned: bool = True
-    ) -> None:
-        """`versioned`: the gateway knows versions; else they are those veRL tells with its batches."""
+    def __init__(self, given: settings.Given, client: RolloutClient, queue: Queue, door: Door) -> None:
+        """Where the gateway does not know versions, they are those that veRL tells with its batches."""
         self._given = given
         self._client = client
         self._queue = queue
-        self._versioned = versioned
+        self._door = door
         self._spool = Spool(client.rundir.spool)
         self._writer = ThreadPoolExecutor(1, "afield-verl")  # in order, and veRL's queue has one loop anyway
         self._lock = threading.Lock()
@@ -143,7 +144,7 @@ class Manager:
         from afield.integrations.verl import clients
 
         door = clients.door(given, llm_client)
-        made = cls(given, clients.client(given, door), Queue(), versioned=door.versioned)
+        made = cls(given, clients.client(given, door), Queue(), door)
         atexit.register(made.close)
         return made
 
@@ -208,6 +209,8 @@ class Manager:
 
     def _write(self, group: Group) -> None:
         """Rows first: veRL takes a group as soon as its status says that it has ended."""
+        if self._broken is not None:
+            return
         asked = group.tally.asked
         finished = [future.finished() for future in group.futures]
         train = asked.split is Split.TRAIN
@@ -215,13 +218,14 @@ class Manager:
         judged = rows.judge(
             finished, quorum=number, floor=self._given.settings.floor, branches=self._given.branches
         )
-        if not self._versioned:
+        if not self._door.versioned:
             judged = _stamped(judged, asked.version, self._version)
         entries = [
             entry
             for one in judged.sessions
             for entry in rows.entries(group.prompt, one, weighted=self._given.weighted)
         ]
+        self._account(group, judged)
         if entries:
             self._queue.put(entries, str(asked.split))
         self._queue.mark(group.uid, str(asked.split), "failure" if judged.dropped else "finished")
@@ -229,7 +233,6 @@ class Manager:
             self._open.pop(group.uid, None)
         for one in finished:
             self._spool.drop(one.rollout.id)
-        self._account(group, judged)
 
     def _account(self, group: Group, judged: rows.Judged) -> None:
         asked = group.tally.asked
