@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from msgspec import structs
+from msgspec import NODEFAULT, structs
 
 from afield import wiring
 from afield.assembly import linear, per_turn
@@ -364,6 +364,33 @@ def test_dr_grpo_divides_by_no_deviation_and_by_a_length_that_is_the_same_for_al
         GRPO(model_path, lr=1e-3, loss="dr_grpo", device="cpu")
 
 
+def test_named_rewards_train_by_their_weights(model_path):
+    plain = group_of([0.9, 0.1])
+    parts = [{"answer": 1.0, "style": 0.5}, {"answer": 0.0, "style": 0.5}]
+    named = [
+        structs.replace(f, outcome=structs.replace(f.outcome, reward=7.0, rewards=rewards))
+        for f, rewards in zip(plain.finished, parts, strict=True)
+    ]
+    ours = gradient(model_path, [group(*named)], scale=False, rewards={"answer": 0.8, "style": 0.2})
+    assert relative_error(ours, gradient(model_path, [plain], scale=False)) < 1e-6
+    with pytest.raises(UsageError, match="rollout g-0 has no reward named 'stile'"):
+        gradient(model_path, [group(*named)], rewards={"answer": 0.8, "stile": 0.2})
+
+
+def test_each_turn_may_earn_what_came_after_it(model_path):
+    """The first of two turns got 1 and the second nothing; the other rollout got nothing at all."""
+    good, bad = group_of([0.0, 0.0]).finished
+    paid = structs.replace(good, outcome=structs.replace(good.outcome, turn_rewards={"t0": 1.0}))
+    report = GRPO(model_path, lr=1e-3, credit="turns", scale=False, device="cpu")
+    rows = report.batch([group(paid, bad)]).rows
+    # A rollout stands for the mean of its turns, 0.5 and 0: they are compared with 0.25.
+    assert [row.advantages for row in rows] == [(0.75, -0.25), (-0.25, -0.25)]
+    late = structs.replace(good, outcome=structs.replace(good.outcome, turn_rewards={"t1": 1.0}))
+    later = GRPO(model_path, lr=1e-3, credit="turns", discount=0.5, scale=False, device="cpu")
+    assert later.batch([group(late, bad)]).rows[0].advantages == (0.125, 0.625)
+    assert later.step([group(late, bad)]).metrics["grad_norm"] > 0
+
+
 def test_checkpointing_changes_no_gradient(model_path):
     groups = [group_of([1.0, 0.0, 0.5])]
     ours = gradient(model_path, groups, checkpointing=True)
@@ -444,6 +471,7 @@ def test_what_the_configuration_says_is_what_is_trained(model_path):
         ({"clip": [0.2]}, "must be two numbers, how far below and above 1"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5 must be at least 1"),
         ({"epochs": 0}, "epochs = 0 must be at least 1"),
+        ({"discount": 1.5}, "discount = 1.5 must be from 0 to 1"),
         ({"entropy": -1.0}, "entropy = -1.0 must be 0 or positive"),
         ({"max_logprob_diff": 0.0}, "max_logprob_diff = 0.0 must be positive"),
         ({"lora": {"rank": -1}}, "rank = -1 must be 0"),
@@ -475,6 +503,7 @@ def test_the_page_on_training_lists_every_key_with_its_default(heading, options)
     fields = {field.name: field.default for field in structs.fields(options)}
     fields.pop("lora", None)
     assert list(listed) == list(fields)
+    fields = {name: {} if default is NODEFAULT else default for name, default in fields.items()}
     for name, default in fields.items():
         told = None if listed[name] == "none" else tomllib.loads(f"value = {listed[name]}")["value"]
         assert told == (list(default) if isinstance(default, tuple) else default), name

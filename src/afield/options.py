@@ -171,7 +171,9 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     `clip` [low, high] bounds the ratio to 1 - low and 1 + high; empty is what is usual for the loss. `length`
     is what aggregate "constant" divides a rollout by. `importance` says how tokens that an older policy
     sampled are corrected for. `max_logprob_diff` refuses a batch in which sampler and trainer disagree by
-    more about one token; None only reports it. `devices` above 1 shares the model out over as many GPUs.
+    more about one token; None only reports it. `rewards` are the weights of named rewards, whose sum takes
+    the place of the reward; credit "turns" gives each turn what came after it. `devices` above 1 shares the
+    model out over as many GPUs.
     """
 
     loss: Literal["ppo", "cispo", "gspo", "dr_grpo"] = "ppo"
@@ -182,6 +184,9 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     importance_cap: float = 2.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy: float = 0.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    credit: Literal["outcome", "turns"] = "outcome"
+    discount: float = 1.0
     epochs: int = 1
     weight_decay: float = 0.0
     layout: Literal["tree", "padded"] = "tree"
@@ -201,6 +206,8 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name in ("entropy", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)} must be 0 or positive")
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"discount = {self.discount} must be from 0 to 1")
         if not 1 <= self.importance_cap < math.inf:
             raise ValueError(f"importance_cap = {self.importance_cap} must be at least 1")
         if self.max_logprob_diff is not None and not 0 < self.max_logprob_diff < math.inf:

@@ -10,7 +10,7 @@ refused, naming rollout and turn, before any weight changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from afield.advantage import How, advantages
+from afield.batches.rewards import turn_returns, weighed
 from afield.errors import UsageError
 from afield.options import LoraOptions
 from afield.seams.trainer import StepReport
@@ -53,7 +54,8 @@ class GRPO:
     A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before
     the first. A step in which nothing has a gradient leaves weights and optimiser as they are.
     Policy versions are taken to count this trainer's steps, for staleness only. `length` is what aggregate
-    "constant" divides by; `thinking` is how reasoning was rendered while sampling, kept with checkpoints.
+    "constant" divides by; `rewards` are weights of named ones; credit "turns" gives each turn what came
+    after it, discounted; `thinking` is how reasoning was rendered while sampling, kept with checkpoints.
     """
 
     policy_kind = PolicyModel
@@ -81,6 +83,9 @@ class GRPO:
         floor: float = 0.0,
         scale: bool = True,
         advantage: How = "grpo",
+        rewards: Mapping[str, float] | None = None,
+        credit: Literal["outcome", "turns"] = "outcome",
+        discount: float = 1.0,
         seed: int = 0,
         device: str | None = None,
         layout: LayoutName = "tree",
@@ -124,6 +129,9 @@ class GRPO:
         # Dr. GRPO is what it is for not dividing.
         divided = advantage != "grpo" or (scale and loss != "dr_grpo")
         self.how: How = advantage if divided else "dr_grpo"
+        self.rewards = dict(rewards or {})
+        self.credit = credit
+        self.discount = discount
         self.max_logprob_diff = max_logprob_diff
         self.thinking: Thinking = thinking
 
@@ -154,7 +162,12 @@ class GRPO:
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The rows to train on, all of them checked."""
         line_up(groups)
-        batch = to_batch(groups, advantages(groups, self.how, floor=self.floor))
+        if self.rewards:
+            groups = weighed(groups, self.rewards)
+        returns = None
+        if self.credit == "turns":
+            returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
+        batch = to_batch(groups, advantages(groups, self.how, floor=self.floor, returns=returns))
         check_rows(batch.rows, vocabulary=self.policy.vocabulary, context=self.policy.context)
         return batch
 
