@@ -56,7 +56,7 @@ class Queue:
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """One call of `generate_sequences`: how many groups of it are not written yet."""
+    """One call of `generate_sequences`."""
 
     step: int
     split: Split
