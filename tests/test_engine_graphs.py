@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from afield.engines.decoder import Ask, Decoder, Request, Sampled
-from afield.engines.graphs import Steps, length_bucket, rows_bucket
+from afield.engines.graphs import Shape, Steps, length_bucket, rows_bucket
 from afield.engines.sampler import draw, pick
 from afield.engines.slots import Slots, folded_attention, use_slots
 from afield.engines.weights import parameters
@@ -297,6 +299,35 @@ def test_a_token_without_probability_is_never_picked(uniform: float) -> None:
     tokens, logprobs = pick(logits, ones, uniform * ones)
     assert torch.isfinite(logprobs).all()
     assert tokens[1] == 299
+
+
+class _HostSeen(TorchDispatchMode):
+    """Every operation that touched a tensor of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.device.type == "cpu" for tensor in tensors):
+            self.operations.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_step_neither_reads_from_nor_writes_to_the_host(directory: Path, gathered: bool) -> None:
+    """On the meta device there are no numbers: to look at one raises, as it would spoil a recording."""
+    model = load(directory).to("meta")
+    use_slots(model)
+    slots = Slots(model.config.num_hidden_layers, 8, CONTEXT, torch.float32, model.device)
+    assert slots.take([1, 2, 3]) == (0, 0)
+    steps = Steps(model, slots, 8)
+    steps.replay(Shape(8, 64, gathered))
+    with _HostSeen() as seen:
+        steps.replay(Shape(8, 64, gathered))
+    assert seen.operations == []
 
 
 def test_shapes_are_few_and_never_too_small() -> None:

@@ -116,15 +116,18 @@ def worst_error(entry: Entry, weights: dict[int, Path]) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True), ("llama", True)])
+@pytest.mark.parametrize(
+    ("family", "tied", "fixed_steps"),
+    [("qwen3", False, False), ("qwen2", True, False), ("llama", True, False), ("qwen3", True, True)],
+)
 async def test_rescoring_gives_the_recorded_log_probabilities(
-    tmp_path: Path, family: str, tied: bool
+    tmp_path: Path, family: str, tied: bool, fixed_steps: bool
 ) -> None:
     """Ragged prompts, calls joining in mid-flight, second turns on reused prefixes, more calls than slots."""
     directory = build_tiny_model(tmp_path / "model", family=family, tied=tied)
     async with (
         asyncio.timeout(BOUND_S),
-        Ledger(TorchEngine(directory, max_slots=24, prefill_tokens=100)) as engine,
+        Ledger(TorchEngine(directory, max_slots=24, prefill_tokens=100, fixed_steps=fixed_steps)) as engine,
     ):
 
         async def conversation(n: int) -> None:
@@ -142,10 +145,12 @@ async def test_rescoring_gives_the_recorded_log_probabilities(
     assert max(worst_error(entry, {0: directory}) for entry in engine.entries) < TOLERANCE
 
 
+@pytest.mark.parametrize("fixed_steps", [False, True])
 async def test_after_a_swap_every_token_is_scored_by_the_version_that_drew_it(
-    model: Path, other_weights: Path
+    model: Path, other_weights: Path, fixed_steps: bool
 ) -> None:
-    async with asyncio.timeout(BOUND_S), Ledger(TorchEngine(model, prefill_tokens=200)) as engine:
+    served = TorchEngine(model, prefill_tokens=200, fixed_steps=fixed_steps)
+    async with asyncio.timeout(BOUND_S), Ledger(served) as engine:
         drawing: set[int] = set()
 
         async def until_well_after_the_swap(n: int) -> list[Chunk]:
@@ -179,9 +184,10 @@ async def test_after_a_swap_every_token_is_scored_by_the_version_that_drew_it(
 # --- sampling -------------------------------------------------------------------------------------
 
 
-async def test_a_call_gives_the_same_tokens_alone_and_in_company(model: Path) -> None:
+@pytest.mark.parametrize("fixed_steps", [False, True])
+async def test_a_call_gives_the_same_tokens_alone_and_in_company(model: Path, fixed_steps: bool) -> None:
     calls = [a_call(f"c{n}", a_prompt(n, 5 + n), SAMPLINGS[n % len(SAMPLINGS)]) for n in range(30)]
-    async with asyncio.timeout(BOUND_S), TorchEngine(model, seed=3) as engine:
+    async with asyncio.timeout(BOUND_S), TorchEngine(model, seed=3, fixed_steps=fixed_steps) as engine:
         together = await asyncio.gather(*(answer(engine, call) for call in calls))
     async with asyncio.timeout(BOUND_S), TorchEngine(model, seed=3, max_slots=1) as engine:
         alone = [await answer(engine, call) for call in calls]
