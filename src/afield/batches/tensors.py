@@ -54,44 +54,59 @@ def to_tensordict(
     torch, tensordict = _libraries()
     if not batch.samples:
         raise UsageError("a batch without rows has no tensors: no rollout in it carries a reward")
-    dtype = torch.float32 if dtype is None else dtype
-    prompt = _length("prompt", [len(s.prompt_ids) for s in batch.samples], prompt_length, batch)
-    response = _length("response", [len(s.response_ids) for s in batch.samples], response_length, batch)
-
-    def whole(rows: list[list[int]]) -> Any:
-        return torch.tensor(rows, dtype=torch.int64)
-
-    def real(rows: Sequence[Any]) -> Any:
-        return torch.tensor(rows, dtype=dtype)
-
     samples = batch.samples
+    prompt = _length("prompt", [len(s.prompt_ids) for s in samples], prompt_length, batch)
+    response = _length("response", [len(s.response_ids) for s in samples], response_length, batch)
     places = {record.rollout.id: n for n, record in enumerate(batch.rollouts)}
-    prompts = whole([_left(s.prompt_ids, prompt, pad_token_id) for s in samples])
-    responses = whole([_right(s.response_ids, response, pad_token_id) for s in samples])
-    attention = whole(
-        [
-            _left([1] * len(s.prompt_ids), prompt, 0) + _right([1] * len(s.response_ids), response, 0)
-            for s in samples
-        ]
-    )
     tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
-        "response_mask": whole([_right(s.response_mask, response, 0) for s in samples]),
-        "rollout_log_probs": real([_right(s.logprobs, response, 0.0) for s in samples]),
-        "scores": real([_right(_score(s), response, 0.0) for s in samples]),
-        "temperature": real([_right(_temperatures(s), response, 1.0) for s in samples]),
-        "version_low": whole([_right(_versions(s, "low"), response, UNOWNED) for s in samples]),
-        "version_high": whole([_right(_versions(s, "high"), response, UNOWNED) for s in samples]),
-        "weight": real([s.weight for s in samples]),
+        **_ids(samples, prompt, response, pad_token_id),
+        **_per_token(samples, response, dtype or torch.float32),
+        "weight": torch.tensor([s.weight for s in samples], dtype=dtype or torch.float32),
         "row": torch.tensor([s.row for s in samples]),
         "rollout": torch.tensor([places[s.rollout_id] for s in samples]),
     }
     made = tensordict.TensorDict(tensors, batch_size=[len(samples)])
     return _with_others(made, batch, tensordict)
+
+
+def _ids(samples: Sequence[Sample], prompt: int, response: int, pad: int) -> dict[str, Any]:
+    import torch
+
+    prompts = torch.tensor([_left(s.prompt_ids, prompt, pad) for s in samples])
+    responses = torch.tensor([_right(s.response_ids, response, pad) for s in samples])
+    attention = torch.tensor(
+        [
+            _left([1] * len(s.prompt_ids), prompt, 0) + _right([1] * len(s.response_ids), response, 0)
+            for s in samples
+        ]
+    )
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], dim=1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+    }
+
+
+def _per_token(samples: Sequence[Sample], response: int, dtype: Any) -> dict[str, Any]:
+    """Of the response tokens."""
+    import torch
+
+    whole: dict[str, list[list[int]]] = {
+        "response_mask": [_right(s.response_mask, response, 0) for s in samples],
+        "version_low": [_right(_versions(s, "low"), response, UNOWNED) for s in samples],
+        "version_high": [_right(_versions(s, "high"), response, UNOWNED) for s in samples],
+    }
+    real: dict[str, list[list[float]]] = {
+        "rollout_log_probs": [_right(s.logprobs, response, 0.0) for s in samples],
+        "scores": [_right(_score(s), response, 0.0) for s in samples],
+        "temperature": [_right(_temperatures(s), response, 1.0) for s in samples],
+    }
+    return {
+        **{name: torch.tensor(rows) for name, rows in whole.items()},
+        **{name: torch.tensor(rows, dtype=dtype) for name, rows in real.items()},
+    }
 
 
 def _with_others(made: Any, batch: Batch, tensordict: Any) -> Any:
