@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from afield.engines.torch import TorchEngine
 from afield.errors import Unavailable
 from afield.gateway.pool import Pool
+from afield.options import LoraOptions
 from afield.seams.witness import FILE, read_witness, write_witness
+from afield.trainers.policy import PolicyModel
 from afield.trainers.witness import witness_of
 from gateways import POLICY
 
@@ -83,6 +86,26 @@ async def test_an_engine_that_answers_with_something_else_is_found_out(
     async with asyncio.timeout(BOUND_S), Pool({"deaf": Deaf(POLICY)}) as pool:
         with pytest.raises(Unavailable, match="does not answer with it"):
             await pool.load(1, str(published(1, 1.0)))
+
+
+@pytest.mark.parametrize("layout", ["tree", "padded"])
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_what_a_policy_exports_is_heard_from_the_engine(
+    tmp_path: Path, layout: Literal["tree", "padded"], rank: int
+) -> None:
+    policy = PolicyModel(POLICY, device=torch.device("cpu"), lora=LoraOptions(rank=rank), layout=layout)
+    async with asyncio.timeout(BOUND_S), Pool({"a": TorchEngine(POLICY)}) as pool:
+        for version in (1, 2, 3):
+            torch.manual_seed(version)
+            for tensor in policy.trainable:
+                tensor.data += 0.05 * torch.randn(tensor.shape)
+            path = tmp_path / str(version)
+            _ = policy.export_adapter(path) if rank and version > 1 else policy.export(path)
+            assert read_witness(path) is not None
+            if version == 1 and rank:
+                continue  # the adapters are on what the engine has
+            await pool.load(version, str(path))
+            assert pool.list()[0].standing == "ready"
 
 
 async def test_a_witness_of_other_weights_counts_for_nothing(published: Callable[[int, float], Path]) -> None:

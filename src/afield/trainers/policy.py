@@ -19,10 +19,12 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.seams.witness import write_witness
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
 from afield.trainers.fitness import fit_for_trees, longest_row, settled
 from afield.trainers.passes import LayoutName
+from afield.trainers.witness import witness_of
 
 log = logging.getLogger("afield.trainers")
 
@@ -143,6 +145,7 @@ class PolicyModel:
         with replaced(directory) as fresh:
             copy_but_weights(self.path, fresh)
             write_weights(self.model, fresh, weights)
+            self._witness(fresh)
 
     def export_adapter(self, directory: Path) -> None:
         """Write the adapters alone, in peft's format. Repeating replaces the directory."""
@@ -151,6 +154,13 @@ class PolicyModel:
         tensors = self.state()
         with replaced(directory) as fresh:
             adapters.write(self.model, fresh, tensors)
+            self._witness(fresh)
+
+    def _witness(self, directory: Path) -> None:
+        """Beside weights, how engines that have them must answer. A model in parts cannot tell by itself."""
+        if type(self) is PolicyModel:
+            with self.autocast():
+                write_witness(directory, witness_of(self.model))
 
 
 def checkpoint(model: Any) -> None:
