@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -290,6 +291,23 @@ def test_weights_are_written_as_a_directory_that_engines_load(tmp_path: Path, ti
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
+def test_adapters_arrive_merged(tmp_path: Path) -> None:
+    doors = rollouts_of(tmp_path, f"{HERE / 'trl_agents.py'}:branching").doors
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = AsyncGRPOTrainer(model=str(POLICY), args=arguments(tmp_path / "out"), peft_config=lora, **doors)
+    trainer.model.merge_adapter()
+    write(POLICY, tmp_path / "v1", trainer._streaming_iter())
+    trainer.model.unmerge_adapter()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    loaded = read_model(tmp_path / "v1", torch.float32, torch.device("cpu"))
+    trainer.model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        theirs, ours = trainer.model.eval()(ids).logits, loaded(ids).logits
+        start = load_model(POLICY, torch.device("cpu"))(ids).logits
+    assert torch.allclose(theirs, ours, atol=1e-4)
+    assert not torch.allclose(theirs, start, atol=1e-2)
+
+
 # --- a worker that collects ----------------------------------------------------------------------
 
 
@@ -388,6 +406,8 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         Rollouts(arguments(tmp_path, top_p=0.9), **how)
     with pytest.raises(UsageError, match="give it as num_generations"):
         Rollouts(arguments(tmp_path), rollouts=8, **how)
+    with pytest.raises(UsageError, match="minibatches does nothing here"):
+        Rollouts(arguments(tmp_path), minibatches=2, **how)
     with pytest.raises(UsageError, match="needs the whole batch"):
         Rollouts(arguments(tmp_path), advantage="reinforce_plus_plus", **how)
     with pytest.raises(UsageError, match="was used before"):

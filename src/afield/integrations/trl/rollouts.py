@@ -37,6 +37,10 @@ TAKEN = {  # by the trainer's own argument
     "epochs": "num_train_epochs",
     "lr": "learning_rate",
 }
+IDLE = (  # what only the other trainers read
+    *("trainer", "mode", "minibatches", "kl", "grad_clip", "adam_eps", "freeze_weights", "on_stale", "learn"),
+    *("tasks_per_step", "val_tasks", "val_every", "val_rollouts", "val_temperature"),
+)
 Rows = str | Path | Iterable[Mapping[str, Any]]
 
 
@@ -112,17 +116,19 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
     """The values of `afield train`: given here, else from the file; the trainer's own from its arguments."""
     said = from_file(Path(file)) if file else {}
     given = {k: located(k, v, Path.cwd()) if k in PATHS else v for k, v in values.items()}
-    for name in TAKEN:
-        if name in given:
+    for name in given:
+        if name in TAKEN:
             raise UsageError(f"{name} is the trainer's: give it as {TAKEN[name]} in its arguments")
-    kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, "tasks", "trainer", "mode")}
+        if name in IDLE:
+            raise UsageError(f"{name} does nothing here, where TRL trains; leave it out")
+    kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, *IDLE, "tasks")}
     from_trainer = {
         "model": located("model", model, Path.cwd()),
         "rollouts": args.num_generations,
         "temperature": args.temperature,
         "max_tokens": args.max_completion_length,
     }
-    config = build(merged(kept, from_trainer), str(file or "Rollouts"))
+    config = build(merged({"seed": args.seed, **kept}, from_trainer), str(file or "Rollouts"))
     wiring.check_choices(config)
     return config
 
