@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Chunk, Engine, Image
-from afield.types import Sampling
+from afield.types import FinishReason, Sampling
 
 TYPES = {"stop": "stop", "length": "length", "aborted": "abort"}
 
@@ -32,8 +33,14 @@ class FakeSglang:
         original: bool = False,
         images: bool = False,
         faults: Iterable[str] = (),
+        loras: int = 0,
     ) -> None:
-        """`original` log-probabilities are those before temperature."""
+        """`original` log-probabilities are those before temperature; `loras` is how many adapters it has
+        room for, which change nothing but the name a call asks for."""
+        self.loras, self.adapters = loras, dict[str, str]()
+        self.aborts: dict[str, asyncio.Event] = {}
+        self.busy: dict[str, str] = {}
+        self.most_at_once = 0
         self.engine, self.incremental, self.spans = engine, incremental, spans
         self.original, self.images = original, images
         self.faults = list(faults)
@@ -50,11 +57,48 @@ class FakeSglang:
         app.router.add_post("/generate", self.generate)
         for path in ("pause_generation", "continue_generation", "update_weights_from_disk"):
             app.router.add_post(f"/{path}", self.manage)
+        app.router.add_post("/load_lora_adapter", self.load_adapter)
+        app.router.add_post("/unload_lora_adapter", self.unload_adapter)
+        app.router.add_post("/abort_request", self.abort)
         return app
+
+    async def load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((request.path, body))
+        wrong = ""
+        if body["lora_path"].endswith("broken"):
+            wrong = "LoRA adapter has rank 16, larger than max_lora_rank"
+        elif body["lora_name"] in self.adapters:
+            wrong = f"{body['lora_name']} is already loaded"
+        else:
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        told = {"success": not wrong, "error_message": wrong or None, "loaded_adapters": self.adapters}
+        return web.json_response(told, status=400 if wrong else 200)
+
+    async def unload_adapter(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        known = self.adapters.pop(name, None) is not None
+        told = {"success": known, "error_message": None if known else f"{name} does not exist"}
+        return web.json_response(told, status=200 if known else 400)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((request.path, body))
+        if (aborted := self.aborts.get(body["rid"])) is not None:
+            aborted.set()
+            self.busy.pop(body["rid"], None)
+        return web.Response()
 
     async def server_info(self, request: web.Request) -> web.Response:
         longest = (await self.engine.info()).max_context
-        return web.json_response({"context_length": longest + 6, "max_req_input_len": longest})
+        return web.json_response(
+            {
+                "context_length": longest + 6,
+                "max_req_input_len": longest,
+                "enable_lora": bool(self.loras),
+                "max_loras_per_batch": self.loras or 8,
+            }
+        )
 
     async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label, "has_image_understanding": self.images})
@@ -85,12 +129,15 @@ class FakeSglang:
             sampling=Sampling(temperature=given["temperature"], top_k=max(given["top_k"], 0)),
             max_tokens=given["max_new_tokens"],
             stop_ids=() if given["ignore_eos"] else tuple(given["stop_token_ids"]),
-            stream=body["stream"],
+            stream=True,
             images=tuple(Image(digest=d, media_type="?", url=d) for d in body.get("image_data", ())),
         )
         fault = self.faults.pop(0) if self.faults and given["max_new_tokens"] != 8 else ""
+        adapter, rid = body.get("lora_path"), body.get("rid", "")
+        if adapter is not None and adapter not in self.adapters:
+            return web.json_response({"error": {"message": f"{adapter} is not loaded"}}, status=400)
         try:
-            async with aclosing(self.engine.generate(call)) as chunks:
+            async with aclosing(self.chunks(call, rid, adapter or "")) as chunks:
                 if body["stream"]:
                     return await self.stream(request, body, chunks, fault)
                 seen = [chunk async for chunk in chunks]
@@ -99,6 +146,19 @@ class FakeSglang:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         except Unavailable as error:
             return web.json_response({"error": {"message": str(error)}}, status=500)
+
+    async def chunks(self, call: Call, rid: str, adapter: str) -> AsyncGenerator[Chunk]:
+        aborted = self.aborts[rid] = asyncio.Event()
+        self.busy[rid] = adapter
+        self.most_at_once = max(self.most_at_once, len({*self.busy.values()} - {""}))
+        try:
+            async for chunk in self.engine.generate(call):
+                if rid and aborted.is_set():
+                    yield structs.replace(chunk, token_ids=(), logprobs=(), finish=FinishReason.ABORTED)
+                    return
+                yield chunk
+        finally:
+            self.busy.pop(rid, None)
 
     async def stream(
         self, request: web.Request, body: dict[str, Any], chunks: AsyncIterator[Chunk], fault: str

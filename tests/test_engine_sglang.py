@@ -17,7 +17,7 @@ from msgspec import structs
 from afield.engines.probe import probe
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sglang import SglangEngine
-from afield.errors import Conflict, Unavailable
+from afield.errors import Conflict, Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, Engine, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 from fake_sglang import FakeSglang, serving_sglang
@@ -199,6 +199,76 @@ async def test_ids_that_would_end_the_server_never_reach_it() -> None:
 
 FREE = [402, 402, 402, 597, 426, 402, 4, 2, 4, 2, 4, 2]
 OWN_END = 2  # the end id of the model that was served
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+def adapter(path: Path, name: str) -> str:
+    (path / name).mkdir()
+    (path / name / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    return str(path / name)
+
+
+def slowly(call: Call) -> Scripted:
+    """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
+    first = call.prompt_ids[-1] + 1
+    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.02)
+
+
+def versions(chunks: list[Chunk]) -> list[int]:
+    """One for each token."""
+    assert all(chunk.low == chunk.high and chunk.versions is None for chunk in chunks)
+    return [chunk.low for chunk in chunks for _ in chunk.token_ids]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_keeps_the_adapter_it_began_with(tmp_path: Path, stream: bool) -> None:
+    fake = FakeSglang(ScriptedEngine(slowly), loras=4)
+    fake.adapters["policy-v2"] = "of a gateway that was here before"
+    async with connected(fake) as engine:
+        begun = []
+        for version in (1, 2, 3):
+            await engine.load(version, adapter(tmp_path, str(version)))
+            begun.append(asyncio.create_task(answer(engine, a_call(max_tokens=30, stream=stream))))
+            await asyncio.sleep(0.05)
+        assert (await engine.info()).version == 3
+        for version, call in enumerate(begun, 1):
+            chunks = await call
+            assert ids(chunks) == list(range(8, 38))
+            assert versions(chunks) == [version] * 30
+        await engine.load(4, adapter(tmp_path, "4"))
+        assert set(fake.adapters) == {"policy-v4"}
+    assert "/pause_generation" not in {path for path, _ in fake.asked}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for(
+    tmp_path: Path, stream: bool
+) -> None:
+    fake = FakeSglang(ScriptedEngine(slowly), loras=2)
+    async with connected(fake) as engine:
+        begun = []
+        for version in (1, 2, 3, 4):
+            await engine.load(version, adapter(tmp_path, str(version)))
+            begun.append(asyncio.create_task(answer(engine, a_call(max_tokens=50, stream=stream))))
+            await asyncio.sleep(0.1)
+        answers = [await call for call in begun]
+    assert fake.most_at_once == 2
+    assert all(ids(chunks) == list(range(8, 58)) for chunks in answers)
+    assert all(versions(chunks) == sorted(versions(chunks)) for chunks in answers)
+    assert len({*versions(answers[0])}) > 1
+
+
+async def test_an_adapter_the_server_refuses_changes_nothing(tmp_path: Path) -> None:
+    async with connected(FakeSglang(ScriptedEngine(counting), loras=2)) as engine:
+        await engine.load(1, adapter(tmp_path, "1"))
+        with pytest.raises(UsageError, match=r"did not take the adapter .*rank 16.*--max-lora-rank"):
+            await engine.load(2, adapter(tmp_path, "broken"))
+        assert versions(await answer(engine, a_call())) == [1] * 12
+    async with connected(FakeSglang(ScriptedEngine(counting))) as engine:
+        with pytest.raises(UsageError, match="serves 0 adapters at a time; start it with --enable-lora"):
+            await engine.load(1, str(tmp_path / "1"))
 
 
 @pytest.fixture(params=["cumulative", "incremental"])

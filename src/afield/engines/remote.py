@@ -10,19 +10,20 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from msgspec import structs
 
-from afield.engines.adapters import is_adapter
+from afield.engines.adapters import Lease, Leases, is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.http import Http
 from afield.engines.logprobs import Drawn, check_mode
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.types import FinishReason
 
 UNKNOWN_VOCABULARY = 1 << 31  # the server refuses ids it does not have
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -50,6 +51,7 @@ class RemoteEngine(ABC):
         self._held = False
         self._spoiled: str | None = None
         self._loading = asyncio.Lock()
+        self._leases = Leases()
         self._known: EngineInfo | None = None
 
     async def __aenter__(self) -> Self:
@@ -78,8 +80,23 @@ class RemoteEngine(ABC):
         await self._refresh()
         return structs.replace(known, version=self._version)
 
-    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        return self._streamed(call) if call.stream else self._whole(call)
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        """On a server with adapters a call keeps its own, until that is called back."""
+        sampled: list[int] = []
+        while True:
+            with self._leases.held() as lease:
+                rest = _rest(call, sampled)
+                pieces = self._streamed(rest, lease) if call.stream else self._whole(rest, lease)
+                async with aclosing(pieces):
+                    async for chunk in pieces:
+                        sampled += chunk.token_ids
+                        if chunk.finish is FinishReason.ABORTED and lease is not None and lease.called_back:
+                            if chunk.token_ids:
+                                yield structs.replace(chunk, finish=None)
+                            break
+                        yield chunk
+                    else:
+                        return
 
     async def load(self, version: int, path: str) -> None:
         self._entered()
@@ -156,10 +173,10 @@ class RemoteEngine(ABC):
         """Say which version the weights are that somebody else has put there."""
 
     @abstractmethod
-    def _whole(self, call: Call) -> AsyncGenerator[Chunk]: ...
+    def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
 
     @abstractmethod
-    def _streamed(self, call: Call) -> AsyncGenerator[Chunk]: ...
+    def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
 
     # --- shared -----------------------------------------------------------------------------------
 
@@ -212,3 +229,12 @@ class RemoteEngine(ABC):
             await self._http.ask("POST", path, body, idle_s=self._answer_s)
         except ValueError as error:
             raise Unavailable(str(error)) from error
+
+
+def _rest(call: Call, sampled: list[int]) -> Call:
+    """What is left to ask for."""
+    if not sampled:
+        return call
+    return structs.replace(
+        call, prompt_ids=(*call.prompt_ids, *sampled), max_tokens=call.max_tokens - len(sampled)
+    )

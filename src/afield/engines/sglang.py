@@ -2,20 +2,23 @@
 
 Its stream repeats everything with every event unless the server was started to send increments; both are
 read, and what one network read brings is one chunk. Versions are exact where `meta_info.weight_versions`
-is there, otherwise the interval from the version at the start to the one now. SGLang applies temperature to
-log-probabilities but not truncation: calls with top_p or top_k are refused unless measured otherwise.
-The model's own end ids end a call that has stop ids. Ids outside the vocabulary, where that is known, are
-refused here: a real server dies of them.
+is there, otherwise the interval from the version at the start to the one now. SGLang's log-probabilities are
+those before truncation: calls with top_p or top_k are refused unless measured otherwise. Its own end ids end a
+call that has stop ids. Ids outside a known vocabulary are refused here: a real server dies of them. An adapter
+serves the calls that begin after it; when more versions are in use than fit a batch, calls of the oldest go
+on with a newer one.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from msgspec import structs
 
 from afield.engines import sglang_wire as wire
+from afield.engines.adapters import Lease
 from afield.engines.checks import check_call
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
@@ -25,14 +28,26 @@ from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import VersionSpan
 
+LEAST = 2  # adapters: one for the newest, one for calls in flight
+ADAPTERS = (
+    "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules"
+)
+
 
 class SglangEngine(RemoteEngine):
     remedy = "ask for top_p 1 and top_k off, and do not set SGLANG_RETURN_ORIGINAL_LOGPROB on the server"
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """Options are those of `RemoteEngine`."""
+        super().__init__(url, **options)
+        self._room = 0
+        self._adapters: set[int] = set()  # versions the server has
 
     async def _learn(self) -> EngineInfo:
         served = self._http.decode(await self._http.ask("GET", "/server_info"), wire.SERVER_INFO)
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
         self._version = as_version(told.weight_version, self._initial)
+        self._room = served.max_loras_per_batch if served.enable_lora else 0
         # Taken at its word until it is measured, so that the measuring calls are let through.
         self._known = info = EngineInfo(
             kind="sglang",
@@ -47,7 +62,7 @@ class SglangEngine(RemoteEngine):
 
     async def _refresh(self) -> None:
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
-        self._version = as_version(told.weight_version, self._initial)
+        self._version = self._leases.newest or as_version(told.weight_version, self._initial)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -55,25 +70,25 @@ class SglangEngine(RemoteEngine):
         check_call(call, self._entered())
         return super()._limit(call)
 
-    async def _whole(self, call: Call) -> AsyncGenerator[Chunk]:
-        body, low = wire.body(call, self._limit(call)), self._version
+    async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        body, low = wire.body(call, self._limit(call), lease), self._version
         data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s)
         reply = self._http.decode(data, wire.REPLY)
-        chunk = self._chunk(call, [reply], low, 0)
+        chunk = self._chunk(call, [reply], low, 0, lease)
         if chunk.finish is None:
             raise Unavailable(f"{self.url} gave an answer without an end")
         for piece in _split(chunk):
             yield piece
 
-    async def _streamed(self, call: Call) -> AsyncGenerator[Chunk]:
-        body, low, seen = wire.body(call, self._limit(call)), self._version, 0
+    async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        body, low, seen = wire.body(call, self._limit(call), lease), self._version, 0
         events, last = Events(), None
         async with aclosing(self._http.reads(wire.GENERATE, body, {})) as reads:
             async for data in reads:
                 found = [event for event in events.feed(data) if event != wire.DONE]
                 if last is not None or not found:
                     continue  # to the end, so that the connection can be used again
-                chunk = self._chunk(call, self._replies(found), low, seen)
+                chunk = self._chunk(call, self._replies(found), low, seen, lease)
                 seen += len(chunk.token_ids)
                 if chunk.finish is not None:
                     last = chunk
@@ -90,19 +105,23 @@ class SglangEngine(RemoteEngine):
             return [last]
         return [self._http.decode(event, wire.REPLY) for event in found[:-1]] + [last]
 
-    def _chunk(self, call: Call, replies: list[wire.Reply], low: int, seen: int) -> Chunk:
+    def _chunk(
+        self, call: Call, replies: list[wire.Reply], low: int, seen: int, lease: Lease | None
+    ) -> Chunk:
         sampled = wire.Sampled(replies, seen, self.url)
         now = as_version(sampled.version, self._initial)
         self._version = max(self._version, now)
-        versions = None
-        if sampled.finish is not None and sampled.spans:
+        versions, high = None, max(low, self._version)
+        if lease is not None:  # what the server tells are the weights below the adapter
+            low = high = lease.version
+        elif sampled.finish is not None and sampled.spans:
             total = seen + len(sampled.token_ids)
             versions = exact_spans(sampled.spans, total, self._initial, self.url)
         return Chunk(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),
             low=low,
-            high=max(low, self._version),
+            high=high,
             finish=sampled.finish,
             prompt_ids=self._expanded(call, sampled.prompt_ids) if seen == 0 else None,
             versions=versions,
@@ -126,7 +145,33 @@ class SglangEngine(RemoteEngine):
         """Its answer to the order said so, and so does every answer from now on."""
         self._version = version
 
+    async def _adopt(self, version: int, path: str) -> None:
+        if self._room < LEAST:
+            raise UsageError(f"{self.url} serves {self._room} adapters at a time; {ADAPTERS}")
+        await self._end_calls(self._room - 1)
+        name = wire.adapter_name(version)
+        # One of this name is from before a restart of ours; where there is none, this is refused and well.
+        await self._http.status("POST", "/unload_lora_adapter", {"lora_name": name})
+        status, data = await self._http.status(
+            "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}
+        )
+        told = self._http.decode(data, wire.UPDATED)
+        if status != 200 or not told.success:
+            why = told.error_message or told.message or f"it answers {status}"
+            raise UsageError(f"{self.url} did not take the adapter {path!r}: {why}; {ADAPTERS}")
+        self._leases.newest = version
+        self._adapters.add(version)
+        for idle in [v for v in self._adapters if not self._leases.in_use(v)]:
+            await self._order("/unload_lora_adapter", {"lora_name": wire.adapter_name(idle)})
+            self._adapters.discard(idle)
+
+    async def _end_calls(self, room: int) -> None:
+        for lease in self._leases.call_back(room):
+            await self._order("/abort_request", {"rid": lease.id})
+
     async def _swap(self, version: int, path: str) -> None:
+        await self._end_calls(0)
+        self._leases.newest = None
         order = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         status, data = await self._http.status("POST", "/update_weights_from_disk", order)
         told = self._http.decode(data, wire.UPDATED)

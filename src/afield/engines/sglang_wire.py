@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from afield.engines.adapters import Lease
 from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
 from afield.seams.engine import Call
@@ -27,6 +28,8 @@ LOWEST = -1e30  # it writes the lowest float where a probability is 0
 class ServerInfo(Struct):
     # Prompts shorter than this are taken; the context it advertises is a few tokens too long.
     max_req_input_len: int
+    enable_lora: bool | None = None
+    max_loras_per_batch: int = 0
 
 
 class ModelInfo(Struct):
@@ -35,8 +38,11 @@ class ModelInfo(Struct):
 
 
 class Updated(Struct):
+    """What came of new weights (`message`) or of an adapter (`error_message`)."""
+
     success: bool
     message: str = ""
+    error_message: str | None = None
 
 
 class Finish(Struct):
@@ -102,6 +108,10 @@ class Sampled:
         self.logprobs += [pair[0] for pair in pairs]
 
 
+def adapter_name(version: int) -> str:
+    return f"policy-v{version}"
+
+
 def _finish(finish: Finish, where: str) -> FinishReason:
     if finish.type == "abort" and finish.status_code is not None:
         if finish.status_code == 400:
@@ -112,7 +122,7 @@ def _finish(finish: Finish, where: str) -> FinishReason:
     return FINISH[finish.type]
 
 
-def body(call: Call, limit: int) -> dict[str, Any]:
+def body(call: Call, limit: int, lease: Lease | None = None) -> dict[str, Any]:
     sampling = call.sampling
     asked: dict[str, Any] = {
         "input_ids": call.prompt_ids,
@@ -129,6 +139,8 @@ def body(call: Call, limit: int) -> dict[str, Any]:
         "return_logprob": True,
         "stream": call.stream,
     }
+    if lease is not None:
+        asked |= {"lora_path": adapter_name(lease.version), "rid": lease.id}
     if sampling.seed is not None:
         asked["sampling_params"]["sampling_seed"] = sampling.seed
     if call.images:

@@ -26,7 +26,6 @@ from afield.engines.sse import Events
 from afield.engines.vllm_adapters import MODELS, VllmAdapters, adapter_name, is_tied
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
-from afield.types import FinishReason
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
 NO_SPANS = "weight versions are intervals; start vLLM with --enable-scale-out to have them per token"
@@ -53,7 +52,7 @@ class VllmEngine(RemoteEngine):
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
         self._encoded = Encoded()
-        self._adapters = VllmAdapters(self._http)
+        self._adapters = VllmAdapters(self._http, self._leases)
 
     async def _learn(self) -> EngineInfo:
         told = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
@@ -88,7 +87,7 @@ class VllmEngine(RemoteEngine):
         if self._manageable:
             label = self._http.decode(data, WEIGHT_INFO).weight_version
             base, adapter = as_version(label, self._initial), await self._adapters.look(self._model or "")
-            newest = self._adapters.leases.newest = adapter if (adapter or 0) > base else None
+            newest = self._leases.newest = adapter if (adapter or 0) > base else None
             self._version = newest or base
         elif status != 404:
             raise Unavailable(f"{self.url} answers {status} to /weight_info: {data[:200]!r}")
@@ -98,23 +97,6 @@ class VllmEngine(RemoteEngine):
         return status == 200 and self._http.decode(data, PAUSED).is_paused
 
     # --- calls ------------------------------------------------------------------------------------
-
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        sampled: list[int] = []
-        while True:
-            with self._adapters.leases.held() as lease:
-                rest = _rest(call, sampled)
-                pieces = self._streamed(rest, lease) if call.stream else self._whole(rest, lease)
-                async with aclosing(pieces):
-                    async for chunk in pieces:
-                        sampled += chunk.token_ids
-                        if chunk.finish is FinishReason.ABORTED and lease is not None and lease.called_back:
-                            if chunk.token_ids:
-                                yield structs.replace(chunk, finish=None)
-                            break
-                        yield chunk
-                    else:
-                        return
 
     def _request(self, call: Call, lease: Lease | None) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Path, body and headers."""
@@ -231,17 +213,8 @@ class VllmEngine(RemoteEngine):
     async def _swap(self, version: int, path: str) -> None:
         # Calls on adapters of the old weights go on with the new ones, as all others do.
         await self._adapters.end_calls(0, self._call_names)
-        self._adapters.leases.newest = None
+        self._leases.newest = None
         await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         await self._name(version)
         # Calls in flight compute their context anew, so that no token depends on two versions' caches.
         await self._order("/reset_prefix_cache?reset_running_requests=true")
-
-
-def _rest(call: Call, sampled: list[int]) -> Call:
-    """What is left to ask for."""
-    if not sampled:
-        return call
-    return structs.replace(
-        call, prompt_ids=(*call.prompt_ids, *sampled), max_tokens=call.max_tokens - len(sampled)
-    )

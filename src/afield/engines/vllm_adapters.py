@@ -87,11 +87,10 @@ def adapter_name(base: str, version: int) -> str:
 
 
 class VllmAdapters:
-    def __init__(self, http: Http) -> None:
-        self._http = http
+    def __init__(self, http: Http, leases: Leases) -> None:
+        self._http, self._leases = http, leases
         self._known: _VllmConfig | None = None
         self._named: dict[int, str] = {}  # what the server lists
-        self.leases = Leases()
 
     async def look(self, base: str) -> int | None:
         """The newest version among the adapters of `base` that the server lists."""
@@ -112,7 +111,7 @@ class VllmAdapters:
             why = told.error.message or f"it answers {status}"
             raise UsageError(f"{self._http.url} did not take the adapter {path!r}: {why}; {REMEDY}")
         self._named[version] = name
-        self.leases.newest = version
+        self._leases.newest = version
         await self._tidy()
 
     async def end_calls(self, room: int, ends: str) -> None:
@@ -120,12 +119,12 @@ class VllmAdapters:
 
         `ends` makes the server's name of a call from ours.
         """
-        if gone := self.leases.call_back(room):
+        if gone := self._leases.call_back(room):
             ids = [ends.format(lease.id) for lease in gone]
             await self._http.ask("POST", "/abort_requests", {"request_ids": ids})
 
     async def _tidy(self) -> None:
-        idle = [version for version in self._named if not self.leases.in_use(version)]
+        idle = [version for version in self._named if not self._leases.in_use(version)]
         for version in idle:
             status, data = await self._http.status("POST", UNLOAD, {"lora_name": self._named[version]})
             if status not in {200, 404}:
