@@ -2,15 +2,12 @@
 
 Loaded by `VERL_USE_EXTERNAL_MODULES=verl_on_cpu,...` with `VERL_PLATFORM=cpu`. It replaces exactly this:
 1. the platform (CUDA): torch's CPU, with memory and profiling calls that answer zero or nothing;
-2. NCCL: gloo, also where veRL builds "cpu:gloo,cpu:gloo", which torch refuses as one device named twice;
-3. a logger call of veRL's asynchronous trainer with `flush=True`, which the logging module does not know
-   (a fault of 0.9.1 with `actor_rollout_ref.hybrid_engine=False`, on GPUs as well).
+2. NCCL: gloo, also where veRL builds "cpu:gloo,cpu:gloo", which torch refuses as one device named twice.
 Everything else (trainer, FSDP2, Ray, TransferQueue, losses, metrics) is veRL's own.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import types
 from collections.abc import Iterator
@@ -115,10 +112,4 @@ original = distributed.initialize_global_process_group_ray
 distributed.initialize_global_process_group_ray = over_gloo
 
 
-def without_flush(message: object, *args: object, flush: bool = False, **how: Any) -> None:
-    asynchronous.log(logging.INFO, message, *args, **how)
-
-
-asynchronous = logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async")
-asynchronous.info = without_flush
 torch.set_num_threads(1)

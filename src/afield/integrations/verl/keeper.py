@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
-import ray
+import ray  # pyright: ignore[reportMissingImports]
 from msgspec import Struct
 
 from afield.config import Environment, agent_environment

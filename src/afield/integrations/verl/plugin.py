@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.workers.rollout import base
-from verl.workers.rollout.replica import RolloutReplicaRegistry
+from verl.workers.rollout import base  # pyright: ignore[reportMissingImports]
+from verl.workers.rollout.replica import RolloutReplicaRegistry  # pyright: ignore[reportMissingImports]
 
 NAME = "afield"
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from verl.utils.fs import copy_to_local
-from verl.workers.rollout.replica import RolloutMode, RolloutReplica
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup  # pyright: ignore[reportMissingImports]
+from verl.utils.fs import copy_to_local  # pyright: ignore[reportMissingImports]
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica  # pyright: ignore[reportMissingImports]
 
 from afield.config import converted
 from afield.errors import UsageError

@@ -20,9 +20,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.utils import ensure_async_iterator
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry  # pyright: ignore[reportMissingImports]
+from verl.workers.rollout.base import BaseRollout  # pyright: ignore[reportMissingImports]
+from verl.workers.rollout.utils import ensure_async_iterator  # pyright: ignore[reportMissingImports]
 
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
@@ -108,22 +108,23 @@ class DirectoryCheckpointEngine(CheckpointEngine):
 
 
 async def send(weights: Any, version: int | None, *, leader: bool) -> int:
-    """Bytes written. On every rank but the first, only take part in collecting the weights. Sending a
-    version again changes nothing: weights of one step are the same."""
+    """Bytes written. Every rank but the first only takes part in collecting the weights. A version that was
+    sent is not sent again: veRL may ask for it once for each kind of replica, and they are one gateway."""
     if version is None:
         raise UsageError("veRL gave these weights no global step, so they have no version")
     if not leader:
-        async for _ in ensure_async_iterator(weights):
-            pass
-        return 0
+        return await _drop(weights)
     gateway = await asyncio.to_thread(gateway_of)
     directory = Path(gateway.weights) / f"v{version}"
-    with replaced(directory) as fresh:
-        copy_but_weights(Path(gateway.model), fresh)
-        written = await _write(weights, fresh)
     async with HttpGateway(gateway.local_url, gateway.admin_key) as client:
-        if await client.version() == version == 0:
-            await asyncio.to_thread(_compare, directory, Path(gateway.model))
+        before = await client.version()
+        if before == version and directory.is_dir():
+            return await _drop(weights)
+        with replaced(directory) as fresh:
+            copy_but_weights(Path(gateway.model), fresh)
+            written = await _write(weights, fresh)
+            if before == version:
+                await asyncio.to_thread(_compare, fresh, Path(gateway.model))
         await client.publish(Policy(Path(gateway.model).name, version), str(directory))
         if (served := await client.version()) != version:
             raise Unavailable(
@@ -131,6 +132,12 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> int:
             )
     _prune(directory.parent)
     return written
+
+
+async def _drop(weights: Any) -> int:
+    async for _ in ensure_async_iterator(weights):
+        pass
+    return 0
 
 
 async def _write(weights: Any, directory: Path) -> int:
