@@ -36,6 +36,7 @@ class FakeVllm:
         loras: int | None = None,
     ) -> None:
         self.loras, self.adapters = loras, dict[str, str]()
+        self.transferring, self.received = "new", list[str]()
         self.aborts: dict[str, asyncio.Event] = {}
         self.served: list[str] = []  # the model each call asked for
         self.busy: dict[str, str] = {}  # those of the calls in flight, by the server's name of them
@@ -62,12 +63,35 @@ class FakeVllm:
             app.router.add_get("/is_paused", self.is_paused)
             app.router.add_get("/server_info", self.server_info)
             app.router.add_post("/abort_requests", self.abort)
+            for path in ("init_weight_transfer_engine", "start_weight_update", "update_weights"):
+                app.router.add_post(f"/{path}", self.transfer)
+            app.router.add_post("/finish_weight_update", self.transfer)
             for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
                 app.router.add_post(f"/{path}", self.manage)
         if self.loras:
             app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
             app.router.add_post("/v1/unload_lora_adapter", self.unload_adapter)
         return app
+
+    async def transfer(self, request: web.Request) -> web.Response:
+        """As vLLM's own transfer: in order, or 500. What is sent are numbers in place of tensors."""
+        body = await request.json() if request.can_read_body else {}
+        self.asked.append(request.path)
+        before = {"/start_weight_update": "ready", "/update_weights": "open", "/finish_weight_update": "open"}
+        if self.transferring != before.get(request.path, self.transferring):
+            told = {"message": f"{request.path} while it is {self.transferring}"}
+            return web.json_response({"error": told}, status=500)
+        if request.path == "/update_weights":
+            if body["update_info"].get("names") == ["strange"]:
+                self.transferring = "ready"
+                return web.json_response({"error": {"message": "no such tensor"}}, status=500)
+            self.received += body["update_info"]["names"]
+            return web.json_response({"message": "Weights updated"})
+        if request.path == "/finish_weight_update":
+            self.label = body["weight_version"]
+            await self.engine.load(int(self.label), "sent")
+        self.transferring = "open" if request.path == "/start_weight_update" else "ready"
+        return web.json_response({"message": "fine"})
 
     async def server_info(self, request: web.Request) -> web.Response:
         found = {"max_loras": self.loras, "max_lora_rank": 8} if self.loras else None

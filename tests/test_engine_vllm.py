@@ -18,6 +18,7 @@ from msgspec import structs
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sse import Events
 from afield.engines.vllm import VllmEngine
+from afield.engines.vllm_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, Engine, Image
 from afield.types import FinishReason, Sampling, VersionSpan
@@ -359,6 +360,67 @@ async def test_what_the_server_cannot_do_is_refused_with_the_remedy(weights: Pat
         with pytest.raises(UsageError, match="is not a model directory"):
             await engine.load(1, str(weights / "nowhere"))
         assert not fake.asked
+
+
+# --- vLLM's own transfer -------------------------------------------------------------------------
+
+
+def send(transfer: VllmTransfer, version: int, *names: str) -> None:
+    """As vLLM's senders do, in a thread of the trainer's."""
+    with transfer.publishing(version):
+        transfer.start_weight_update()
+        for name in names:
+            transfer.update_weights({"names": [name], "dtype_names": ["float32"], "shapes": [[1]]})
+        transfer.finish_weight_update()
+
+
+async def test_weights_are_sent_while_calls_stand_still_and_the_gateway_is_told(weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(lambda call: Scripted(token_ids=tuple(range(20, 60)), delay_s=0.01)))
+    async with connected(fake) as engine:
+        transfer = VllmTransfer(engine.url)
+        await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
+        call = asyncio.create_task(answer(engine, a_call(max_tokens=40)))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(send, transfer, 3, "a", "b")
+        await engine.load(3, "")
+        chunks = await call
+        assert (await engine.info()).version == 3
+    assert fake.received == ["a", "b"]
+    assert [path.partition("?")[0] for path in fake.asked] == [
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/resume",
+    ]
+    assert ids(chunks) == list(range(20, 60))
+    assert [span.low for span in chunks[-1].versions or ()] == [0, 3]
+
+
+async def test_a_transfer_that_fails_leaves_the_server_paused_until_one_succeeds() -> None:
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with connected(fake) as engine:
+        transfer = VllmTransfer(engine.url)
+        with pytest.raises(Unavailable, match=r"answers 500 to /start_weight_update: .*while it is new"):
+            await asyncio.to_thread(send, transfer, 1, "a")
+        assert fake.moving.is_set()
+        await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
+        with pytest.raises(Unavailable, match=r"answers 500 to /update_weights: .*no such tensor"):
+            await asyncio.to_thread(send, transfer, 1, "strange")
+        assert not fake.moving.is_set()
+        fake.transferring = "new"
+        with pytest.raises(Unavailable, match="answers 500 to /start_weight_update"):
+            await asyncio.to_thread(send, transfer, 1, "a")
+        assert not fake.moving.is_set()
+        await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
+        await asyncio.to_thread(send, transfer, 1, "a")
+        assert fake.moving.is_set()
+        assert (await answer(engine, a_call()))[-1].versions == (VersionSpan(0, 12, 1, 1),)
+        with pytest.raises(UsageError, match="say which version is sent, with `publishing`"):
+            await asyncio.to_thread(VllmTransfer(engine.url).start_weight_update)
 
 
 # --- adapters ------------------------------------------------------------------------------------

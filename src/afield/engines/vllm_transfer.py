@@ -1,0 +1,88 @@
+"""Weights sent to a vLLM server over its own transfer (NCCL, CUDA IPC), seen from the trainer's process.
+
+vLLM's trainer-side engines take any object with these four verbs and move the tensors themselves; this one
+also holds the server's calls still meanwhile and names the version, so that no token is sampled by half of
+them and all go on afterwards. A transfer that fails leaves the server paused, for it may hold parts of the
+weights: send them again. The gateway is told with `publish` and no path. It blocks, and is for one thread.
+"""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from afield.errors import Unavailable, UsageError
+
+SHOWN = 300
+
+
+class VllmTransfer:
+    """`with transfer.publishing(7): sender.send_weights()`, where the sender has this as its client."""
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._version: int | None = None
+        self._touched = False  # the server may hold parts of weights
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[None]:
+        """What is sent meanwhile is this version. It has to have been finished when this is left."""
+        self._version = version
+        yield
+        if self._version is not None:
+            raise UsageError(
+                f"{self.url}: version {version} was not finished; send the weights before leaving"
+            )
+
+    # --- what vLLM's senders call ---------------------------------------------------------------------
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        if self._version is None:
+            raise UsageError(f"{self.url}: say which version is sent, with `publishing`")
+        self._post("/pause?mode=keep")
+        try:
+            self._post("/start_weight_update")
+        except Unavailable:
+            if not self._touched:
+                self._post("/resume")
+            raise
+        self._touched = True
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._post("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        version = weight_version or str(self._version)
+        self._post("/finish_weight_update", {"weight_version": version})
+        told = msgspec.json.decode(self._ask("GET", "/weight_info"))
+        if told.get("weight_version") != version:
+            raise Unavailable(f"{self.url} was sent version {version} but says that it has {told}")
+        # Calls in flight compute their context anew, so that no token depends on two versions' caches.
+        self._post("/reset_prefix_cache?reset_running_requests=true")
+        self._post("/resume")
+        self._version, self._touched = None, False
+
+    def _post(self, path: str, body: Any = None) -> None:
+        self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: Any = None) -> bytes:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"}
+        asked = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(asked, timeout=self._timeout_s) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                told = error.read()[:SHOWN].decode(errors="replace")
+            raise Unavailable(f"{self.url} answers {error.code} to {path}: {told}") from error
+        except OSError as error:
+            raise Unavailable(f"{self.url} cannot be asked {path}: {error}") from error
