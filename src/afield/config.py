@@ -31,7 +31,7 @@ from afield.options import (
 from afield.types import Task, check_id
 
 T = TypeVar("T", bound=Struct)
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 PATHS = ("agent", "verifier", "model", "tasks", "val_tasks", "limiter_file")
 TARGETS = ("agent", "verifier")
 DEADLINES = (
