@@ -14,6 +14,7 @@ from afield.assembly import linear
 from afield.errors import Unavailable, UsageError
 from afield.forest import Forest
 from afield.options import LoraOptions
+from afield.seams.witness import read_witness
 from afield.trainers.grpo import GRPO
 from afield.trainers.sharded import Sharded
 from afield.types import (
@@ -122,6 +123,10 @@ def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
     ours, theirs = weights(alone, tmp_path / "one"), weights(ranks, tmp_path / "two")
     assert apart(ours, begin) > 5e-4
     assert apart(ours, theirs) < 1e-6
+    told, expected = read_witness(tmp_path / "two"), read_witness(tmp_path / "one")
+    assert told is not None
+    assert expected is not None
+    assert told.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     ranks.close()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
-from afield.seams.witness import write_witness
+from afield.seams.witness import Witness, write_witness
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
 from afield.trainers.fitness import fit_for_trees, longest_row, settled
@@ -141,26 +141,25 @@ class PolicyModel:
 
     def export(self, directory: Path) -> None:
         """Write the whole model's directory as an engine loads it. Repeating replaces it."""
-        weights = self.weights()
+        weights, witness = self.weights(), self.witness()
         with replaced(directory) as fresh:
             copy_but_weights(self.path, fresh)
             write_weights(self.model, fresh, weights)
-            self._witness(fresh)
+            write_witness(fresh, witness)
 
     def export_adapter(self, directory: Path) -> None:
         """Write the adapters alone, in peft's format. Repeating replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
-        tensors = self.state()
+        tensors, witness = self.state(), self.witness()
         with replaced(directory) as fresh:
             adapters.write(self.model, fresh, tensors)
-            self._witness(fresh)
+            write_witness(fresh, witness)
 
-    def _witness(self, directory: Path) -> None:
-        """Beside weights, how engines that have them must answer. A model in parts cannot tell by itself."""
-        if type(self) is PolicyModel:
-            with self.autocast():
-                write_witness(directory, witness_of(self.model))
+    def witness(self) -> Witness:
+        """How engines that have these weights must answer."""
+        with self.autocast():
+            return witness_of(self.model)
 
 
 def checkpoint(model: Any) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import AfieldError, UsageError, boundary
+from afield.seams.witness import Witness
 from afield.trainers.audit import Apart, Audit
 from afield.trainers.grpo import GRPO
 from afield.trainers.head import plain_head
@@ -33,6 +34,7 @@ from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
 from afield.trainers.sharded import Begin, Told
 from afield.trainers.updates import LossFunction, Scores, Updates, Weigh
+from afield.trainers.witness import witness_of
 from afield.types import Failure, FailureKind, Reason
 
 # --- the model -----------------------------------------------------------------------------------
@@ -45,7 +47,7 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+    def forward(self, compute: Callable[[], Any]) -> Any:
         return compute()
 
 
@@ -77,6 +79,10 @@ class ShardedPolicy(PolicyModel):
 
     def log_probabilities(self, model: Any, batch: Pass) -> Tensor:
         return self._roots[id(model)](lambda: log_probabilities(model, batch))
+
+    def witness(self) -> Witness:
+        with self.autocast():
+            return self._roots[id(self.model)](lambda: witness_of(self.model))
 
     def whole(self, tensor: Tensor) -> Tensor:
         """On rank 0; elsewhere what is gathered is let go."""
@@ -257,6 +263,7 @@ class RankGRPO(GRPO):
             super().export(directory)
         else:
             self.policy.weights()
+            self.policy.witness()
 
     def save(self, directory: Path) -> None:
         if dist.get_rank() == 0:
