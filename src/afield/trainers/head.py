@@ -1,7 +1,7 @@
 """From hidden states to the log-probabilities of sampled tokens, a few at a time.
 
 All logits at once are the largest tensor of a step: tokens times vocabulary. Here they exist for one
-chunk of tokens, are reduced in float32, and are computed again for the gradient.
+chunk of tokens and are reduced in float32; for the gradient they are computed again, unless they are few.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 30  # of float32 logits; a few times as much is in use
+KEPT_SHARE = 32  # logits that take less than this part of the memory are kept
 PROBE = 1e-4
 
 
@@ -22,10 +23,14 @@ class _LogProbabilities(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, heat: Tensor):
         normalisers: list[Tensor] = []
         chosen: list[Tensor] = []
+        ctx.kept = [] if _few(len(target), weight) else None
         for h, t, c in _chunks(weight, hidden, target, heat):
-            normaliser, picked = _reduce(h.device.type)(_logits(h, weight, bias), t, c)
+            logits = _logits(h, weight, bias)
+            normaliser, picked = _reduce(h.device.type)(logits, t, c)
             normalisers.append(normaliser)
             chosen.append(picked)
+            if ctx.kept is not None:
+                ctx.kept.append(logits)
         normaliser = torch.cat(normalisers)
         ctx.save_for_backward(hidden, weight, bias, target, heat, normaliser)
         return torch.cat(chosen) - normaliser
@@ -37,8 +42,11 @@ class _LogProbabilities(torch.autograd.Function):
         to_hidden: list[Tensor] = []
         to_weight = torch.zeros_like(weight) if wants_weight else None
         to_bias = torch.zeros_like(bias) if bias is not None and wants_bias else None
-        for h, t, c, n, g in _chunks(weight, hidden, target, heat, normaliser, gradients[0]):
-            slope = _slope(h.device.type)(_logits(h, weight, bias), t, c, n, g)
+        for number, (h, t, c, n, g) in enumerate(
+            _chunks(weight, hidden, target, heat, normaliser, gradients[0])
+        ):
+            logits = ctx.kept[number] if ctx.kept is not None else _logits(h, weight, bias)
+            slope = _slope(h.device.type)(logits, t, c, n, g)
             if wants_hidden:
                 to_hidden.append(slope @ weight)
             if to_weight is not None:
@@ -46,6 +54,11 @@ class _LogProbabilities(torch.autograd.Function):
             if to_bias is not None:
                 to_bias += slope.sum(0)
         return torch.cat(to_hidden) if to_hidden else None, to_weight, to_bias, None, None
+
+
+def _few(tokens: int, weight: Tensor) -> bool:
+    whole = torch.cuda.get_device_properties(weight.device).total_memory if weight.is_cuda else 1 << 33
+    return tokens * weight.shape[0] * weight.element_size() < whole // KEPT_SHARE
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,389 @@
+"""Training the tree against training rows, on one GPU: how much faster, in how much memory, and how exact.
+
+    python bench/tree.py --json
+
+A random-initialised model in bfloat16 with gradient checkpointing makes one forward and backward pass over
+the same rollouts in four forms: a row per turn, merged rows padded, merged rows packed without padding
+(varlen), and the forest. All forms run the same model code and the same chunked head, logits only where a
+token was sampled, in passes as large as a common bound on tokens allows. Needs torch and transformers only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
+from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
+
+from afield.trainers.head import sampled_log_probabilities
+from afield.trainers.packing import pack, split
+from afield.trainers.padded import Padded
+from afield.trainers.tree import Tree, watch
+
+PROMPT, TURN, SAMPLED = 2048, 192, 64  # a turn is a call and, twice as long, what its tool returned
+ENOUGH = 16384  # tokens that keep the device busy
+MODELS = {
+    "large": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 27,
+              "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_936},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
+}  # fmt: skip
+
+
+# --- rollouts ------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A sequence, the ranges in it that were sampled, and what its rollout earned."""
+
+    ids: tuple[int, ...]
+    owned: tuple[tuple[int, int], ...]
+    advantage: float
+
+
+class Maker:
+    """Conversations of random tokens."""
+
+    def __init__(self, vocabulary: int, scale: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._vocabulary = vocabulary
+        self.prompt, self.turn, self.sampled = PROMPT // scale, TURN // scale, SAMPLED // scale
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(self._vocabulary) for _ in range(count))
+
+    def advantage(self) -> float:
+        return self._random.choice((-1.0, 1.0)) * self._random.uniform(0.5, 1.5)
+
+    def conversation(self, prompt: tuple[int, ...], turns: int, advantage: float) -> Row:
+        """`turns` turns after a prompt, each sampled at first and then, to the end, what a tool returned."""
+        ids, owned = prompt, list[tuple[int, int]]()
+        for _ in range(turns):
+            owned.append((len(ids), len(ids) + self.sampled))
+            ids += self.tokens(self.turn)
+        return Row(ids, tuple(owned), advantage)
+
+
+def shared_prompt(vocabulary: int, scale: int) -> list[Row]:
+    """8 rollouts of 12 turns that share a prompt."""
+    make = Maker(vocabulary, scale, 1)
+    prompt = make.tokens(make.prompt)
+    return [make.conversation(prompt, 12, make.advantage()) for _ in range(8)]
+
+
+def sub_agents(vocabulary: int, scale: int) -> list[Row]:
+    """16 rollouts of 4 trajectories: a main one of 8 turns, and 3 sub-agents of 4 turns on errands of their
+    own. All rollouts share the prompt of the one, all sub-agents that of the other.
+    """
+    make = Maker(vocabulary, scale, 2)
+    prompt, briefing = make.tokens(make.prompt), make.tokens(make.prompt // 2)
+    rows: list[Row] = []
+    for _ in range(16):
+        earned = make.advantage()
+        rows.append(make.conversation(prompt, 8, earned))
+        rows += [make.conversation(briefing + make.tokens(make.sampled), 4, earned) for _ in range(3)]
+    return rows
+
+
+def per_turn(rows: Sequence[Row]) -> list[Row]:
+    """A row for every turn, with all that came before it: what an engine saw, call by call."""
+    return [Row(row.ids[:end], ((start, end),), row.advantage) for row in rows for start, end in row.owned]
+
+
+# --- forms ---------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """One pass: how the model is run, how many tokens that is, and what of it is scored."""
+
+    hidden: Callable[[Any], Tensor]
+    tokens: int
+    source: Tensor
+    target: Tensor
+    advantage: Tensor
+
+
+def part(
+    hidden: Callable[[Any], Tensor], tokens: int, rows: Sequence[Row], where: Callable[[int, int], int],
+    device: torch.device,
+) -> Part:  # fmt: skip
+    owned = [(n, p) for n, row in enumerate(rows) for start, end in row.owned for p in range(start, end)]
+    total = len(owned)
+    return Part(
+        hidden,
+        tokens,
+        torch.tensor([where(n, p - 1) for n, p in owned], device=device),
+        torch.tensor([rows[n].ids[p] for n, p in owned], device=device),
+        torch.tensor([rows[n].advantage / total for n, _ in owned], device=device),
+    )
+
+
+def padded(rows: Sequence[Row], bound: int, device: torch.device) -> list[Part]:
+    parts: list[Part] = []
+    for batch in batches(rows, bound, lambda rows: len(rows) * max(len(r.ids) for r in rows)):
+        width = max(len(row.ids) for row in batch)
+        filled = torch.tensor([[*r.ids, *[0] * (width - len(r.ids))] for r in batch], device=device)
+        parts.append(
+            part(Padded(filled).hidden, filled.numel(), batch, lambda n, p, w=width: n * w + p, device)
+        )
+    return parts
+
+
+def varlen(rows: Sequence[Row], bound: int, device: torch.device) -> list[Part]:
+    parts: list[Part] = []
+    for batch in batches(rows, bound, lambda rows: sum(len(r.ids) for r in rows)):
+        line = Line([row.ids for row in batch], device)
+        starts = line.starts
+        parts.append(part(line.hidden, line.ids.numel(), batch, lambda n, p, s=starts: s[n] + p, device))
+    return parts
+
+
+def forest(rows: Sequence[Row], bound: int, device: torch.device, kernel: str = "") -> list[Part]:
+    parts: list[Part] = []
+    for numbers in split([row.ids for row in rows], bound):
+        batch = [rows[number] for number in numbers]
+        packed = pack([row.ids for row in batch])
+        tree = Tree(packed, device, kernel)
+        paths = packed.paths
+        parts.append(part(tree.hidden, len(packed.ids), batch, lambda n, p, t=paths: t[n][p], device))
+    return parts
+
+
+def batches(rows: Sequence[Row], bound: int, cost: Callable[[list[Row]], int]) -> list[list[Row]]:
+    """Rows of like length together, as many as the bound allows."""
+    made: list[list[Row]] = [[]]
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        full = made[-1] and cost([*made[-1], row]) > bound
+        # A pass that is large enough is not made larger by padding it.
+        padding = made[-1] and len(made[-1][0].ids) < 0.98 * len(row.ids)
+        if full or (padding and cost(made[-1]) > ENOUGH):
+            made.append([])
+        made[-1].append(row)
+    return made
+
+
+class Line:
+    """Rows one after another, without padding, for a kernel that takes rows of different lengths."""
+
+    def __init__(self, rows: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        lengths = [len(row) for row in rows]
+        self.starts = [sum(lengths[:n]) for n in range(len(rows) + 1)]
+        self.ids = torch.tensor([i for row in rows for i in row], device=device)[None]
+        self.positions = torch.cat([torch.arange(n) for n in lengths]).to(device)[None]
+        self.offsets = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        self.longest = max(lengths)
+
+    def hidden(self, model: Any) -> Tensor:
+        return model.get_decoder()(
+            input_ids=self.ids, position_ids=self.positions, line=self, use_cache=False
+        ).last_hidden_state[0]
+
+
+def line_attention(
+    _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any = None, *, line: Line, **_: Any
+) -> tuple[Tensor, None]:
+    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, line.offsets, line.offsets, line.longest, line.longest, 0.0, True, False,
+        scale=q.shape[-1] ** -0.5,
+    )[0]  # fmt: skip
+    return out[None], None
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def made_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(**MODELS[name], max_position_embeddings=16384, tie_word_embeddings=True)
+    with torch.device(device):
+        model = Qwen3ForCausalLM._from_config(config, dtype=dtype)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def backward(model: Any, parts: Sequence[Part], kind: str) -> None:
+    model.set_attn_implementation(kind)
+    head = model.get_output_embeddings()
+    for one in parts:
+        hidden = one.hidden(model).index_select(0, one.source)
+        heat = torch.ones_like(one.advantage)
+        logp = sampled_log_probabilities(hidden, head.weight, None, one.target, heat)
+        (-(logp * one.advantage).sum()).backward()
+
+
+def gradient(model: Any) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+class Measured(NamedTuple):
+    seconds: float
+    peak: int
+    tokens: int
+    gradient: Tensor
+
+
+def measured(model: Any, parts: Sequence[Part], kind: str, times: int, device: torch.device) -> Measured:
+    seconds: list[float] = []
+    for turn in range(times + 1):
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with Stopwatch(device) as watched:
+            backward(model, parts, kind)
+        if turn:  # the first one compiles
+            seconds.append(watched.seconds)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return Measured(statistics.median(seconds), peak, sum(p.tokens for p in parts), gradient(model))
+
+
+class Stopwatch:
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._start, self._end = (
+            (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self._cuda else (0, 0)
+        )
+        if self._cuda:
+            torch.cuda.synchronize()
+            self._start.record()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            self._end.record()
+            torch.cuda.synchronize()
+            self.seconds = self._start.elapsed_time(self._end) / 1000
+        else:
+            self.seconds = 1.0
+
+
+def ceiling(device: torch.device) -> float:
+    """FLOP/s of a large bfloat16 product of random numbers."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    with Stopwatch(device) as watched:
+        for _ in range(20):
+            a @ b
+    return 20 * 2 * size**3 / watched.seconds
+
+
+def needed_flops(model: Any, parts: Sequence[Part], rows: Sequence[Row]) -> float:
+    """Of a forward and backward pass over the forest, nothing computed twice."""
+    config = model.config
+    body = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    tokens, sampled = sum(p.tokens for p in parts), sum(len(p.target) for p in parts)
+    packed = pack([row.ids for row in rows])
+    pairs = sum(depth + 1 for depth in packed.depth)
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * pairs
+    head = 2 * config.vocab_size * config.hidden_size * sampled
+    return 3 * (2 * body * tokens + attention + head)
+
+
+def compare(
+    model: Any, rows: list[Row], told: argparse.Namespace, device: torch.device, top: float
+) -> dict[str, Any]:
+    bound, times, kernel = told.bound, told.times, told.kernel
+    forms: dict[str, tuple[list[Part], str]] = {
+        "tree": (forest(rows, bound, device, kernel), "afield_tree"),
+        "merged": (padded(rows, bound, device), "sdpa"),
+        "varlen": (varlen(rows, bound, device), "bench_line" if device.type == "cuda" else ""),
+        "per_turn": (padded(per_turn(rows), bound, device), "sdpa"),
+    }
+    seen: dict[str, Measured] = {}
+    unique = len(pack([row.ids for row in rows]).ids)
+    for name, (parts, kind) in forms.items():
+        if not kind:
+            continue
+        seen[name] = one = measured(model, parts, kind, times if name != "per_turn" else 2, device)
+        real = sum(p.tokens for p in parts)
+        print(f"  {name:9} {one.seconds:8.3f} s {one.peak / 2**30:7.2f} GiB {real:8} tokens"
+              f" {len(parts):3} passes", flush=True)  # fmt: skip
+    peaks = {name: round(one.peak / 2**30, 2) for name, one in seen.items()}
+    seconds = {name: round(one.seconds, 4) for name, one in seen.items()}
+    tree = seen.pop("tree")
+    told = {n: sum(len(r.ids) for r in (per_turn(rows) if n == "per_turn" else rows)) / unique for n in seen}
+    flops = needed_flops(model, forms["tree"][0], rows)
+    cosine = {n: cosine_of(tree.gradient, one.gradient) for n, one in seen.items()}
+    return {
+        "speedup": {name: round(one.seconds / tree.seconds, 3) for name, one in seen.items()},
+        "token_ratio": {name: round(ratio, 3) for name, ratio in told.items()},
+        "of_ratio": {n: round(one.seconds / tree.seconds / told[n], 3) for n, one in seen.items()},
+        "peak_ratio": round(tree.peak / max(seen["merged"].peak, 1), 3),
+        "grad_cosine": round(min(cosine.values()), 6),
+        "mfu": round(flops / tree.seconds / top, 3),
+        "tflops": round(flops / tree.seconds / 1e12, 1),
+        "seconds": seconds,
+        "peak_gib": peaks,
+        "unique_tokens": unique,
+    }  # fmt: skip
+
+
+def cosine_of(a: Tensor, b: Tensor) -> float:
+    """In float64, piece by piece: sums over a billion numbers need it."""
+    dot = aa = bb = 0.0
+    for x, y in zip(a.split(1 << 26), b.split(1 << 26), strict=True):
+        x, y = x.double(), y.double()
+        dot, aa, bb = dot + float(x @ y), aa + float(x @ x), bb + float(y @ y)
+    return dot / (aa * bb) ** 0.5
+
+
+def main() -> None:
+    reading = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    reading.add_argument("--json", action="store_true", help="end with one line of JSON")
+    reading.add_argument("--model", choices=list(MODELS), default="large")
+    reading.add_argument("--bound", type=int, default=73728, help="tokens of one pass, at most")
+    reading.add_argument("--times", type=int, default=5)
+    reading.add_argument(
+        "--kernel", default="", help="of the tree's attention: rows or flex; else the cheaper"
+    )
+    reading.add_argument("--compile", action="store_true", help="compile every layer, in all forms")
+    reading.add_argument("--save", action="store_true", help="write bench/results/tree-COMMIT.json")
+    told = reading.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    scale = 1 if told.model != "tiny" else 16
+    AttentionInterface.register("bench_line", line_attention)
+    AttentionMaskInterface.register("bench_line", lambda *_, **__: None)
+    model = made_model(told.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    watch(model)
+    if told.compile:
+        for layer in model.get_decoder().layers:
+            layer.mlp.compile()
+    top = ceiling(device)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{size / 1e9:.2f} B parameters on {device}, matmul ceiling {top / 1e12:.0f} TFLOP/s", flush=True)
+    results: list[dict[str, Any]] = []
+    for name, shape in (("shared prompt", shared_prompt), ("sub-agents", sub_agents)):
+        print(name, flush=True)
+        rows = shape(model.config.vocab_size, scale)
+        results.append(compare(model, rows, told, device, top))
+    line = {**results[0], "forest": results[1], "parameters": size, "ceiling_tflops": round(top / 1e12, 1)}
+    line["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if told.save:
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+        target = Path(__file__).parent / "results" / f"tree-{commit[:12]}.json"
+        target.write_text(json.dumps({"commit": commit, **line}, indent=2) + "\n")
+    print(json.dumps(line) if told.json else json.dumps(line, indent=2))
+
+
+if __name__ == "__main__":
+    main()
