@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -27,22 +23,19 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from vllm_server import serving_vllm
 
-from afield.conformance import pins
-from afield.conformance.environments import python_environment
 from afield.engines.probe import checked, probe
 from afield.engines.torch import TorchEngine
 from afield.engines.vllm import VllmEngine
 from afield.gateway.pool import Pool
-from afield.sdk.listen import listen
 from afield.seams import Call, Chunk, Engine, SessionSpec
 from afield.types import FinishReason, Message, Sampling, VersionSpan
 from gateways import POLICY, Running, running
 from speaking import DIALECTS, Ask, read, write
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "envs"
-START_S, BOUND_S = 180, 150
+BOUND_S = 150
 VERSIONS = 3
 TOLERANCE = 1e-4
 SYSTEM = "You work in a shop. Look up the number with a tool, then answer."
@@ -81,63 +74,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(weights: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    python = python_environment(CACHE, "vllm", pins.VLLM, without=pins.VLLM_WITHOUT)
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights[0])]
-    command += [
-        "--served-model-name",
-        "policy",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "2048",
-        "--enforce-eager",
-    ]
-    command += ["--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command += ["--block-size", str(BLOCK), "--host", "127.0.0.1", "--port", str(port)]
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-    }
-    path = tmp_path_factory.mktemp("server") / "vllm.log"
-    with path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **settings},
-            stdout=log,
-            stderr=log,
-            cwd=path.parent,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_up(url, process, path)
+    log = tmp_path_factory.mktemp("server") / "vllm.log"
+    with serving_vllm(weights[0], log, "--block-size", str(BLOCK)) as url:
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(20)
-
-
-def wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail("vLLM did not start:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:]))
 
 
 @pytest.fixture

@@ -2,11 +2,10 @@
 
 Its stream repeats everything with every event unless the server was started to send increments; both are
 read, and what one network read brings is one chunk. Versions are exact where `meta_info.weight_versions`
-is there, otherwise the interval from the version at the start to the one now. SGLang's log-probabilities are
-those before truncation: calls with top_p or top_k are refused unless measured otherwise. Its own end ids end a
-call that has stop ids. Ids outside a known vocabulary are refused here: a real server dies of them. An adapter
-serves the calls that begin after it; when more versions are in use than fit a batch, calls of the oldest go
-on with a newer one.
+is there, otherwise the interval from the version at the start to the one now. SGLang applies temperature to
+log-probabilities but not truncation: calls with top_p or top_k are refused unless measured otherwise. Its
+own end ids end a call that has stop ids. Ids outside a known vocabulary are refused: a server dies of them.
+An adapter serves the calls that begin after it, those of the oldest move on when there is no room.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""A real vLLM on the CPU, in an environment of its own under the cache, for as long as it is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from afield.conformance import pins
+from afield.conformance.environments import python_environment
+from afield.sdk.listen import listen
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "envs"
+START_S = 180
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all servers of a machine share its first core
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
+
+
+@contextmanager
+def serving_vllm(model: Path, log: Path, *options: str) -> Iterator[str]:
+    """The url of a server of `model`, under the name "policy"."""
+    python = python_environment(CACHE, "vllm", pins.VLLM, without=pins.VLLM_WITHOUT)
+    with listen("127.0.0.1", 0) as free:
+        port = str(free.getsockname()[1])
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "policy", "--dtype", "float32", "--max-model-len", "2048"]
+    command += ["--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--host", "127.0.0.1", "--port", port, *options]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **SETTINGS},
+            stdout=out,
+            stderr=out,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_up(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(20)
+
+
+def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    pytest.fail("vLLM did not start:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:]))
