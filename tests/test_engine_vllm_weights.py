@@ -168,7 +168,7 @@ async def test_a_call_keeps_the_adapter_it_began_with(
             assert versions(chunks) == [version] * 30
         assert set(fake.adapters) == {"tiny-v1", "tiny-v2", "tiny-v3"}
         await engine.load(4, adapters[4])
-        assert set(fake.adapters) == {"tiny-v4"}
+        assert set(fake.adapters) == {"tiny-v3", "tiny-v4"}
     assert "/pause" not in " ".join(fake.asked)
     assert fake.served[-3:] == ["tiny-v1", "tiny-v2", "tiny-v3"]
 
@@ -196,6 +196,22 @@ async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for
     assert told == sorted(told)
     assert len({*told}) > 1
     assert chunks[-1].finish is FinishReason.LENGTH
+
+
+async def test_a_version_that_another_process_has_loaded_is_taken_up(adapters: list[str]) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2)
+    async with connected(fake) as engine, VllmEngine(engine.url) as other:
+        await engine.load(1, adapters[1])
+        call = asyncio.create_task(answer(engine, a_call(max_tokens=60)))
+        await asyncio.sleep(0.1)
+        for version in (2, 3):
+            await other.load(version, adapters[version])
+            assert ids(await answer(engine, a_call(max_tokens=2))) == [8, 9]
+            await engine.load(version, adapters[version])
+        assert versions(await answer(engine, a_call(max_tokens=2))) == [3, 3]
+        chunks = await call
+    assert ids(chunks) == list(range(8, 68))
+    assert fake.asked.count("+tiny-v2") == fake.asked.count("+tiny-v3") == 1
 
 
 async def test_whole_weights_after_adapters_take_over_every_call(adapters: list[str], weights: Path) -> None:

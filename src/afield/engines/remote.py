@@ -103,6 +103,7 @@ class RemoteEngine(ABC):
         async with self._loading:
             await self._refresh()
             if not is_newer(version, self._version) and not self._spoiled:
+                await self._make_room()
                 return
             self._check_manageable(f"load version {version}")
             if not path:
@@ -160,6 +161,9 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     async def _swap(self, version: int, path: str) -> None: ...
+
+    async def _make_room(self) -> None:  # noqa: B027 (not every server has adapters)
+        """Another process may have put the newest adapter there, beside those our own calls use."""
 
     async def _check_weights(self, version: int, path: str) -> None:  # noqa: B027 (most servers take any)
         """UsageError for weights that this server would load wrongly."""

@@ -40,7 +40,7 @@ class SglangEngine(RemoteEngine):
         """Options are those of `RemoteEngine`."""
         super().__init__(url, **options)
         self._room = 0
-        self._adapters: set[int] = set()  # versions the server has
+        self._adapters: dict[int, str] = {}  # the server's names of versions
 
     async def _learn(self) -> EngineInfo:
         served = self._http.decode(await self._http.ask("GET", "/server_info"), wire.SERVER_INFO)
@@ -69,8 +69,11 @@ class SglangEngine(RemoteEngine):
         check_call(call, self._entered())
         return super()._limit(call)
 
+    def _body(self, call: Call, lease: Lease | None) -> dict[str, Any]:
+        return wire.body(call, self._limit(call), lease, self._adapters[lease.version] if lease else "")
+
     async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
-        body, low = wire.body(call, self._limit(call), lease), self._version
+        body, low = self._body(call, lease), self._version
         data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s)
         reply = self._http.decode(data, wire.REPLY)
         chunk = self._chunk(call, [reply], low, 0, lease)
@@ -80,7 +83,7 @@ class SglangEngine(RemoteEngine):
             yield piece
 
     async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
-        body, low, seen = wire.body(call, self._limit(call), lease), self._version, 0
+        body, low, seen = self._body(call, lease), self._version, 0
         events, last = Events(), None
         async with aclosing(self._http.reads(wire.GENERATE, body, {})) as reads:
             async for data in reads:
@@ -148,21 +151,22 @@ class SglangEngine(RemoteEngine):
         if self._room < LEAST:
             raise UsageError(f"{self.url} serves {self._room} adapters at a time; {ADAPTERS}")
         await self._end_calls(self._room - 1)
-        name = wire.adapter_name(version)
-        # One of this name is from before a restart of ours; where there is none, this is refused and well.
-        await self._http.status("POST", "/unload_lora_adapter", {"lora_name": name})
+        name = wire.adapter_name(version, path)
         status, data = await self._http.status(
             "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}
         )
         told = self._http.decode(data, wire.UPDATED)
-        if status != 200 or not told.success:
+        # Another process, or we before a restart, may have put it there.
+        there = name in (told.loaded_adapters or ())
+        if not there and (status != 200 or not told.success):
             why = told.error_message or told.message or f"it answers {status}"
             raise UsageError(f"{self.url} did not take the adapter {path!r}: {why}; {ADAPTERS}")
         self._leases.newest = version
-        self._adapters.add(version)
-        for idle in [v for v in self._adapters if not self._leases.in_use(v)]:
-            await self._order("/unload_lora_adapter", {"lora_name": wire.adapter_name(idle)})
-            self._adapters.discard(idle)
+        self._adapters[version] = name
+        # The one before may be asked for by another process that has not heard of the newest yet.
+        for idle in [v for v in sorted(self._adapters)[:-2] if not self._leases.in_use(v)]:
+            # Another process may have been first; what is left of it is the server's to evict.
+            await self._http.status("POST", "/unload_lora_adapter", {"lora_name": self._adapters.pop(idle)})
 
     async def _end_calls(self, room: int) -> None:
         for lease in self._leases.call_back(room):

@@ -7,6 +7,7 @@ new; `completion_tokens` always counts everything, so the new part is the last o
 from __future__ import annotations
 
 import base64
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ class Updated(Struct):
     success: bool
     message: str = ""
     error_message: str | None = None
+    loaded_adapters: dict[str, Any] | None = None
 
 
 class Finish(Struct):
@@ -108,8 +110,9 @@ class Sampled:
         self.logprobs += [pair[0] for pair in pairs]
 
 
-def adapter_name(version: int) -> str:
-    return f"policy-v{version}"
+def adapter_name(version: int, path: str) -> str:
+    """The same for everyone who publishes the same."""
+    return f"policy-v{version}-{blake2b(path.encode(), digest_size=4).hexdigest()}"
 
 
 def _finish(finish: Finish, where: str) -> FinishReason:
@@ -122,7 +125,7 @@ def _finish(finish: Finish, where: str) -> FinishReason:
     return FINISH[finish.type]
 
 
-def body(call: Call, limit: int, lease: Lease | None = None) -> dict[str, Any]:
+def body(call: Call, limit: int, lease: Lease | None = None, adapter: str = "") -> dict[str, Any]:
     sampling = call.sampling
     asked: dict[str, Any] = {
         "input_ids": call.prompt_ids,
@@ -140,7 +143,7 @@ def body(call: Call, limit: int, lease: Lease | None = None) -> dict[str, Any]:
         "stream": call.stream,
     }
     if lease is not None:
-        asked |= {"lora_path": adapter_name(lease.version), "rid": lease.id}
+        asked |= {"lora_path": adapter, "rid": lease.id}
     if sampling.seed is not None:
         asked["sampling_params"]["sampling_seed"] = sampling.seed
     if call.images:

@@ -203,6 +203,10 @@ class VllmEngine(RemoteEngine):
                 " layer when it reloads them; save it untied (tie_word_embeddings false, both tensors)"
             )
 
+    async def _make_room(self) -> None:
+        if self._leases.newest is not None:
+            await self._adapters.make_room(self._call_names)
+
     async def _adopt(self, version: int, path: str) -> None:
         await self._adapters.load(self._model or "", version, path, self._call_names)
 

@@ -4,7 +4,7 @@ Needs `--enable-lora`, `--max-loras` of at least 2 (one for the newest, one for 
 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; refused with that remedy otherwise. With more adapters than it has room
 for, vLLM would drop one that is in use and read it from its directory again, or die when that is gone; so
 calls of the oldest versions are ended first and go on with a newer one. Names nobody uses are taken away
-when the next version comes.
+when a later version comes.
 """
 
 from __future__ import annotations
@@ -114,6 +114,9 @@ class VllmAdapters:
         self._leases.newest = version
         await self._tidy()
 
+    async def make_room(self, ends: str) -> None:
+        await self.end_calls(await self._ask_room(), ends)
+
     async def end_calls(self, room: int, ends: str) -> None:
         """Calls of the oldest versions end, and go on, so that at most `room` versions are in use.
 
@@ -124,7 +127,9 @@ class VllmAdapters:
             await self._http.ask("POST", "/abort_requests", {"request_ids": ids})
 
     async def _tidy(self) -> None:
-        idle = [version for version in self._named if not self._leases.in_use(version)]
+        # The one before may be asked for by another process that has not heard of the newest yet.
+        old = sorted(self._named)[:-2]
+        idle = [version for version in old if not self._leases.in_use(version)]
         for version in idle:
             status, data = await self._http.status("POST", UNLOAD, {"lora_name": self._named[version]})
             if status not in {200, 404}:
