@@ -7,12 +7,14 @@ sampled goes through the gateway and the embedded engine; one GRPO step later th
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import openai
 import pytest
@@ -27,6 +29,7 @@ from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Sp
 from gateways import Running, running
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(900)]
+log = logging.getLogger("afield.tests")
 ROOT = Path(__file__).parent.parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "models"
 NAME = "smollm2-135m-instruct"
@@ -58,44 +61,64 @@ def model_path() -> Path:
     return path
 
 
-async def shopkeeper(client: openai.AsyncOpenAI, item: str) -> float:
-    """An agent with a tool: what it looks up comes back as the next message. Short and right is best."""
+def asked(item: str) -> dict[str, str]:
+    return {"role": "user", "content": f"How many {item}s are there?"}
+
+
+# A model this small calls a tool only after it has seen it done.
+SHOWN = [
+    {"role": "system", "content": SYSTEM},
+    asked("pen"),
+    {"role": "assistant", "content": "LOOKUP pen"},
+    {"role": "user", "content": "RESULT: 5 in stock. How many pens are there?"},
+    {"role": "assistant", "content": "5"},
+    asked("chair"),
+    {"role": "assistant", "content": "LOOKUP chair"},
+    {"role": "user", "content": "RESULT: 12 in stock. How many chairs are there?"},
+    {"role": "assistant", "content": "12"},
+]
+
+
+class Visit(NamedTuple):
+    reward: float
+    found: int  # lookups that gave a number
+
+
+async def shopkeeper(client: openai.AsyncOpenAI, item: str) -> Visit:
+    """An agent with a tool: what the model looks up is looked up, and comes back as the next message."""
     said: list[str] = []
-    messages = [
-        {"role": "system", "content": SYSTEM},
-        {"role": "user", "content": f"How many {item}s are there?"},
-    ]
+    found = 0
+    messages = [*SHOWN, asked(item)]
     for _ in range(CALLS):
         reply = await client.chat.completions.create(model="m", messages=messages)  # pyright: ignore
         said.append(reply.choices[0].message.content or "")
-        asked = re.search(r"(?i)lookup:? *(?:the )?(\w+)", said[-1])
-        known = STOCK.get(asked[1].lower().rstrip("s")) if asked else None
-        result = (
-            f"{known} in stock" if known is not None else "nothing of that name; LOOKUP what was asked for"
-        )
+        called = re.match(r"LOOKUP (\w+)", said[-1])
+        known = STOCK.get(called[1].lower().rstrip("s")) if called else None
+        found += known is not None
+        result = f"{known} in stock" if known is not None else "nothing of that name"
         messages += [
             {"role": "assistant", "content": said[-1]},
             {"role": "user", "content": f"RESULT: {result}. How many {item}s are there?"},
         ]
-    right = sum(str(STOCK[item]) in words for words in said)
-    return right / CALLS + 1 / (10 + sum(map(len, said)))
+    right = sum(words.strip() == str(STOCK[item]) for words in said)
+    return Visit(right / CALLS + 1 / (10 + sum(map(len, said))), found)
 
 
-async def rollout(up: Running, n: int) -> tuple[float, Record]:
-    client = await up.agent(f"r{n}.1", sampling=Sampling(max_tokens=24))
-    reward = await shopkeeper(client, "lamp")
-    return reward, await up.client.finalize(f"r{n}.1")
+async def rollout(up: Running, n: int) -> tuple[Visit, Record]:
+    client = await up.agent(f"r{n}.1", sampling=Sampling(max_tokens=24, temperature=0.7))
+    visit = await shopkeeper(client, "lamp")
+    return visit, await up.client.finalize(f"r{n}.1")
 
 
-def to_group(collected: list[tuple[float, Record]]) -> Group:
+def to_group(collected: list[tuple[Visit, Record]]) -> Group:
     finished = [
         Finished(
             rollout=Rollout(id=f"r{n}", exp_id="exp", group_id="g", task=Task("lamp", {})),
-            outcome=Outcome(rollout_id=f"r{n}", attempt=1, reward=reward),
+            outcome=Outcome(rollout_id=f"r{n}", attempt=1, reward=visit.reward),
             trajectories=record.trajectories,
             turns=record.turns,
         )
-        for n, (reward, record) in enumerate(collected)
+        for n, (visit, record) in enumerate(collected)
     ]
     return Group(id="g", task_id="lamp", epoch=0, split=Split.TRAIN, finished=tuple(finished))
 
@@ -103,13 +126,14 @@ def to_group(collected: list[tuple[float, Record]]) -> Group:
 @torch.no_grad()
 def furthest(model, row: Trajectory) -> float:
     """How far a model's log-probabilities are from those of the sampler, at most."""
-    logp = model(torch.tensor([row.token_ids])).logits[0].log_softmax(-1)
+    logp = model(torch.tensor([row.token_ids])).logits[0]
+    logp = (logp / row.turns[0].temperature).log_softmax(-1)
     owned = [place for turn in row.turns for place in range(turn.start, turn.end)]
     return max(abs(float(logp[p - 1, row.token_ids[p]]) - row.logprobs[p]) for p in owned)
 
 
 async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reaches_the_engine(
-    model_path: Path, tmp_path: Path, record_property
+    model_path: Path, tmp_path: Path
 ) -> None:
     engine = TorchEngine(model_path, max_slots=ROLLOUTS, max_context=1024, device="cpu")
     async with running(engine, tmp_path / "store", model_path) as up:
@@ -117,7 +141,8 @@ async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reach
         group = to_group(list(collected))
         assert [len(record.turns) for _, record in collected] == [CALLS] * ROLLOUTS
         assert [len(record.trajectories) for _, record in collected] == [1] * ROLLOUTS
-        assert len({reward for reward, _ in collected}) > 1
+        assert sum(visit.found for visit, _ in collected) >= 1  # the tool was really used
+        assert len({visit.reward for visit, _ in collected}) > 1
 
         trainer = GRPO(model_path, lr=2e-5, device="cpu")
         report = await asyncio.to_thread(trainer.step, [group])
@@ -139,4 +164,4 @@ async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reach
     assert renewed < TOLERANCE
     start = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32").eval()
     assert furthest(start, row) > 10 * TOLERANCE
-    record_property("logprob_diff_max", agreed)
+    log.info("sampler and trainer are %.1e apart before the step, %.1e after it", agreed, renewed)
