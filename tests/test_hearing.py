@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from afield.engines.torch import TorchEngine
 from afield.errors import Unavailable
 from afield.gateway.pool import Pool
 from afield.options import LoraOptions
+from afield.seams.engine import Call, Chunk
 from afield.seams.witness import FILE, read_witness, write_witness
 from afield.trainers.policy import PolicyModel
 from afield.trainers.witness import witness_of
@@ -78,6 +80,36 @@ async def test_an_engine_that_kept_its_old_weights_is_found_out(
         await pool.load(1, str(first))
         await pool.load(2, str(second))
         assert [worker.standing for worker in pool.list()] == ["aside", "ready"]
+
+
+class Still(Deaf):
+    """One that can be paused; it answers nothing meanwhile."""
+
+    async def pause(self) -> None:
+        self.moving = asyncio.Event()
+
+    async def resume(self) -> None:
+        self.moving.set()
+
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        if (moving := getattr(self, "moving", None)) is not None:
+            await moving.wait()
+        async with aclosing(super().generate(call)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+
+async def test_an_engine_that_got_weights_in_a_pause_is_heard_when_it_goes_on(
+    published: Callable[[int, float], Path],
+) -> None:
+    first, second = published(1, 0.0), published(2, 0.05)
+    async with asyncio.timeout(BOUND_S), Pool({"still": Still(POLICY)}) as pool:
+        for version, path, standing in ((1, first, "ready"), (2, second, "aside")):
+            await pool.pause("keep")
+            await pool.load(version, str(path))
+            await pool.resume()
+            assert pool.list()[0].standing == standing
+        assert "answers as the weights before it" in pool.list()[0].reason
 
 
 async def test_an_engine_that_answers_with_something_else_is_found_out(
