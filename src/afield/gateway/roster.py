@@ -177,6 +177,7 @@ class Roster:
                     f"version {version} is older than version {self.version}, which is being served"
                 )
             if version == self.version:
+                self._check_served()
                 return
             before = self.version, self._weights, self._witness, self._witness_before
             self.version, self._weights = version, (version, path)
@@ -193,6 +194,12 @@ class Roster:
                 self.set_aside(worker, f"version {version} was not loaded: {error}")
             if len(failed) == len(ready):
                 raise Unavailable(f"no worker has loaded version {version} yet: {told or 'none is up'}")
+
+    def _check_served(self) -> None:
+        """Who asks again, because the first answer was bad or got lost, is told no less than the first time."""
+        if self.workers and not any(worker.ready for worker in self.workers.values()):
+            told = "; ".join(f"{worker.id}: {worker.reason}" for worker in self.workers.values())
+            raise Unavailable(f"no worker has loaded version {self.version} yet: {told}")
 
     async def _load(self, worker: Worker, version: int, path: str) -> AfieldError | None:
         try:

@@ -1,0 +1,44 @@
+"""What trainers of others rely on when something breaks: weights that were published are served."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.errors import Unavailable
+from afield.gateway.client import HttpGateway
+from afield.types import Policy
+from gateways import ADMIN, running
+
+pytestmark = pytest.mark.anyio
+BOUND_S = 60.0
+
+
+class Unloading(ScriptedEngine):
+    """Serves, and cannot load anything until it is told that it may."""
+
+    may = False
+
+    async def load(self, version: int, path: str) -> None:
+        if not self.may:
+            raise Unavailable("no room in memory")
+        await super().load(version, path)
+
+
+async def test_a_version_that_no_engine_has_loaded_is_not_published_by_asking_again(tmp_path: Path) -> None:
+    engine = Unloading(lambda _: Scripted(token_ids=(1, 2)))
+    async with (
+        asyncio.timeout(BOUND_S),
+        running(engine, tmp_path) as up,
+        HttpGateway(up.url, ADMIN, patience_s=1.0) as hasty,
+        HttpGateway(up.url, ADMIN, patience_s=40.0) as patient,
+    ):
+        with pytest.raises(Unavailable, match=r"no worker has loaded version 1 yet: engine: .*no room"):
+            await hasty.publish(Policy("policy", 1), "one")
+        engine.may = True
+        await patient.publish(Policy("policy", 1), "one")
+        assert engine.loaded == [(1, "one")]
+        assert up.gateway.engine.list()[0].standing == "ready"
