@@ -20,27 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import page
+import trainers
+from bars import RESULTS, ROOT, Absent, Bars, commit, last_line, passes
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 AFIELD = [str(Path(sys.executable).parent / "afield")]
 BUSY = [sys.executable, "bench/collect.py"]
 SEEDS = (0, 1, 2)
-
-
-class Bars:
-    """What was asked for, what was seen."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def check(self, name: str, seen: Any, ok: bool, bar: str) -> None:
-        self.rows.append({"name": name, "seen": seen, "bar": bar, "ok": ok})
-        print(f"  {'ok  ' if ok else 'MISS'} {name}: {seen} (bar: {bar})", flush=True)
-
-    @property
-    def ok(self) -> bool:
-        return all(row["ok"] for row in self.rows)
 
 
 def demo(
@@ -235,38 +220,39 @@ def afield_of(place: str) -> list[str]:
     return [str(ray_python()), "-m", "afield"]
 
 
-def passes(bars: Bars, name: str, file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "real or not real", file]
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    bars.check(name, done.returncode, done.returncode == 0, "pass")
-
-
-def last_line(command: list[str], cwd: Path) -> dict[str, Any]:
-    """What a command says in its last line; it may take long, so its progress is shown."""
-    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, timeout=3600, check=False)
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode} and said nothing")
-    return json.loads(lines[-1])
-
-
 PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {
     "loop": loop,
     "gateway": gateway,
     "collect": collection,
     "runtimes": runtimes,
     "crowd": crowd,
+    "trainers": trainers.trainers,
+    "gpu": trainers.gpu,
 }
+WRITTEN = ("collect", "runtimes", "crowd", "trainers", "gpu")  # parts that docs/benchmarks.md tells of
 
 
-def commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return git("rev-parse", "--short=12", "HEAD") + dirty
+def shown(name: str) -> bool:
+    """Run a part, save what was seen, and say whether all of it was met."""
+    bars = Bars()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        numbers = PARTS[name](bars, Path(scratch))
+    machine = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    result = {"part": name, "commit": commit(), "ok": bars.ok, "bars": bars.rows, "runs": numbers}
+    result |= {"machine": machine, "wall_s": round(time.monotonic() - began, 1)}
+    result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    path = RESULTS / f"{name}-{commit()}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"  saved {path.relative_to(ROOT)}")
+    if name in WRITTEN:
+        page.rewrite()
+    return bars.ok
 
 
 def main() -> int:
@@ -276,25 +262,11 @@ def main() -> int:
     met = True
     for name in PARTS if asked == "all" else (asked,):
         print(f"{name}:", flush=True)
-        bars = Bars()
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory() as scratch:
-            numbers = PARTS[name](bars, Path(scratch))
-        machine = {
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-        }
-        result = {"part": name, "commit": commit(), "ok": bars.ok, "bars": bars.rows, "runs": numbers}
-        result |= {"machine": machine, "wall_s": round(time.monotonic() - began, 1)}
-        result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        path = RESULTS / f"{name}-{commit()}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"  saved {path.relative_to(ROOT)}")
-        if name in ("collect", "runtimes", "crowd"):
-            page.rewrite()
-        met &= bars.ok
+        try:
+            met &= shown(name)
+        except Absent as why:
+            print(f"  skipped, not met: {why}")
+            met = False
     return 0 if met else 1
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from accept import commit
+from bars import commit
 from charts import draw
 from loads import HEADLINE, PACE_MS, Bench, middle
 from page import write

@@ -8,6 +8,7 @@ from typing import Any
 
 import collected
 import placed
+import trained
 from charts import LABELS
 
 HERE = Path(__file__).resolve().parent
@@ -31,12 +32,14 @@ def text(run: dict[str, Any]) -> str:
     """The whole page: this run of the gateway's benchmark, and the newest saved ones of the other parts."""
     collecting = (HERE / "collection.md").read_text().format(**collected.sections(_newest("collect")))
     places = (HERE / "places.md").read_text().format(**placed.sections(_newest("runtimes"), _newest("crowd")))
-    return _gateway(run) + collecting + places
+    lines = trained.sections(*map(_newest, ("trainers", "tree", "engine")))
+    return _gateway(run) + collecting + places + (HERE / "training.md").read_text().format(**lines)
 
 
 def _newest(part: str) -> dict[str, Any] | None:
-    found = [json.loads(path.read_text()) for path in RESULTS.glob(f"{part}-*.json")]
-    return max(found, key=lambda one: one["ended"], default=None)
+    """A run that does not say when it ended is older than one that does."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{part}-*.json"))]
+    return max(found, key=lambda one: one.get("ended", ""), default=None)
 
 
 def _gateway(run: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ def furthest(model, row: Trajectory) -> float:
 
 
 async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reaches_the_engine(
-    model_path: Path, tmp_path: Path
+    model_path: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     engine = TorchEngine(model_path, max_slots=ROLLOUTS, max_context=1024, device="cpu")
     async with running(engine, tmp_path / "store", model_path) as up:
@@ -164,4 +165,6 @@ async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reach
     assert renewed < TOLERANCE
     start = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32").eval()
     assert furthest(start, row) > 10 * TOLERANCE
+    record_property("logprob_diff", agreed)
+    record_property("logprob_diff_after", renewed)
     log.info("sampler and trainer are %.1e apart before the step, %.1e after it", agreed, renewed)

@@ -251,7 +251,7 @@ def by_afield(groups: list[Group], aggregate: Aggregate, layout: Any) -> dict[st
 @pytest.mark.parametrize("layout", ["tree", "padded"])
 @pytest.mark.parametrize(("aggregate", "seeds"), [("rollout", [3]), ("token", [4, 5, 6])])
 def test_recorded_rollouts_give_the_same_gradient_through_trls_loss_and_ours(
-    tmp_path: Path, aggregate: Any, seeds: list[int], layout: str
+    tmp_path: Path, aggregate: Any, seeds: list[int], layout: str, record_property: Any
 ) -> None:
     groups = near_the_policy([recorded(seed, name=f"g{seed}") for seed in seeds])
     recipe, lengths = Recipe(weigh=aggregate), Lengths()
@@ -263,7 +263,9 @@ def test_recorded_rollouts_give_the_same_gradient_through_trls_loss_and_ours(
     theirs, ours = by_trl(tmp_path, samples), by_afield(groups, aggregate, layout)
     assert theirs.keys() == ours.keys()
     apart = math.sqrt(sum(float((theirs[n] - ours[n]).square().sum()) for n in ours))
-    assert apart / math.sqrt(sum(float(g.square().sum()) for g in ours.values())) <= 1e-5
+    error = apart / math.sqrt(sum(float(g.square().sum()) for g in ours.values()))
+    record_property("relative_error", error)
+    assert error <= 1e-5
 
 
 # --- weights -------------------------------------------------------------------------------------

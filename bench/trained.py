@@ -1,0 +1,108 @@
+"""The tables about training in docs/benchmarks.md, of saved runs: `trainers`, `tree` and `engine`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from collected import table
+from trainers import engine_bars, tree_bars
+
+UNMEASURED = "No numbers are saved yet: `make accept PART={}` measures them."
+SHAPES = {"shared prompt": "8 rollouts that share a prompt", "sub-agents": "64 trajectories with sub-agents"}
+FORMS = {"per_turn": "a row per turn", "merged": "merged rows", "varlen": "merged rows, no padding"}
+
+
+def sections(
+    run: dict[str, Any] | None, tree: dict[str, Any] | None, engine: dict[str, Any] | None
+) -> dict[str, str]:
+    return {**_trainers(run), "tree": _tree(tree), "engine": _engine(engine)}
+
+
+def _trainers(run: dict[str, Any] | None) -> dict[str, str]:
+    if run is None:
+        return dict.fromkeys(("origin", "learning", "bars"), UNMEASURED.format("trainers"))
+    told, machine = run["runs"], run["machine"]
+    origin = (
+        f"The numbers are of commit `{run['commit']}`, on a machine with {machine['cores']} cores and Python"
+        f" {machine['python']}, without a GPU."
+    )
+    rows = [(name, *(told[name].get(key, "-") for key in ("steps", "first", "last"))) for name in LEARNT]
+    bars = [(row["name"], row["seen"], row["bar"], _met(row["ok"])) for row in run["bars"]]
+    return {
+        "origin": origin,
+        "learning": table(("trainer", "steps", "first", "last"), rows),
+        "bars": table(("", "seen", "wanted", ""), bars),
+    }
+
+
+LEARNT = ("veRL", "TRL", "own loop")
+
+
+def _met(ok: bool) -> str:
+    return "met" if ok else "**missed**"
+
+
+def _tree(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return UNMEASURED.format("gpu")
+    origin = (
+        f"One {line['device']}, commit `{line['commit'][:12]}`, a model of {line['parameters'] / 1e9:.2f} B"
+        f" parameters; large products of matrices reach {line['ceiling_tflops']:,.0f} TFLOP/s on it."
+    )
+    parts = [origin]
+    for (name, title), shape in zip(SHAPES.items(), (line, line["forest"]), strict=True):
+        rows = [_form(form, shape) for form in shape["speedup"]]
+        rows.append(("the forest", "1", "1", "", shape["seconds"]["tree"], shape["peak_gib"]["tree"]))
+        head = ("", "tokens / the forest's", "time / the forest's", "of that ratio", "s", "peak, GiB")
+        rest = [
+            (what, seen, bar, _met(ok))
+            for what, seen, ok, bar in tree_bars(line)
+            if what.startswith(f"{name}: ")
+        ]
+        rest.append((f"{name}: TFLOP/s, share of the ceiling", f"{shape['tflops']}, {shape['mfu']}", "", ""))
+        parts += [
+            f"**{title}**, {shape['unique_tokens']:,} tokens in the forest:",
+            table(head, rows),
+            table(("", "seen", "wanted", ""), [(what.partition(": ")[2], *more) for what, *more in rest]),
+        ]
+    return "\n\n".join(parts)
+
+
+def _form(form: str, shape: dict[str, Any]) -> tuple[Any, ...]:
+    numbers = (shape[key][form] for key in ("token_ratio", "speedup"))
+    share = shape["speedup"][form] / shape["token_ratio"][form]
+    return (FORMS[form], *numbers, f"{share:.2f}", shape["seconds"][form], shape["peak_gib"][form])
+
+
+def _engine(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return UNMEASURED.format("gpu")
+    machine, rates = line["machine"], line["tok_s"]
+    load, size = machine["load"], machine["parameters"] / 1e9
+    origin = (
+        f"One {machine['device']}, commit `{line['commit'][:12]}`, torch {machine['torch']}, transformers"
+        f" {machine['transformers']}, {size:.2f} B parameters, {load['requests']} requests"
+        f" at once of {load['prompt']} tokens, {load['new']} sampled for each ({load['batch_new']} by"
+        " `generate_batch`)."
+    )
+    names = {"afield": "embedded engine", "generate": "`generate`", "generate_batch": "`generate_batch`"}
+    rows = [(label, f"{rates[name]:,}" if rates[name] else "failed") for name, label in names.items()]
+    bars = [(name, seen, bar, _met(ok)) for name, seen, ok, bar in engine_bars(line)[:1]]
+    return "\n\n".join(
+        (
+            origin,
+            table(("", "tokens a second"), rows),
+            table(("", "seen", "wanted", ""), bars),
+            _agreement(line["logprob_diff"]),
+        )
+    )
+
+
+def _agreement(told: dict[str, Any] | None) -> str:
+    if not told:
+        return "How far its log-probabilities are from a trainer's was not measured."
+    own = told["trainer_own_rounding"]
+    kinds = [(f"`{kind}`", told[kind]["mean"], told[kind]["max"]) for kind in ("bfloat16", "float32")]
+    kinds.append(("a trainer in bfloat16 from one in float32", own["mean"], own["max"]))
+    lead = "Log-probabilities of sampled tokens, the engine's and those of a forward pass over the whole row:"
+    return f"{lead}\n\n{table(('', 'apart, mean', 'at most'), kinds)}"
