@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from afield import wire
+from afield.batches.rewards import usable
 from afield.errors import RETRIED, AfieldError, Missing, Unavailable, WireError, first_cause
 from afield.judge import Judge
 from afield.launch import Launcher, broken, now, patiently
@@ -27,7 +28,7 @@ from afield.notice import Noticer, Running
 from afield.plan import Plan, Watcher
 from afield.seams import Fence, Gateway, Record, Runtime, Transport, Waiting
 from afield.spool import Spool
-from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout
+from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout, Split
 from afield.wire import OutcomeRecord
 
 log = logging.getLogger("afield.collect")
@@ -151,7 +152,7 @@ class Conductor:
         note = self._ledger.finished(rollout.id)
         if note is None or self._spool.holds(rollout.id):
             return note
-        outcome, record = await self._recorded(note.outcome)
+        outcome, record = await self._recorded(rollout, note.outcome)
         if outcome is not note.outcome:
             self._ledger.forget(rollout.id)  # nothing is left of what it sampled
             return None
@@ -184,7 +185,7 @@ class Conductor:
                 n += 1
                 outcome = await self._attempt(rollout, Attempt(rollout.id, n), born)
             if not self._will_retry(rollout, outcome, spent, born):
-                kept, record = await self._recorded(outcome)
+                kept, record = await self._recorded(rollout, outcome)
                 if kept is outcome or not self._will_retry(rollout, kept, spent, born):
                     return await self._end(rollout, kept, record, n)
                 outcome = kept
@@ -212,27 +213,23 @@ class Conductor:
         self._watcher.attempt_ended(rollout, note.outcome, False)
         return note
 
-    async def _recorded(self, outcome: Outcome) -> tuple[Outcome, Record]:
-        """What its session sampled. A reward for a session that is gone, or cannot be read, is none."""
+    async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, Record]:
+        """What its session sampled. A reward for a session that is gone, or cannot be read, is none; nor is
+        one that nothing can be trained with."""
         try:
-            return outcome, await self._patiently(lambda: self._gateway.finalize(outcome.session_id))
+            record = await self._patiently(lambda: self._gateway.finalize(outcome.session_id))
         except (Missing, Unavailable) as error:
             await self._gateway.version()  # raises where it is not this session alone
             if outcome.failure is None:
                 lost = broken(str(error), Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, Record(trajectories=(), excluded=())
+        names = self._plan.rewards if rollout.split is Split.TRAIN else ()
+        return usable(finished_of(rollout, outcome, record, 1), names), record
 
     async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
         """Everything there is of a rollout, to the spool."""
-        finished = Finished(
-            rollout=rollout,
-            outcome=outcome,
-            trajectories=record.trajectories,
-            excluded=record.excluded,
-            turns=record.turns,
-            attempts=n,
-        )
+        finished = finished_of(rollout, outcome, record, n)
         self._spool.put(finished)
         self._watcher.rollout_finished(finished)
         spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
@@ -437,3 +434,14 @@ def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:
         return outcome
     told = f"the outcome stored for {attempt.session_id} says it is of {outcome.session_id}"
     return wire.failed(attempt.rollout_id, attempt.n, Failure(FailureKind.VERIFIER, Reason.REWARD, told))
+
+
+def finished_of(rollout: Rollout, outcome: Outcome, record: Record, attempts: int) -> Finished:
+    return Finished(
+        rollout=rollout,
+        outcome=outcome,
+        trajectories=record.trajectories,
+        excluded=record.excluded,
+        turns=record.turns,
+        attempts=attempts,
+    )

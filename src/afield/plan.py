@@ -22,7 +22,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     unless told otherwise). Both favour short rollouts, so both are off unless asked for. With
     `baseline` a group has one greedy rollout more, to be measured against. Agents deliver to the store,
     or to their gateway, which writes the store. Who is `judged` hands in to the gateway, and a verifier
-    gives the reward.
+    gives the reward. `rewards` names those that an outcome must have, and no others, if training weighs
+    named ones.
     """
 
     exp_id: str
@@ -41,6 +42,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     budget: Budget = Budget()
     deliver: Literal["store", "gateway"] = "store"
     judged: bool = False
+    rewards: tuple[str, ...] = ()
     sweep_s: float = 5.0
     watch_s: float = 1.0
     patience_s: float = 600.0

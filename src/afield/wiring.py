@@ -328,6 +328,7 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         budget=Budget(calls=config.max_calls, context=config.max_context),
         deliver=config.delivery,
         judged=bool(config.verifier),
+        rewards=() if config.freeze_weights else tuple(config.learn.rewards),
         sweep_s=config.sweep_s,
         patience_s=config.patience_s,
     )

@@ -2,7 +2,7 @@
 
 Nothing is added up unless someone says how. `weighed` makes one reward of named ones, by weights that
 name each of them; `turn_returns` what each turn led to. A name or a turn that is not there is an error that
-names it and its rollout.
+names it and its rollout; `usable` makes it that rollout's failure while rollouts are still collected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 from msgspec import structs
 
 from afield.errors import UsageError
-from afield.types import Finished, Group, Outcome, TurnStatus
+from afield.types import Failure, FailureKind, Finished, Group, Outcome, Reason, TurnStatus
 
 _RESPONSE = re.compile(r".*[-_](t\d+)")  # the id of a response ends with the turn's
 
@@ -147,3 +147,27 @@ def _turn(name: str, known: list[str], answered: list[str]) -> str | None:
 
 def _some(turns: list[str]) -> str:
     return ", ".join(turns[:8]) + (", ..." if len(turns) > 8 else "") or "none"
+
+
+# --- before it is too late -----------------------------------------------------------------------
+
+
+def usable(finished: Finished, names: Iterable[str] = ()) -> Outcome:
+    """Its outcome; or, where rewards name what is not there, the verifier's failure in its place.
+
+    `names` are those of the rewards that training weighs, if it does. A failure stays what it is, and has no
+    rewards any more.
+    """
+    outcome = finished.outcome
+    if outcome.reward_or_floor(0.0) is None:
+        return outcome
+    try:
+        if outcome.turn_rewards:
+            turn_rewards(finished)
+        if outcome.reward is not None and (weights := dict.fromkeys(names, 1.0)):
+            weighted_sum(outcome, weights)
+    except UsageError as error:
+        wrong = Failure(FailureKind.VERIFIER, Reason.REWARD, str(error))
+        failure = outcome.failure or wrong
+        return structs.replace(outcome, reward=None, rewards={}, turn_rewards={}, failure=failure)
+    return outcome
