@@ -89,7 +89,8 @@ def tested(
     """Run tests; those that are skipped have shown nothing. What they `record_property` comes back."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [python, "-m", "pytest", "-q", "-m", "real or not real", "--junitxml", report, *arguments]
+        told = ("--junitxml", report, "-o", "junit_family=xunit1")  # the family that has properties
+        command = [python, "-m", "pytest", "-q", "-m", "real or not real", *told, *arguments]
         done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, check=False)
         if not report.is_file():
             return Tested(0, 1, 0, {})
