@@ -33,7 +33,7 @@ from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded
 from afield.trainers.tree import Tree, watch
 
-PROMPT, TURN, SAMPLED = 2048, 192, 64  # a turn is a call and, twice as long, what its tool returned
+PROMPT, TURN, SAMPLED = 2048, 192, 64  # a turn is what came in and, half as long, what was sampled
 ENOUGH = 16384  # tokens that keep the device busy
 MODELS = {
     "large": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 27,
@@ -69,11 +69,11 @@ class Maker:
         return self._random.choice((-1.0, 1.0)) * self._random.uniform(0.5, 1.5)
 
     def conversation(self, prompt: tuple[int, ...], turns: int, advantage: float) -> Row:
-        """`turns` turns after a prompt, each sampled at first and then, to the end, what a tool returned."""
+        """`turns` turns after a prompt, each what a tool returned and then what was sampled."""
         ids, owned = prompt, list[tuple[int, int]]()
         for _ in range(turns):
-            owned.append((len(ids), len(ids) + self.sampled))
             ids += self.tokens(self.turn)
+            owned.append((len(ids) - self.sampled, len(ids)))
         return Row(ids, tuple(owned), advantage)
 
 
@@ -151,7 +151,7 @@ def varlen(rows: Sequence[Row], bound: int, device: torch.device) -> list[Part]:
     return parts
 
 
-def forest(rows: Sequence[Row], bound: int, device: torch.device, kernel: str = "") -> list[Part]:
+def forest(rows: Sequence[Row], bound: int, device: torch.device, kernel: Any = None) -> list[Part]:
     parts: list[Part] = []
     for numbers in split([row.ids for row in rows], bound):
         batch = [rows[number] for number in numbers]
@@ -354,7 +354,7 @@ def main() -> None:
     reading.add_argument("--bound", type=int, default=73728, help="tokens of one pass, at most")
     reading.add_argument("--times", type=int, default=5)
     reading.add_argument(
-        "--kernel", default="", help="of the tree's attention: rows or flex; else the cheaper"
+        "--kernel", choices=["peeled", "flex"], help="of the tree's attention; else the cheaper"
     )
     reading.add_argument("--compile", action="store_true", help="compile every layer, in all forms")
     reading.add_argument("--save", action="store_true", help="write bench/results/tree-COMMIT.json")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from afield import assembly
@@ -21,8 +22,9 @@ from afield.forest import Forest
 from afield.trainers.losses import Objective, Tokens, loss_of
 from afield.trainers.packing import pack, split
 from afield.trainers.passes import Pass, log_probabilities, to_passes
+from afield.trainers.peeled import Attention, planned
 from afield.trainers.rows import Row
-from afield.trainers.tree import Tree, watch
+from afield.trainers.tree import Kernel, Tree, watch
 from afield.types import FinishReason, Sampling, Trajectory, Turn, TurnStatus, VersionSpan
 
 VOCABULARY = 40
@@ -155,7 +157,9 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("seed", range(FORESTS))
-def test_rows_per_turn_merged_rows_and_the_tree_give_the_naive_gradient(seed: int) -> None:
+def test_rows_per_turn_merged_rows_and_the_tree_give_the_naive_gradient(
+    seed: int, record_property: Callable[[str, object], None]
+) -> None:
     model = made("qwen3" if seed % 2 else "llama")
     found = rollouts(seed)
     truth = naive(model, found)
@@ -168,12 +172,13 @@ def test_rows_per_turn_merged_rows_and_the_tree_give_the_naive_gradient(seed: in
         "merged, tree split": to_passes(merged, 40, CPU, "tree"),
     }
     off = {name: apart(gradient(model, passes), truth) for name, passes in forms.items()}
+    record_property("relative_error", max(off.values()))
     assert max(off.values()) <= 1e-5, off
 
 
-@pytest.mark.parametrize("kernel", ["each", "rows"])
+@pytest.mark.parametrize("kernel", ["each", "peeled"])
 @pytest.mark.parametrize("again", [False, True])
-def test_layers_computed_again_change_no_gradient(kernel: str, again: bool) -> None:
+def test_layers_computed_again_change_no_gradient(kernel: Kernel, again: bool) -> None:
     """With gradient checkpointing attention's results are kept, and its inputs come from the second pass."""
     for seed in range(6):
         found = rollouts(seed)
@@ -188,7 +193,7 @@ def test_layers_computed_again_change_no_gradient(kernel: str, again: bool) -> N
         assert apart(together, 2 * truth) <= 1e-5
 
 
-def over(batch: Pass, kernel: str) -> Pass:
+def over(batch: Pass, kernel: Kernel) -> Pass:
     packed = pack([row.trajectory.token_ids for row in batch.rows])
     return batch._replace(layout=Tree(packed, CPU, kernel))
 
@@ -280,6 +285,33 @@ def listed(numbers: Tensor, places: Tensor) -> Tensor:
     for row, (number, line) in enumerate(zip(numbers.tolist(), places.tolist(), strict=True)):
         matrix[row, line[:number]] = True
     return matrix
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rectangles_put_together_are_attention_over_the_forest(seed: int) -> None:
+    wild = random.Random(seed)
+    prompts = [[wild.randrange(9) for _ in range(wild.randrange(2, 9))] for _ in range(3)]
+    sequences = [
+        wild.choice(prompts) + [wild.randrange(9) for _ in range(wild.randrange(1, 6))] for _ in range(9)
+    ]
+    packed = pack(sequences)
+    plan = planned(packed.segments, CPU, least=1)
+    assert seed > 3 or plan.rectangles
+    generator = torch.Generator().manual_seed(seed)
+    given = [
+        torch.randn(1, heads, len(packed.ids), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)
+    ]
+    token, end = torch.arange(len(packed.ids)), torch.tensor(packed.end)
+    seen = (token[None] <= token[:, None]) & (token[:, None] < end[None])
+    wanted = scaled_dot_product_attention(*given, seen, scale=0.3, enable_gqa=True).transpose(1, 2)
+    found = Attention.apply(*given, plan, 0.3)
+    push = torch.randn(wanted.shape, generator=generator)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, given, push)),
+        (wanted, *torch.autograd.grad(wanted, given, push)),
+        strict=True,
+    )
+    assert max(apart(a, b) for a, b in pairs) < 1e-5
 
 
 def test_trajectories_are_never_split_over_passes() -> None:

@@ -2,18 +2,17 @@
 
 It is an attention implementation of `transformers`: `watch(model)` puts it in place, and a call that
 brings `tree=` runs over that forest; without one, attention is the usual causal one. All else is computed
-once per token. Attention itself is either one FlexAttention kernel, whose mask costs one integer per token,
-or causal attention over whole sequences, of which the new tokens are kept: the fastest kernel there is,
-where what it does twice is little. On a CPU it is the exact sum, sequence by sequence. Models whose
-attention is more than that (windows, soft caps, sinks) are refused.
+once per token. Attention itself is one FlexAttention kernel, whose mask costs one integer per token, or
+several for plain rectangles (`peeled`) where those take less. On a CPU it is the exact sum, sequence by
+sequence. Models whose attention is more than that (windows, soft caps, sinks) are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,100 +22,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from afield.trainers.packing import Packed, Segment
+from afield.trainers.peeled import Attention, Plan, planned, usable
 
 ATTENTION = "afield_tree"
+Kernel = Literal["peeled", "flex", "each"]
 BLOCK = 128
 BEYOND = ("softcap", "s_aux", "position_bias")  # what some attention does besides
-ALIKE = 0.8  # sequences this much shorter than the longest still share a call with it
-FLEX_PACE = 0.75  # of what causal attention makes of the same arithmetic
-
-
-class Bundle(NamedTuple):
-    """Sequences of like length side by side: the token at each place, and the places of those they add."""
-
-    rows: int
-    width: int
-    place: Tensor
-    fresh: Tensor
-    tokens: Tensor
-
-
-def bundled(segments: Sequence[Segment], device: torch.device) -> list[Bundle]:
-    made: list[list[Segment]] = []
-    for segment in sorted(segments, key=_length, reverse=True):
-        if not made or _length(segment) < ALIKE * _length(made[-1][0]):
-            made.append([])
-        made[-1].append(segment)
-    return [_bundle(sorted(part), device) for part in made]
-
-
-def _length(segment: Segment) -> int:
-    return segment.end - segment.start + sum(last - first for first, last in segment.path)
-
-
-def _bundle(segments: Sequence[Segment], device: torch.device) -> Bundle:
-    width = max(map(_length, segments))
-    index = torch.zeros(len(segments), width, dtype=torch.long)
-    fresh: list[Tensor] = []
-    tokens: list[Tensor] = []
-    for number, segment in enumerate(segments):
-        end = _length(segment)
-        begin = end - (segment.end - segment.start)
-        parts = [torch.arange(first, last) for first, last in segment.path]
-        tokens.append(torch.arange(segment.start, segment.end))
-        index[number, :end] = torch.cat([*parts, tokens[-1]])
-        fresh.append(torch.arange(number * width + begin, number * width + end))
-    return Bundle(
-        len(segments),
-        width,
-        index.flatten().to(device),
-        torch.cat(fresh).to(device),
-        torch.cat(tokens).to(device),
-    )
-
-
-class _Laid(torch.autograd.Function):
-    """Tokens where their sequences have them; the gradient is that of the places where they are new."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, bundle: Bundle) -> Tensor:
-        ctx.bundle, ctx.count = bundle, tensor.shape[0]
-        return tensor.index_select(0, bundle.place)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        picked = gradients[0].index_select(0, ctx.bundle.fresh)
-        return picked.new_zeros(ctx.count, *picked.shape[1:]).index_copy_(0, ctx.bundle.tokens, picked), None
-
-
-class _Shared(torch.autograd.Function):
-    """The same for what every later token of a sequence looks at: gradients add up, in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, bundle: Bundle) -> Tensor:
-        ctx.bundle, ctx.count = bundle, tensor.shape[0]
-        return tensor.index_select(0, bundle.place)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0]
-        total = gradient.new_zeros(ctx.count, *gradient.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, ctx.bundle.place, gradient.float()).to(gradient.dtype), None
-
-
-class _Taken(torch.autograd.Function):
-    """The new tokens of a bundle, out of all its places."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, bundle: Bundle) -> Tensor:
-        ctx.bundle, ctx.count = bundle, tensor.shape[0]
-        return tensor.index_select(0, bundle.fresh)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0]
-        spread = gradient.new_zeros(ctx.count, *gradient.shape[1:])
-        return spread.index_copy_(0, ctx.bundle.fresh, gradient), None
+FLEX_PACE = 0.65  # of what kernels for rectangles make of the same arithmetic
 
 
 class Kept:
@@ -165,35 +77,31 @@ class Kept:
 class Tree:
     """A forest on a device. Tokens that fill up the last block are trees of their own."""
 
-    def __init__(self, packed: Packed, device: torch.device, kernel: str = "") -> None:
-        self.kernel = kernel or (chosen(packed) if device.type == "cuda" else "each")
+    def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
         count = len(packed.ids)
-        filler = -count % BLOCK if self.kernel == "flex" else 0
+        filler = -count % BLOCK if device.type == "cuda" or kernel == "flex" else 0
         self.ids = pad(torch.tensor(packed.ids), (0, filler)).to(device)[None]
         self.positions = pad(torch.tensor(packed.depth), (0, filler)).to(device)[None]
-        ends = [*packed.end, *range(count + 1, count + filler + 1)]
+        ends = [*packed.end, *[count + filler] * filler]
         self.end = torch.tensor(ends, dtype=torch.int32, device=device)
         self.longest = max(packed.depth, default=0) + 1
-        self._segments = packed.segments
+        self._pairs = sum(packed.depth) + count
+        self._segments = [*packed.segments, *([Segment(count, count + filler, ())] if filler else [])]
         self._device = device
+        self._kernel: Kernel | None = kernel
+
+    def kernel(self, dtype: torch.dtype) -> Kernel:
+        """The one that takes less: a single one over what is needed, or faster ones over somewhat more."""
+        if self._kernel is None and self._device.type != "cuda":
+            self._kernel = "each"
+        if self._kernel is None:
+            cheap = self.plan.pairs < self._pairs / FLEX_PACE
+            self._kernel = "peeled" if cheap and usable(self._device, dtype) else "flex"
+        return self._kernel
 
     @cached_property
-    def bundles(self) -> list[Bundle]:
-        return bundled(self._segments, self._device)
-
-    @cached_property
-    def order(self) -> Tensor:
-        """Where each token is in all that bundles add."""
-        return torch.argsort(torch.cat([bundle.tokens for bundle in self.bundles]))
-
-    def lay_out(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values [1, heads, tokens, size] for each bundle [rows, heads, width, size]."""
-        laid: list[Tensor] = []
-        for bundle in self.bundles:
-            for how, tensor in zip((_Laid, _Shared, _Shared), tensors, strict=True):
-                rows = how.apply(tensor[0].transpose(0, 1), bundle)
-                laid.append(rows.view(bundle.rows, bundle.width, *rows.shape[1:]).transpose(1, 2))
-        return tuple(laid)
+    def plan(self) -> Plan:
+        return planned(self._segments, self._device)
 
     @cached_property
     def segments(self) -> list[tuple[int, int, Tensor, Tensor]]:
@@ -270,13 +178,6 @@ def walk(tree: Tree, model: Any) -> Iterator[Walk]:
         )
 
 
-def chosen(packed: Packed) -> str:
-    """The kernel that takes less: FlexAttention over what is needed, or a faster one over some more."""
-    needed = sum(packed.depth) + len(packed.depth)
-    whole = sum(b.rows * b.width * b.width / 2 for b in bundled(packed.segments, torch.device("cpu")))
-    return "rows" if whole < needed / FLEX_PACE else "flex"
-
-
 def _listed(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """How many are set in each row, and which, those first."""
     order = torch.argsort(matrix.to(torch.int8), dim=1, descending=True, stable=True)
@@ -333,13 +234,19 @@ def attention(
 def _over(walk: Walk, layer: int, scaling: float | None, *given: Tensor) -> Tensor:
     tree, kept = walk.tree, walk.kept
     walk.seen = True
-    if tree.kernel == "rows":
-        return kept(layer, tree.lay_out, partial(_by_bundle, tree, scaling), *given)
-    if tree.kernel == "flex":
-        out = kept(layer, _enough_heads, partial(_by_mask, tree, scaling), *given)
+    scale = given[0].shape[-1] ** -0.5 if scaling is None else scaling
+    kernel = tree.kernel(given[0].dtype)
+    if kernel == "peeled":
+        return kept(layer, _as_they_are, lambda *inputs: Attention.apply(*inputs, tree.plan, scale), *given)
+    if kernel == "flex":
+        out = kept(layer, _enough_heads, partial(_by_mask, tree, scale), *given)
     else:
-        out = _by_sequence(tree, scaling, *given)
+        out = _by_sequence(tree, scale, *given)
     return out.transpose(1, 2).contiguous()
+
+
+def _as_they_are(*given: Tensor) -> tuple[Tensor, ...]:
+    return given
 
 
 def _enough_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -350,7 +257,7 @@ def _enough_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
     return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _by_mask(tree: Tree, scaling: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _by_mask(tree: Tree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _flex()(query, key, value, block_mask=tree.blocks, scale=scaling, enable_gqa=True)
 
 
@@ -359,20 +266,7 @@ def _flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def _by_bundle(tree: Tree, scaling: float | None, *laid: Tensor) -> Tensor:
-    parts: list[Tensor] = []
-    for number, bundle in enumerate(tree.bundles):
-        query, key, value = laid[3 * number : 3 * number + 3]
-        grouped = query.shape[1] != key.shape[1]
-        out = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
-        parts.append(_Taken.apply(out.transpose(1, 2).flatten(0, 1), bundle))
-    # One bundle has its tokens in order.
-    return (parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, tree.order))[None]
-
-
-def _by_sequence(tree: Tree, scaling: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _by_sequence(tree: Tree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     parts: list[Tensor] = []
     for start, end, keys, seen in tree.segments:

@@ -1,0 +1,330 @@
+"""Attention over a forest by kernels for plain rectangles, which are the fastest there are.
+
+A tree whose trajectories all begin alike is peeled: everything that follows its common beginning sees all of
+it, one dense rectangle. What is left are short sequences side by side, each with causal attention. The two
+are put together by their normalisers, exactly. The gradient of each part is taken with the normaliser and the
+result of the whole, so nothing has to be put together on the way back but sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from afield.trainers.packing import Segment
+
+ALIKE = 0.95  # sequences this much shorter than the longest still share a call with it
+LEAST = 256  # tokens that a beginning has to have to be peeled off
+ops = torch.ops.aten
+
+
+class Rectangle(NamedTuple):
+    """Tokens [middle, end) all see all of [start, middle)."""
+
+    start: int
+    middle: int
+    end: int
+
+    @property
+    def pairs(self) -> int:
+        return (self.middle - self.start) * (self.end - self.middle)
+
+
+class Bundle(NamedTuple):
+    """Sequences of like length side by side: the token at each place, and which places have a token's result.
+
+    Where those are just so many tokens one after the other, they are taken as they are (`first`).
+    """
+
+    rows: int
+    width: int
+    place: Tensor
+    fresh: Tensor
+    tokens: Tensor
+    first: int | None
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.width * (self.width + 1) // 2
+
+    def lay(self, tensor: Tensor) -> Tensor:
+        """[tokens, ...] to [rows, width, ...]."""
+        if self.first is not None:
+            taken = tensor[self.first : self.first + self.rows * self.width]
+        else:
+            taken = tensor.index_select(0, self.place)
+        return taken.reshape(self.rows, self.width, *tensor.shape[1:])
+
+    def lay_fresh(self, tensor: Tensor) -> Tensor:
+        """The same, with 0 where a token stands for itself elsewhere."""
+        if self.first is not None:
+            return self.lay(tensor)
+        laid = tensor.new_zeros(self.rows * self.width, *tensor.shape[1:])
+        laid.index_copy_(0, self.fresh, tensor.index_select(0, self.tokens))
+        return laid.view(self.rows, self.width, *tensor.shape[1:])
+
+    def put(self, into: Tensor, laid: Tensor) -> None:
+        """Every token's own result."""
+        if self.first is not None:
+            into[self.first : self.first + self.rows * self.width] = laid.flatten(0, 1)
+        else:
+            into.index_copy_(0, self.tokens, laid.flatten(0, 1).index_select(0, self.fresh))
+
+    def add(self, into: Tensor, laid: Tensor) -> None:
+        """All that a token gets, wherever it stands."""
+        if self.first is not None:
+            into[self.first : self.first + self.rows * self.width] += laid.flatten(0, 1)
+        else:
+            into.index_add_(0, self.place, laid.flatten(0, 1).to(into.dtype))
+
+
+class Plan(NamedTuple):
+    bundles: list[Bundle]
+    rectangles: list[Rectangle]
+
+    @property
+    def pairs(self) -> int:
+        return sum(part.pairs for part in (*self.bundles, *self.rectangles))
+
+
+def planned(segments: Sequence[Segment], device: torch.device, least: int = LEAST) -> Plan:
+    rectangles, rest = peel(segments, least)
+    made: list[list[Segment]] = []
+    for segment in sorted(rest, key=_length, reverse=True):
+        if not made or _length(segment) < ALIKE * _length(made[-1][0]):
+            made.append([])
+        made[-1].append(segment)
+    return Plan([_bundle(sorted(part), device) for part in made], rectangles)
+
+
+def peel(segments: Sequence[Segment], least: int) -> tuple[list[Rectangle], list[Segment]]:
+    """Common beginnings, and what is left without them. A tree's segments follow its first one, the trunk."""
+    rectangles: list[Rectangle] = []
+    rest: list[Segment] = []
+    trunks = [number for number, segment in enumerate(segments) if not segment.path]
+    for here, following in zip(trunks, [*trunks[1:], len(segments)], strict=True):
+        trunk, *branches = segments[here:following]
+        middle = min((branch.path[0][1] for branch in branches), default=trunk.start)
+        if middle - trunk.start < least:
+            rest += [trunk, *branches]
+            continue
+        end = max(segment.end for segment in (trunk, *branches))
+        rectangles.append(Rectangle(trunk.start, middle, end))
+        rest.append(Segment(trunk.start, middle, ()))
+        rest += [Segment(s.start, s.end, _after(middle, s.path)) for s in branches]
+        if trunk.end > middle:
+            rest.append(Segment(middle, trunk.end, ()))
+    return rectangles, rest
+
+
+def _after(middle: int, path: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    (_, last), *others = path
+    return ((middle, last), *others) if last > middle else tuple(others)
+
+
+def _length(segment: Segment) -> int:
+    return segment.end - segment.start + sum(last - first for first, last in segment.path)
+
+
+def _bundle(segments: Sequence[Segment], device: torch.device) -> Bundle:
+    width = max(map(_length, segments))
+    place = torch.zeros(len(segments), width, dtype=torch.long)
+    fresh: list[Tensor] = []
+    tokens: list[Tensor] = []
+    for number, segment in enumerate(segments):
+        end = _length(segment)
+        begin = end - (segment.end - segment.start)
+        tokens.append(torch.arange(segment.start, segment.end))
+        path = [torch.arange(first, last) for first, last in segment.path]
+        place[number, :end] = torch.cat([*path, tokens[-1]])
+        fresh.append(torch.arange(number * width + begin, number * width + end))
+    first, count = segments[0].start, len(segments) * width
+    plain = torch.equal(place.flatten(), torch.arange(first, first + count))
+    return Bundle(
+        len(segments),
+        width,
+        place.flatten().to(device),
+        torch.cat(fresh).to(device),
+        torch.cat(tokens).to(device),
+        first if plain and all(not segment.path for segment in segments) else None,
+    )
+
+
+class Attention(torch.autograd.Function):
+    """Queries, keys and values are [1, heads, tokens, size]; the result is [1, tokens, heads, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        out, normaliser = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        for bundle in plan.bundles:
+            rows = (bundle.lay(tensor).transpose(1, 2) for tensor in (q, k, v))
+            result, norm = kernel(query.device.type).forward(*rows, causal=True, scale=scale)
+            bundle.put(out, result.transpose(1, 2))
+            bundle.put(normaliser, norm.transpose(1, 2))
+        for start, middle, end in plan.rectangles:
+            result, norm = kernel(query.device.type).forward(
+                query[:, :, middle:end],
+                key[:, :, start:middle],
+                value[:, :, start:middle],
+                causal=False,
+                scale=scale,
+            )
+            _together(query.device.type)(
+                out[middle:end], normaliser[middle:end], result[0].transpose(0, 1), norm[0].transpose(0, 1)
+            )
+        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(query, key, value, out, normaliser)
+        return out[None]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, normaliser = ctx.saved_tensors
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        gradient = gradients[0][0]
+        to_q = torch.empty_like(q)
+        to_k, to_v = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (k, v))
+        backward = kernel(query.device.type).backward
+        for bundle in ctx.plan.bundles:
+            laid = (bundle.lay(tensor).transpose(1, 2) for tensor in (q, k, v, out, normaliser))
+            rows = bundle.lay_fresh(gradient).transpose(1, 2)
+            of_q, of_k, of_v = backward(rows, *laid, causal=True, scale=ctx.scale)
+            bundle.put(to_q, of_q.transpose(1, 2))
+            bundle.add(to_k, of_k.transpose(1, 2))
+            bundle.add(to_v, of_v.transpose(1, 2))
+        for start, middle, end in ctx.plan.rectangles:
+            rows, *later = (t[None, middle:end].transpose(1, 2) for t in (gradient, q, out, normaliser))
+            of_q, of_k, of_v = backward(
+                rows,
+                later[0],
+                key[:, :, start:middle],
+                value[:, :, start:middle],
+                later[1],
+                later[2],
+                causal=False,
+                scale=ctx.scale,
+            )
+            to_q[middle:end] += of_q[0].transpose(0, 1)
+            to_k[start:middle] += of_k[0].transpose(0, 1)
+            to_v[start:middle] += of_v[0].transpose(0, 1)
+        return *(t.to(q.dtype).transpose(0, 1)[None] for t in (to_q, to_k, to_v)), None, None
+
+
+def put_together(out: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor) -> None:
+    """Two results of softmax over different keys as the one over both, in place."""
+    both = torch.logaddexp(norm, other_norm)
+    mine, others = torch.exp(norm - both)[..., None], torch.exp(other_norm - both)[..., None]
+    out.copy_(out.float() * mine + other.float() * others)
+    norm.copy_(both)
+
+
+@cache
+def _together(device: str) -> Any:
+    return torch.compile(put_together, dynamic=True) if device == "cuda" else put_together
+
+
+# --- kernels: [rows, heads, tokens, size], normalisers [rows, heads, tokens] -----------------------
+
+
+class Cudnn:
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return found[0], found[1].view(q.shape[:3])
+
+    @staticmethod
+    def backward(
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        norm: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        none = torch.zeros((), dtype=torch.long, device=q.device)  # where random numbers of dropout would be
+        return ops._scaled_dot_product_cudnn_attention_backward(
+            gradient,
+            q,
+            k,
+            v,
+            out,
+            norm.contiguous()[..., None],
+            none,
+            none,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            scale=scale,
+        )
+
+
+class Cpu:
+    """The same for tests, and for whoever wants it."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        times = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        return ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    @staticmethod
+    def backward(
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        norm: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads, times = k.shape[1], q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+        of_q, of_k, of_v = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, norm, 0.0, causal, scale=scale
+        )
+        return of_q, of_k.unflatten(1, (heads, times)).sum(2), of_v.unflatten(1, (heads, times)).sum(2)
+
+
+def kernel(device: str) -> type[Cudnn] | type[Cpu]:
+    return Cudnn if device == "cuda" else Cpu
+
+
+@cache
+def usable(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this kernel is there for such numbers, and does what it should; tried once on a small tree."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    plan = planned([Segment(0, 384, ()), Segment(384, 512, ((0, 256),))], device)
+    given = [
+        torch.randn(1, h, 512, 128, generator=generator, device=device, dtype=dtype).requires_grad_()
+        for h in (4, 2, 2)
+    ]
+    token = torch.arange(512, device=device)
+    own = (token[:, None] < 384) == (token[None] < 384)
+    seen = (token[None] <= token[:, None]) & (own | (token[None] < 256))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        given[0].float(), given[1].float(), given[2].float(), seen, scale=0.1, enable_gqa=True
+    ).transpose(1, 2)
+    push = torch.randn(wanted.shape, generator=generator, device=device)
+    truth = torch.autograd.grad(wanted, given, push)
+    try:
+        out = Attention.apply(*given, plan, 0.1)
+        found = torch.autograd.grad(out, given, push.to(dtype))
+    except RuntimeError:  # what torch raises for a kernel that is not there
+        return False
+    pairs = [(out, wanted), *zip(found, truth, strict=True)]
+    return all(float((a.float() - b.float()).norm() / b.float().norm()) < 0.02 for a, b in pairs)
