@@ -6,10 +6,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from afield.assembly import linear
 from afield.sdk.context import Context
+from afield.trainers.packing import pack
+from afield.trainers.passes import Pass, log_probabilities, to_passes
+from afield.trainers.policy import PolicyModel
+from afield.trainers.rows import to_batch
+from afield.trainers.tree import Tree, walk
 from afield.types import FailureKind, Reason, Rollout, Task
 from collecting import ask_model, bench
+from grouping import finished, forest, group
+from tiny_model import build_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("review") / "model", hidden=32, max_positions=128)
+
+
+# --- layers that are computed again --------------------------------------------------------------
+
+
+def test_a_policy_with_checkpointing_attends_once_and_has_the_same_gradient(model_path: Path) -> None:
+    """The model as a whole stays in evaluation mode; only its layers believe to be training."""
+    parts = [finished(str(n), float(n), linear(forest(n)).trajectories) for n in range(3)]
+    rows = to_batch([group(*parts)], {f"g-{n}": 1.0 for n in range(3)}).rows
+    (batch,) = to_passes(rows, 10_000, CPU)
+    tree = Tree(pack([row.trajectory.token_ids for row in batch.rows]), CPU, "peeled")
+    gradients = []
+    for checkpointing in (False, True):
+        policy = PolicyModel(model_path, device=CPU, checkpointing=checkpointing)
+        with walk(tree, policy.model) as walked:
+            assert walked.kept.first is checkpointing
+            walked.seen = True
+        gradients.append(gradient(policy, batch._replace(layout=tree)))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-6
+
+
+def gradient(policy: PolicyModel, batch: Pass) -> torch.Tensor:
+    log_probabilities(policy.model, batch).sum().backward()
+    return torch.cat([p.grad.flatten() for p in policy.trainable if p.grad is not None])
+
 
 # --- rewards that name what is not there ---------------------------------------------------------
 

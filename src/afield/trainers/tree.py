@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.trainers.packing import Packed, Segment
 from afield.trainers.peeled import Attention, Plan, planned, usable
@@ -166,9 +167,15 @@ class Walk:
         self.seen = False
 
 
+def computed_again(model: Any) -> bool:
+    """Whether its layers are, for their gradients. The model around them need not be training for that."""
+    layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+    return any(layer.training and layer.gradient_checkpointing for layer in layers)
+
+
 @contextmanager
 def walk(tree: Tree, model: Any) -> Iterator[Walk]:
-    kept = Kept(model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing)
+    kept = Kept(torch.is_grad_enabled() and computed_again(model))
     made = Walk(tree, kept)
     yield made
     kept.first = False
