@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,13 +33,15 @@ from verl.workers.rollout.router import get_router_handle
 from verl_rollouts import AGENT, POLICY, veRL_config
 
 from afield.errors import Unavailable, UsageError
-from afield.integrations.verl import clients, dataset
-from afield.integrations.verl.loop import SHARED, Loop
+from afield.integrations.verl import clients, dataset, loop
+from afield.integrations.verl.keeper import GatewayKeeper, GatewayOptions, actor_name
+from afield.integrations.verl.loop import Loop
 from afield.integrations.verl.manager import Manager
 from afield.types import Task
 
 pytestmark = pytest.mark.real
 STEP = 1
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 WAIT_S = 90.0
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "extra_fields", "uid"]
 
@@ -255,6 +259,52 @@ def test_a_gateway_that_is_gone_ends_training(config: Any, tmp_path: Path) -> No
             made.close()
 
 
+def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = GatewayOptions(folder=str(tmp_path / "gateway"))
+    keeper = GatewayKeeper.options(name=actor_name(), max_concurrency=64).remote(options, str(POLICY))
+    patient = {"gateway": "", "folder": str(tmp_path), "patience_s": 600.0, "retries_infrastructure": 9}
+    own = OmegaConf.merge(config, {"afield": patient, "actor_rollout_ref": {"rollout": {"name": "afield"}}})
+    made = Manager.create(config=own, reward_loop_worker_handles=[])
+    monkeypatch.setattr(loop, "SHARED", loop._Shared())
+    given = loop.SHARED.get(own, None)
+    kill_all(str(tmp_path / "gateway" / "store-"))
+    batch = asked([{"question": "?"}])
+    began = time.monotonic()
+    with pytest.raises((ValueError, Unavailable), match=r"the gateway at .* has ended with status -9"):
+        made.generate_sequences(batch)
+        buffer(ReplayBuffer).sample(STEP, "train", 1)
+    with pytest.raises(Unavailable, match="has ended with status -9"):
+        made.generate_sequences(batch)
+    with pytest.raises(Unavailable, match="has ended with status -9"):
+        asyncio.run(one_loop(own).run(SAMPLING, **a_prompt(0)))
+    assert time.monotonic() - began < WAIT_S
+    drop(batch)
+    made.close()
+    given[1].close()
+    ray.kill(keeper)
+
+
+def kill_all(words: str) -> None:
+    """Processes whose command line has these words."""
+    found = [
+        int(path.name)
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and words in said_by(path / "cmdline")
+    ]
+    assert found
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+
+
+def said_by(file: Path) -> str:
+    try:
+        return file.read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
 def test_rollouts_without_end_are_not_waited_for_for_ever(config: Any, tmp_path: Path) -> None:
     own = OmegaConf.merge(config, {"afield": {"folder": str(tmp_path), "fruitless": 1}})
     made = Manager.create(config=own, reward_loop_worker_handles=[])
@@ -268,31 +318,34 @@ def test_rollouts_without_end_are_not_waited_for_for_ever(config: Any, tmp_path:
         made.close()
 
 
+def one_loop(config: Any) -> Loop:
+    return Loop(
+        trainer_config=DictConfigWrap(config),
+        server_manager=None,
+        tokenizer=AutoTokenizer.from_pretrained(POLICY),
+        processor=None,
+        dataset_cls=RLHFDataset,
+        data_config=DictConfigWrap(config.data),
+    )
+
+
+def a_prompt(session: int, does: str = "") -> dict[str, Any]:
+    task = Task("t", {"question": "How much is the red mug?", "branches": 2, "does": does})
+    row = dataset.rows([task], source="tests")[0]
+    return {**row, "uid": "u-9", "session_id": session, "global_steps": STEP}
+
+
 def test_an_agent_loop_of_veRLs_gives_outputs_through_one_client_of_the_process(config: Any) -> None:
-    def made() -> Loop:
-        return Loop(
-            trainer_config=DictConfigWrap(config),
-            server_manager=None,
-            tokenizer=AutoTokenizer.from_pretrained(POLICY),
-            processor=None,
-            dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(config.data),
-        )
-
-    def prompt(session: int, does: str) -> dict[str, Any]:
-        task = Task("t", {"question": "How much is the red mug?", "branches": 2, "does": does})
-        row = dataset.rows([task], source="tests")[0]
-        return {**row, "uid": "u-9", "session_id": session, "global_steps": STEP}
-
     async def both() -> list[Any]:
-        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-        return [await made().run(sampling, **prompt(n, does)) for n, does in enumerate(("", "break"))]
+        return [
+            await one_loop(config).run(SAMPLING, **a_prompt(n, does)) for n, does in enumerate(("", "break"))
+        ]
 
     done, broke = asyncio.run(both())
     assert [(output.num_turns, output.reward_score) for output in done] == [(4, done[0].reward_score)] * 2
     assert broke == []
-    assert SHARED.made is not None
-    SHARED.made[1].close()
+    assert loop.SHARED.made is not None
+    loop.SHARED.made[1].close()
 
 
 def test_the_addresses_of_veRLs_own_rollout_servers_come_from_its_load_balancer(config: Any) -> None:

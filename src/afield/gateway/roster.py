@@ -196,7 +196,7 @@ class Roster:
                 raise Unavailable(f"no worker has loaded version {version} yet: {told or 'none is up'}")
 
     def _check_served(self) -> None:
-        """Who asks again, because the first answer was bad or got lost, is told no less than the first time."""
+        """Who asks again, because the first answer was bad or got lost, hears no better one."""
         if self.workers and not any(worker.ready for worker in self.workers.values()):
             told = "; ".join(f"{worker.id}: {worker.reason}" for worker in self.workers.values())
             raise Unavailable(f"no worker has loaded version {self.version} yet: {told}")

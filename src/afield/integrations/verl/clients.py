@@ -8,6 +8,8 @@ while agents are calling them are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from msgspec import Struct
 from afield import opening
 from afield.client import RolloutClient
 from afield.config import Environment
-from afield.errors import UsageError
+from afield.errors import Unavailable, UsageError
 from afield.integrations.verl.settings import DEADLINES, Given
 from afield.limiter import Pace
 
@@ -27,14 +29,25 @@ ANSWER_S = 600.0
 
 
 class Door(Struct, frozen=True):
-    """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps. One that was
-    started here ends with the last who holds on to its `keeper`.
+    """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps. One of this
+    job has a `keeper`; if it was started here, it ends with the last who holds on to that.
     """
 
     url: str
     admin_key: str
     versioned: bool = True
     keeper: Any = None
+
+    def when_gone(self, call: Callable[[Unavailable], object]) -> None:
+        """Once, in a thread of Ray's: a gateway of this job never comes back, so it is not waited for."""
+        if self.keeper is None:
+            return
+
+        def told(death: Future[str]) -> None:
+            lost = death.exception()
+            call(Unavailable(f"the gateway's keeper is gone: {lost}" if lost else death.result()))
+
+        self.keeper.death.remote().future().add_done_callback(told)
 
 
 def client(given: Given, door: Door, part: str = "") -> RolloutClient:
@@ -79,10 +92,11 @@ def door(given: Given, llm_client: Any) -> Door:
             raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
         return Door(settings.gateway, key)
     if trainer.backend == OWN:
-        from afield.integrations.verl.keeper import gateway_of
+        from afield.integrations.verl.keeper import keeper_of
 
-        found = gateway_of()
-        return Door(found.local_url, found.admin_key)
+        keeper = keeper_of()
+        found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
+        return Door(found.local_url, found.admin_key, keeper=keeper)
     if trainer.backend in SERVERS:
         return _in_front(given, addresses(llm_client))
     raise UsageError(

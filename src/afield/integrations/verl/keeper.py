@@ -8,6 +8,7 @@ Nothing here needs veRL: an actor that only waits should not have to load it.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from afield.config import Environment, agent_environment
 from afield.errors import Unavailable, UsageError
 
 START_S = 600.0  # a large model is read in this time
+LOOK_S = 0.5
 EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -61,14 +63,18 @@ class Gateway(Struct, frozen=True):
 
 def gateway_of() -> Gateway:
     """The gateway of the present Ray job; from any of its processes, once its replicas are launched."""
+    return ray.get(keeper_of().gateway.remote(), timeout=START_S)
+
+
+def keeper_of() -> Any:
+    """The actor that holds it."""
     try:
-        keeper = ray.get_actor(actor_name())
+        return ray.get_actor(actor_name())
     except ValueError as error:
         raise UsageError(
             "this job has no gateway of its own; set actor_rollout_ref.rollout.name=afield, and load"
             " VERL_USE_EXTERNAL_MODULES=afield.integrations.verl.plugin"
         ) from error
-    return ray.get(keeper.gateway.remote(), timeout=START_S)
 
 
 def actor_name() -> str:
@@ -95,9 +101,19 @@ class GatewayKeeper:
         self._gateway = Gateway(told["url"], ours, told["admin_key"], model, str(weights))
 
     async def gateway(self) -> Gateway:
-        if (code := self._process.poll()) is not None:
-            raise Unavailable(f"the gateway at {self._gateway.url} has ended with status {code}; see its log")
+        if self._process.poll() is not None:
+            raise Unavailable(self._ended())
         return self._gateway
+
+    async def death(self) -> str:
+        """Returns when the gateway has ended, and says how."""
+        while self._process.poll() is None:
+            await asyncio.sleep(LOOK_S)
+        return self._ended()
+
+    def _ended(self) -> str:
+        code = self._process.poll()
+        return f"the gateway at {self._gateway.url} has ended with status {code}; see its log"
 
     async def _nothing(self, *_: Any, **__: Any) -> None:
         """In place, as veRL expects it; see the class."""

@@ -11,9 +11,12 @@ one rollout is left is trained as veRL does, without a baseline. The manager has
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import threading
+from concurrent import futures
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportMissingImports]
@@ -23,7 +26,7 @@ from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportM
 )
 
 from afield.client import RolloutClient
-from afield.errors import RolloutFailure
+from afield.errors import RolloutFailure, Unavailable, UsageError
 from afield.integrations.verl import clients, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.types import Rollout, Sampling
@@ -37,6 +40,7 @@ class _Shared:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.made: tuple[settings.Given, RolloutClient, clients.Door] | None = None
+        self.gone: Unavailable | None = None
 
     def get(self, config: Any, llm_client: Any) -> tuple[settings.Given, RolloutClient, clients.Door]:
         with self._lock:
@@ -45,7 +49,22 @@ class _Shared:
                 door = clients.door(given, llm_client)
                 made = clients.client(given, door, part=f"worker-{os.getpid()}")
                 self.made = given, made, door
+                door.when_gone(self._give_up)
             return self.made
+
+    def _give_up(self, error: Unavailable) -> None:
+        """Nobody waits any more for rollouts that cannot end."""
+        self.gone = error
+        assert self.made is not None
+        # Closing waits for agents to be ended, which is nothing for a thread of Ray's.
+        threading.Thread(
+            target=_closed, args=(self.made[1],), name="afield-verl-closing", daemon=True
+        ).start()
+
+
+def _closed(client: RolloutClient) -> None:
+    with contextlib.suppress(Unavailable):  # which is known
+        client.close()
 
 
 SHARED = _Shared()
@@ -63,7 +82,12 @@ class Loop(AgentLoopBase):
             task=task_of(prompt),
             sampling=_sampling(sampling_params, given.trainer.sampling),
         )
-        made = await _session(client, rollout, given, int(prompt["session_id"]))
+        try:
+            made = await _session(client, rollout, given, int(prompt["session_id"]))
+        except (asyncio.CancelledError, futures.CancelledError, UsageError) as error:
+            if SHARED.gone is None:
+                raise
+            raise SHARED.gone from error
         if isinstance(made, str):
             log.warning("rollout %s is left out: %s", rollout.id, made)
             return []

@@ -21,7 +21,7 @@ from msgspec import Struct, structs
 
 from afield.client import RolloutClient, RolloutFuture
 from afield.collect import greedy
-from afield.errors import Fruitless, UsageError
+from afield.errors import Fruitless, Unavailable, UsageError
 from afield.integrations.verl import rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.spool import Spool
@@ -146,6 +146,7 @@ class Manager:
         door = clients.door(given, llm_client)
         made = cls(given, clients.client(given, door), Queue(), door)
         atexit.register(made.close)
+        door.when_gone(lambda error: made._then(made._give_up, error))
         return made
 
     def close(self) -> None:
@@ -266,6 +267,9 @@ class Manager:
     def _done(self, future: Future[None]) -> None:
         if not future.cancelled() and (error := future.exception()) is not None:
             self._break(error)
+
+    def _give_up(self, error: Unavailable) -> None:
+        raise error
 
     def _break(self, error: BaseException) -> None:
         """veRL looks at the status of its groups every few seconds, and refuses one it does not know."""
