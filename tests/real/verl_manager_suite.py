@@ -264,7 +264,7 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
 ) -> None:
     options = GatewayOptions(folder=str(tmp_path / "gateway"))
     keeper = GatewayKeeper.options(name=actor_name(), max_concurrency=64).remote(options, str(POLICY))
-    patient = {"gateway": "", "folder": str(tmp_path), "patience_s": 600.0, "retries_infrastructure": 9}
+    patient = {"gateway": "", "folder": str(tmp_path), "patience_s": 600.0, "teardown_s": 2.0}
     own = OmegaConf.merge(config, {"afield": patient, "actor_rollout_ref": {"rollout": {"name": "afield"}}})
     made = Manager.create(config=own, reward_loop_worker_handles=[])
     monkeypatch.setattr(loop, "SHARED", loop._Shared())
