@@ -153,7 +153,7 @@ def flat(model: PreTrainedModel) -> Tensor:
 
 
 def apart(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
+    return float((a.detach() - b.detach()).norm() / b.detach().norm())
 
 
 @pytest.mark.parametrize("seed", range(FORESTS))

@@ -301,6 +301,7 @@ def kernel(device: str) -> type[Cudnn] | type[Cpu]:
 
 
 @cache
+@torch.enable_grad()
 def usable(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this kernel is there for such numbers, and does what it should; tried once on a small tree."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -326,5 +327,5 @@ def usable(device: torch.device, dtype: torch.dtype) -> bool:
         found = torch.autograd.grad(out, given, push.to(dtype))
     except RuntimeError:  # what torch raises for a kernel that is not there
         return False
-    pairs = [(out, wanted), *zip(found, truth, strict=True)]
+    pairs = [(out.detach(), wanted.detach()), *zip(found, truth, strict=True)]
     return all(float((a.float() - b.float()).norm() / b.float().norm()) < 0.02 for a, b in pairs)

@@ -176,6 +176,9 @@ def computed_again(model: Any) -> bool:
 @contextmanager
 def walk(tree: Tree, model: Any) -> Iterator[Walk]:
     kept = Kept(torch.is_grad_enabled() and computed_again(model))
+    device = tree.ids.device.type
+    # Chosen before the layers run, since trying a kernel has gradients of its own.
+    tree.kernel(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype)
     made = Walk(tree, kept)
     yield made
     kept.first = False
