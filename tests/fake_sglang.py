@@ -54,6 +54,7 @@ class FakeSglang:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_post("/generate", self.generate)
         for path in ("pause_generation", "continue_generation", "update_weights_from_disk"):
             app.router.add_post(f"/{path}", self.manage)
@@ -61,6 +62,9 @@ class FakeSglang:
         app.router.add_post("/unload_lora_adapter", self.unload_adapter)
         app.router.add_post("/abort_request", self.abort)
         return app
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in ("policy", *self.adapters)]})
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -61,7 +61,18 @@ class SglangEngine(RemoteEngine):
 
     async def _refresh(self) -> None:
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
+        await self._refresh_adapters()
         self._version = self._leases.newest or as_version(told.weight_version, self._initial)
+
+    async def _refresh_adapters(self) -> None:
+        """A server that was started again has lost them, and answers no call that asks for one."""
+        if self._leases.newest is None:
+            return
+        listed = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
+        there = {model.id for model in listed}
+        self._adapters = {version: name for version, name in self._adapters.items() if name in there}
+        if self._leases.newest not in self._adapters:
+            self._leases.newest = None
 
     # --- calls ------------------------------------------------------------------------------------
 

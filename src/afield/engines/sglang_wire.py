@@ -68,8 +68,17 @@ class Reply(Struct):
     error: Problem | None = None
 
 
+class Model(Struct):
+    id: str  # of the model, or the name of an adapter
+
+
+class Models(Struct):
+    data: list[Model]
+
+
 SERVER_INFO = msgspec.json.Decoder(ServerInfo)
 MODEL_INFO = msgspec.json.Decoder(ModelInfo)
+MODELS = msgspec.json.Decoder(Models)
 UPDATED = msgspec.json.Decoder(Updated)
 REPLY = msgspec.json.Decoder(Reply)
 
