@@ -10,19 +10,17 @@ those, and the next step is launched before the host looks at what the last one 
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from afield.engines.graphs import Flight, Steps, forward
 from afield.engines.sampler import draw
-from afield.engines.slots import Slots, use_slots
+from afield.engines.slots import Slots
 
 Finish = Literal["stop", "length"]
 
@@ -109,8 +107,10 @@ class Decoder:
         prefill_tokens: int,
         weights: Sequence[Tensor] = (),
         steps: Steps | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self._model, self._slots = model, slots
+        self._notes = notes
         self._weights, self.steps = weights, steps
         self._launched: _Launched | None = None
         self._prefill_tokens = prefill_tokens
@@ -127,7 +127,8 @@ class Decoder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (self.steps.refused,) if self.steps is not None and self.steps.refused else ()
+        refused = self.steps is not None and self.steps.refused
+        return (*self._notes, refused) if refused else self._notes
 
     @property
     def requests(self) -> list[Request]:
@@ -293,22 +294,3 @@ class Decoder:
         request.ended = True
         self._running.remove(request)
         self._slots.release(request.slot)
-
-
-def probe(model: PreTrainedModel, slots: Slots, length: int) -> float:
-    """How far log-probabilities through slots, id by id after the first half, are from a plain forward's.
-
-    Afterwards the model's attention is the slots'.
-    """
-    ids = torch.arange(length, device=model.device) % model.config.get_text_config().vocab_size
-    plain = torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), dim=-1)
-    use_slots(model)
-    slots.take(ids.tolist())
-    off = torch.zeros((), device=model.device)
-    counts = [length // 2] + [1] * (length - length // 2)
-    for end, count in zip(itertools.accumulate(counts), counts, strict=True):
-        logits = forward(model, slots, slots.arrange([0], [count]))
-        slots.advance([0], [count])
-        # torch.maximum keeps a NaN; Python's max would lose it.
-        off = torch.maximum(off, (torch.log_softmax(logits[0].float(), dim=-1) - plain[end - 1]).abs().max())
-    return float(off)

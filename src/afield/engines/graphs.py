@@ -2,10 +2,11 @@
 
 A step gives one id to each of so many rows and draws the next, all on the device: one copy goes in,
 one comes out, and the host waits for nothing but the latter. A step may be launched on top of one
-whose tokens the host has not seen yet. Shapes are few: rows and length are rounded up, and a shape
-that is rarely wanted runs in a larger one. Weights are copied in place, so recordings stay valid;
-when the slots' memory moves they are made anew. Where nothing can be recorded (a CPU, or a model
-that waits for the device; `refused` says why) the same steps are computed each time.
+whose tokens the host has not seen yet. Shapes are few: rows are rounded up, so is the length unless
+the slots' `ways` read what there is, and a shape that is rarely wanted runs in a larger one. Weights
+are copied in place, so recordings stay valid; when the slots' memory moves they are made anew. Where
+nothing can be recorded (a CPU, or a model that waits for the device; `refused` says why) the same
+steps are computed each time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.sampler import pick
+from afield.engines.sampler import pick, plain_sums
 from afield.engines.slots import Pass, Slots
 
 # How often a shape is wanted before it gets a recording of its own, if a larger one can stand in.
@@ -85,7 +86,9 @@ class Steps:
         `after` has to have all of them; a slot keeps its lane.
         """
         ids, positions = self._slots.next_ids(slots)
-        length = min(length_bucket(int(positions.max()) + 1), self._slots.length)
+        length = self._slots.length
+        if self._slots.ways is None:
+            length = min(length_bucket(int(positions.max()) + 1), length)
         if after is None:
             rows, gathered, lanes = self._lay_out(slots)
         else:
@@ -124,8 +127,10 @@ class Steps:
 
     def _lay_out(self, slots: list[int]) -> tuple[int, bool, list[int]]:
         """Rows from the first on, unless most would be idle: then the keys of the others are copied."""
-        rows = min(rows_bucket(slots[-1] + 1), self._slots.rows)
         few = rows_bucket(len(slots))
+        if self._slots.ways is not None:
+            return few, False, list(range(len(slots)))
+        rows = min(rows_bucket(slots[-1] + 1), self._slots.rows)
         if rows <= 2 * few:
             return rows, False, slots
         return few, True, list(range(len(slots)))
@@ -168,7 +173,8 @@ class Steps:
         ids, positions, rows = inputs[:, :3].long().unbind(dim=1)
         step = self._slots.fixed(ids, positions, rows, shape.length, gathered=shape.gathered)
         logits = forward(self._model, self._slots, step)
-        tokens, logprobs = pick(logits, inputs[:, 3], inputs[:, 4])
+        sums = plain_sums if self._slots.ways is None else self._slots.ways.sums
+        tokens, logprobs = pick(logits, inputs[:, 3], inputs[:, 4], sums)
         self._outputs[: shape.rows, 0] = tokens
         self._outputs[: shape.rows, 1] = logprobs
         if not len(self._logits):

@@ -8,7 +8,7 @@ not truncate, and never waits for the device, so that it can be part of a record
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 128
+# Of logits and temperatures: the highest score of each block of tokens, and the sum of exp(score - highest).
+Sums = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Sampling(Protocol):
@@ -52,13 +54,45 @@ def draw(
     return tokens.tolist(), chosen.tolist()
 
 
-def pick(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """A token and its log-probability for each row, both left on the device."""
+def plain_sums(logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    scores = logits.float() / temperature[:, None]
+    if missing := -scores.shape[1] % block:
+        scores = pad(scores, (0, missing), value=float("-inf"))
+    scores = scores.view(len(scores), -1, block)
+    top = scores.amax(dim=-1)
+    # A block without probability: minus infinity less itself would be no number.
+    base = top.masked_fill(top == float("-inf"), 0.0)
+    return top, (scores - base[:, :, None]).exp_().sum(dim=-1)
+
+
+def pick(
+    logits: Tensor, temperature: Tensor, uniforms: Tensor, sums: Sums = plain_sums
+) -> tuple[Tensor, Tensor]:
+    """A token and its log-probability for each row, both left on the device.
+
+    As `draw`, with a running sum over blocks of tokens and then inside one: the logits are read once.
+    """
     greedy = temperature == 0
-    scores = logits.float() / temperature.masked_fill(greedy, 1.0).float()[:, None]
-    logprobs = torch.log_softmax(scores, dim=-1)
-    tokens = torch.where(greedy, logprobs.argmax(dim=-1), _invert_by_blocks(logprobs, uniforms))
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    divisor = temperature.masked_fill(greedy, 1.0).float()
+    tops, totals = sums(logits, divisor, BLOCK)
+    top = tops.amax(dim=-1, keepdim=True)
+    weights = totals.double() * (tops - top).double().exp()
+    running = weights.cumsum(dim=-1)
+    total = running[:, -1:]
+    target = uniforms.double()[:, None] * total
+    found = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
+    block = torch.where(greedy[:, None], tops.argmax(dim=-1, keepdim=True), found)
+    # Sums of the same numbers in another order: the rest can come out a little below 0 or too high.
+    rest = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
+    at = block * BLOCK + torch.arange(BLOCK, device=logits.device)
+    beyond = at >= logits.shape[1]
+    scores = logits.gather(1, at.clamp(max=logits.shape[1] - 1)).float() / divisor[:, None]
+    scores = scores.masked_fill_(beyond, float("-inf"))
+    inside = (scores - top).double().exp().cumsum(dim=-1)
+    found = torch.searchsorted(inside, _below(rest, inside), right=True).clamp_(max=BLOCK - 1)
+    place = torch.where(greedy[:, None], scores.argmax(dim=-1, keepdim=True), found)
+    logprobs = (scores.gather(1, place) - top).double() - total.log()
+    return (block * BLOCK + place)[:, 0].clamp_(max=logits.shape[1] - 1), logprobs[:, 0].float()
 
 
 def _truncate(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -82,24 +116,6 @@ def _invert(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     target = _below(uniforms[:, None] * running[:, -1:], running)
     found = torch.searchsorted(running, target, right=True)[:, 0]
     return found.clamp_(max=logprobs.shape[-1] - 1)
-
-
-def _invert_by_blocks(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    """`_invert` with a running sum over blocks of tokens and then inside one: a pass over memory, not ten."""
-    rows, vocabulary = logprobs.shape
-    probability = logprobs.exp()
-    if missing := -vocabulary % BLOCK:
-        probability = pad(probability, (0, missing))
-    blocks = probability.view(rows, -1, BLOCK)
-    weights = blocks.sum(dim=-1, dtype=torch.float64)
-    running = weights.cumsum(dim=-1)
-    target = (uniforms.double() * running[:, -1])[:, None]
-    block = torch.searchsorted(running, _below(target, running), right=True).clamp_(max=weights.shape[1] - 1)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)
-    # Sums of the same numbers in another order: the rest can come out a little below 0 or too high.
-    rest = (target - running.gather(1, block) + weights.gather(1, block)).clamp_(min=0)
-    found = torch.searchsorted(inside, _below(rest, inside), right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + found)[:, 0].clamp_(max=vocabulary - 1)
 
 
 def _below(target: Tensor, running: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ A call owns a slot while it runs; afterwards the slot keeps its ids, so that a p
 same way computes only the rest. Rows and length grow with use and never beyond what was allowed.
 `Slots` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
 their new keys go (`fixed` does so for a step whose shapes never change), and the model's layers then
-call `update`. It needs torch and transformers only.
+call `update`. With `ways` a fixed step's layers find rows and memory in `lanes` and `memory` instead.
+It needs torch and transformers only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from afield.engines.fused import Ways
 
 FIRST_ROWS = 8
 # On a GPU growing costs more than room does: steps recorded for the old memory have to be recorded again.
@@ -47,11 +51,26 @@ class _Writes(NamedTuple):
     source: tuple[Tensor, Tensor] | None
 
 
+class Lanes(NamedTuple):
+    """Of a fixed step: the row of the memory and the position of each id, int32."""
+
+    rows: Tensor
+    positions: Tensor
+
+
 class Slots(Cache):
     def __init__(
-        self, layers: int, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        max_slots: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ways: Ways | None = None,
     ):
         super().__init__(layers=[])
+        self.ways = ways
+        self.lanes: Lanes | None = None
         self._max_slots, self._max_length = max_slots, max_length
         self._dtype, self._device = dtype, device
         self._keys: list[Tensor | None] = [None] * layers
@@ -204,6 +223,7 @@ class Slots(Cache):
         length = min(_round_up(int(position.max()) + 1), self._ids.shape[1])
         source_row, source_column = np.nonzero(valid)
         whole = valid.all()
+        self.lanes = None
         self._writes = _Writes(
             slice(low, high) if dense else self._tensor(rows),
             length,
@@ -219,7 +239,13 @@ class Slots(Cache):
         """One id for each of `rows`, at `positions`, over the first `length` keys; the host reads nothing.
 
         The keys read are those of `rows` if they are `gathered`, else of as many rows from the first on.
+        With `ways` they are those of `rows` up to `positions`, and there is no mask.
         """
+        if self.ways is not None:
+            self._writes = None
+            self.lanes = Lanes(rows.int().contiguous(), positions.int().contiguous())
+            mask = torch.zeros(len(rows), 1, 1, 1, dtype=self._dtype, device=self._device)
+            return Pass(ids[:, None], positions[:, None], mask, rows)
         self._writes = _Writes(rows if gathered else slice(0, len(rows)), length, rows, positions, None)
         positions = positions[:, None]
         return Pass(ids[:, None], positions, self._mask(positions, length), rows)
@@ -243,13 +269,19 @@ class Slots(Cache):
             self._store(self._values, layer_idx, value_states, self._writes),
         )
 
-    def _store(self, memory: list[Tensor | None], layer: int, states: Tensor, writes: _Writes) -> Tensor:
-        states = states.transpose(1, 2)
+    def memory(self, layer: int, heads: int, size: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[rows, length, heads, size]`."""
+        return self._held(self._keys, layer, heads, size), self._held(self._values, layer, heads, size)
+
+    def _held(self, memory: list[Tensor | None], layer: int, heads: int, size: int) -> Tensor:
         held = memory[layer]
         if held is None:
-            held = memory[layer] = self._zeros(
-                self._ids.shape[0], self._ids.shape[1], states.shape[2], states.shape[3]
-            )
+            held = memory[layer] = self._zeros(self._ids.shape[0], self._ids.shape[1], heads, size)
+        return held
+
+    def _store(self, memory: list[Tensor | None], layer: int, states: Tensor, writes: _Writes) -> Tensor:
+        states = states.transpose(1, 2)
+        held = self._held(memory, layer, states.shape[2], states.shape[3])
         fresh = states.flatten(0, 1) if writes.source is None else states[writes.source]
         held.index_put_((writes.slots, writes.positions), fresh)
         return held[writes.read, : writes.length].transpose(1, 2)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from afield.engines.adapters import is_adapter
 from afield.engines.checks import check_call, is_newer
-from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled, probe
+from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled
+from afield.engines.fused import fit
 from afield.engines.graphs import Steps
 from afield.engines.slots import Slots
 from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
@@ -278,13 +279,13 @@ class TorchEngine:
             raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")
         layers = model.config.get_text_config().num_hidden_layers
         with torch.inference_mode():
-            off = probe(model, Slots(layers, 1, PROBE, dtype, device), min(PROBE, context))
-        if not off <= TOLERANCE[dtype]:
+            fitted = fit(model, min(PROBE, context), TOLERANCE[dtype], light=device.type == "cuda")
+        if not fitted.off <= TOLERANCE[dtype]:
             raise UsageError(
-                f"model path {str(self._path)!r}: log-probabilities are off by {off:.2g} here;"
+                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here;"
                 f" {type(model).__name__} is not supported by the embedded engine, or its weights are broken"
             )
-        slots = Slots(layers, self._max_slots, context, dtype, device)
+        slots = Slots(layers, self._max_slots, context, dtype, device, fitted.ways)
         fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps
         self._parameters = parameters(model)
         return Decoder(
@@ -295,6 +296,7 @@ class TorchEngine:
             prefill_tokens=self._prefill_tokens or PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"]),
             weights=[parameter.tensor for parameter in self._parameters],
             steps=Steps(model, slots, self._max_slots) if fixed else None,
+            notes=fitted.notes,
         )
 
     def _serve(self, decoder: Decoder) -> None:

@@ -1,0 +1,196 @@
+"""Kernels of a decode step, written in Triton: rotate and store, attend, gate, and sum by blocks.
+
+Each lane gives one id to one row of the slots' memory `[rows, length, heads, size]`. The kernels read
+and write that memory in place, each key once, and only as many keys as a row has; no shape depends on
+how many those are. They round where the model's own layers round. `fused` says in plain torch what each
+one computes, and compares them on the device before they are used. Needs Triton, so import it where
+there is CUDA only; with `TRITON_INTERPRET=1` they run on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
+
+REFUSALS: tuple[type[Exception], ...] = (TritonError,)
+# A matrix unit takes no fewer queries at once.
+FEWEST_QUERIES = 16
+KEYS_AT_ONCE = 64
+ELEMENTS_AT_ONCE = 1024
+TOKENS_AT_ONCE = 4096
+
+
+class Kernel(Protocol):
+    """Called from another kernel, or launched over a grid."""
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]: ...
+
+
+def jit(body: Callable[..., Any]) -> Kernel:
+    return triton.jit(body)
+
+
+@jit
+def _rounded(x, like):
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@jit
+def _half(source, weight, cos, sin, target, eps, half: tl.constexpr, normed: tl.constexpr):
+    """One head of one lane: normed, if it is to be, and turned by its position."""
+    d = tl.arange(0, half)
+    a = tl.load(source + d).to(tl.float32)
+    b = tl.load(source + half + d).to(tl.float32)
+    if normed:
+        scale = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * half) + eps)
+        a = _rounded(_rounded(a * scale, source) * tl.load(weight + d).to(tl.float32), source)
+        b = _rounded(_rounded(b * scale, source) * tl.load(weight + half + d).to(tl.float32), source)
+    cos_a, cos_b = tl.load(cos + d).to(tl.float32), tl.load(cos + half + d).to(tl.float32)
+    sin_a, sin_b = tl.load(sin + d).to(tl.float32), tl.load(sin + half + d).to(tl.float32)
+    turned_a = _rounded(a * cos_a, source) - _rounded(b * sin_a, source)
+    turned_b = _rounded(b * cos_b, source) + _rounded(a * sin_b, source)
+    tl.store(target + d, turned_a.to(target.dtype.element_ty))
+    tl.store(target + half + d, turned_b.to(target.dtype.element_ty))
+
+
+@jit
+def _prepare(
+    q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, rows, positions, eps,
+    row_stride, position_stride, q_heads: tl.constexpr, kv_heads: tl.constexpr,
+    half: tl.constexpr, normed: tl.constexpr,
+):  # fmt: skip
+    head, lane = tl.program_id(0), tl.program_id(1)
+    size: tl.constexpr = 2 * half
+    cos += lane * size
+    sin += lane * size
+    if head < q_heads:
+        at = (lane * q_heads + head) * size
+        _half(q + at, q_weight, cos, sin, q_out + at, eps, half, normed)
+    else:
+        head -= q_heads
+        row = tl.load(rows + lane).to(tl.int64)
+        place = row * row_stride + tl.load(positions + lane) * position_stride + head * size
+        at = (lane * kv_heads + head) * size
+        _half(k + at, k_weight, cos, sin, keys + place, eps, half, normed)
+        d = tl.arange(0, size)
+        tl.store(values + place + d, tl.load(v + at + d))
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
+    keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor,
+) -> Tensor:  # fmt: skip
+    lanes, heads, size = q.shape
+    kv_heads = k.shape[1]
+    q, k, v, cos, sin = (t.contiguous() for t in (q, k, v, cos, sin))
+    q_weight, k_weight, eps = norms or (q, k, 0.0)
+    out = torch.empty_like(q)
+    _prepare[(heads + kv_heads, lanes)](
+        q, k, v, q_weight, k_weight, cos, sin, out, keys, values, rows, positions, eps,
+        keys.stride(0), keys.stride(1), q_heads=heads, kv_heads=kv_heads,
+        half=size // 2, normed=norms is not None, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _attend(
+    q, keys, values, out, rows, positions, scale, row_stride, position_stride,
+    groups: tl.constexpr, queries: tl.constexpr, size: tl.constexpr, step: tl.constexpr,
+    precision: tl.constexpr,
+):  # fmt: skip
+    head, lane = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    length = (tl.load(positions + lane) + 1).to(tl.int32)
+    base = tl.load(rows + lane).to(tl.int64) * row_stride + head * size
+    g, d, n = tl.arange(0, queries), tl.arange(0, size), tl.arange(0, step)
+    here = ((lane * heads + head) * groups + g[:, None]) * size + d[None, :]
+    query = tl.load(q + here, mask=g[:, None] < groups, other=0.0)
+    top = tl.full([queries], float("-inf"), tl.float32)
+    total = tl.zeros([queries], tl.float32)
+    sums = tl.zeros([queries, size], tl.float32)
+    for start in range(0, length, step):
+        at = start + n
+        there = at < length
+        place = base + at * position_stride
+        key = tl.load(keys + place[None, :] + d[:, None], mask=there[None, :], other=0.0)
+        score = tl.dot(query, key, input_precision=precision) * scale
+        score = tl.where(there[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp(score - higher[:, None])
+        fade = tl.exp(top - higher)
+        value = tl.load(values + place[:, None] + d[None, :], mask=there[:, None], other=0.0)
+        total = total * fade + tl.sum(weight, 1)
+        sums = sums * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=precision)
+        top = higher
+    result = (sums / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + here, result, mask=g[:, None] < groups)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float) -> Tensor:
+    lanes, heads, size = q.shape
+    groups = heads // keys.shape[2]
+    out = torch.empty_like(q)
+    _attend[(keys.shape[2], lanes)](
+        q, keys, values, out, rows, positions, scale, keys.stride(0), keys.stride(1),
+        groups=groups, queries=max(FEWEST_QUERIES, triton.next_power_of_2(groups)), size=size,
+        step=KEYS_AT_ONCE if size <= 128 else KEYS_AT_ONCE // 2,
+        precision="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _gate(gate, up, out, count, elements: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * elements + tl.arange(0, elements)
+    there = at < count
+    x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+    open_by = _rounded(x / (1 + tl.exp(-x)), gate)
+    y = open_by * tl.load(up + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=there)
+
+
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    _gate[(triton.cdiv(count, ELEMENTS_AT_ONCE),)](gate, up, out, count, elements=ELEMENTS_AT_ONCE)
+    return out
+
+
+@jit
+def _sums(
+    logits, temperature, tops, totals, stride, vocabulary, blocks, width: tl.constexpr, tokens: tl.constexpr
+):
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    count: tl.constexpr = tokens // width
+    block = chunk * count + tl.arange(0, count)
+    at = block[:, None] * width + tl.arange(0, width)[None, :]
+    there = at < vocabulary
+    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=there, other=float("-inf")).to(tl.float32)
+    x = x / tl.load(temperature + row)
+    top = tl.max(x, 1)
+    # A block without probability: minus infinity less itself would be no number.
+    total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+    tl.store(tops + row * blocks + block, top, mask=block < blocks)
+    tl.store(totals + row * blocks + block, total, mask=block < blocks)
+
+
+def sums(logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, block)
+    tops, totals = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    _sums[(triton.cdiv(vocabulary, TOKENS_AT_ONCE), rows)](
+        logits, temperature, tops, totals, logits.stride(0), vocabulary, blocks,
+        width=block, tokens=TOKENS_AT_ONCE,
+    )  # fmt: skip
+    return tops, totals
