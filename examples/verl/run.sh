@@ -14,10 +14,11 @@ if [[ ${1:-} != *=* && -n ${1:-} ]]; then
 fi
 demo=$("$python" -c "import afield.demo, pathlib; print(pathlib.Path(afield.demo.__file__).parent)")
 
+# In quotes that Hydra reads: paths may have a `=` in them.
 exec "$python" -m verl.trainer.main_ppo \
   --config-path pkg://afield.integrations.verl.config --config-name "$mode" \
-  afield.file="$here/verl.toml" \
-  actor_rollout_ref.model.path="${MODEL:-$demo/policy}" \
+  afield.file="'$here/verl.toml'" \
+  actor_rollout_ref.model.path="'${MODEL:-$demo/policy}'" \
   data.train_files="${TRAIN:-train.parquet}" data.val_files="${VAL:-${TRAIN:-train.parquet}}" \
   data.max_prompt_length=1024 data.max_response_length=512 data.train_batch_size=8 \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \

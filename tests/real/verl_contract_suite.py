@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -221,6 +224,17 @@ def test_the_manager_is_called_as_veRL_calls_its_own() -> None:
 def test_the_loop_is_one_of_veRLs() -> None:
     assert issubclass(loop.Loop, AgentLoopBase)
     assert list(inspect.signature(loop.Loop.run).parameters)[1] == "sampling_params"
+
+
+def test_what_is_written_on_command_lines_is_understood_by_Hydra() -> None:
+    root = Path(__file__).parent.parent.parent
+    text = "".join((root / page).read_text() for page in ("docs/verl.md", "examples/verl/README.md"))
+    lines = re.findall(r"`([^`\n]*run\.sh [^`\n]+)`", text) + re.findall(r"^\$ (\S*run\.sh .+)$", text, re.M)
+    words = [word for line in lines for word in shlex.split(line)]
+    overrides = [word for word in words if re.match(r"\+*[a-z_]+\.[a-z_.]+=", word)]
+    assert len(overrides) >= 2
+    told = {made.key_or_group: made.value() for made in OverridesParser.create().parse_overrides(overrides)}
+    assert told["afield.engine"] == "vllm=http://127.0.0.1:8000"
 
 
 def test_veRLs_own_configuration_is_understood() -> None:
