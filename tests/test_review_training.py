@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
+from afield import wiring
 from afield.assembly import linear
+from afield.config import assigned, train_config
+from afield.errors import UsageError
 from afield.sdk.context import Context
 from afield.trainers.packing import pack
 from afield.trainers.passes import Pass, log_probabilities, to_passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import to_batch
+from afield.trainers.tinker import Reply, Tuner, taught
 from afield.trainers.tree import Tree, walk
-from afield.types import FailureKind, Reason, Rollout, Task
+from afield.types import FailureKind, Reason, Rollout, Sampling, Task
 from collecting import ask_model, bench
 from grouping import finished, forest, group
 from tiny_model import build_tiny_model
@@ -92,3 +98,94 @@ async def test_a_rollout_without_a_reward_that_is_weighed_fails_alone(tmp_path: 
         (first, _) = b.ledger.attempts("r")
     assert note.outcome.reward == 1.0 and note.attempts == 2
     assert first.failure and "has no reward named 'style'; it has: answer" in first.failure.message
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["learn.rewards.style=nan"], "learn: rewards.style = nan must be a finite number"),
+        (["learn.rewards.style=inf"], "learn: rewards.style = inf must be a finite number"),
+        (['learn.lora.targets=["q_proj"]'], "learn.lora: rank = 0 trains every weight"),
+        (["learn.lora.alpha=16"], "learn.lora: rank = 0 trains every weight"),
+        (["learn.device=bogus"], "device 'bogus' cannot be used: .*; leave it out"),
+        (["learn.device=cuda:99"], "device 'cuda:99' cannot be used"),
+        (["learn.device=meta"], "device 'meta' computes nothing"),
+        (["learn.device=cuda", "learn.devices=99"], "devices = 99, but this machine has"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_collected(
+    model_path: Path, words: list[str], says: str
+) -> None:
+    given = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
+    with pytest.raises(UsageError, match=says):
+        wiring.trainer(train_config(None, {**given, **assigned(words)}))
+
+
+# --- a loop of one's own -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuner(model_path: Path):
+    with Tuner.open(model_path, lr=1e-3, slots=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def replies(tuner: Tuner) -> list[Reply]:
+    return tuner.sample([5, 6, 7], 2, Sampling(max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"aggregate": "mean"}, "unknown aggregate 'mean'; choose one of: rollout, token, constant"),
+        ({"aggregate": "constant", "length": 0}, "length = 0 must be at least 1"),
+        ({"of": -1}, "of = -1 must be at least 1"),
+        ({"of": 0}, "of = 0 must be at least 1"),
+        ({"of": 8, "aggregate": "token"}, "of counts rollouts"),
+        ({"loss": lambda seen: torch.zeros_like(seen.logp)}, "has no gradient"),
+        ({"loss": lambda seen: None}, "has no gradient"),
+        ({"proximal": [[math.nan] * 4] * 2}, "proximal log-probability is not a finite number"),
+    ],
+)
+def test_a_loop_that_asks_for_what_cannot_be_is_told_so_and_adds_nothing_up(
+    tuner: Tuner, replies: list[Reply], settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuner.forward_backward([reply.datum(1.0) for reply in replies], **settings)
+    with pytest.raises(UsageError, match="there is no gradient"):
+        tuner.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("advantages", "says"),
+    [
+        ((), "rollout reply-0, turn reply-0: 0 advantages for 1 turns"),
+        ((1.0, 2.0), "rollout reply-0, turn reply-0: 2 advantages for 1 turns"),
+        ((math.nan,), "rollout reply-0, turn reply-0: its advantage nan is not a finite number"),
+    ],
+)
+def test_data_whose_advantages_do_not_line_up_is_refused_by_rollout_and_turn(
+    tuner: Tuner, replies: list[Reply], advantages: tuple[float, ...], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuner.forward_backward([structs.replace(replies[0].datum(1.0), advantages=advantages)])
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
+def test_a_learning_rate_that_is_none_breaks_no_weights(
+    tuner: Tuner, replies: list[Reply], lr: float
+) -> None:
+    tuner.forward_backward([reply.datum(1.0) for reply in replies])
+    with pytest.raises(UsageError, match=r"lr = .* must be 0 or positive"):
+        tuner.optim_step(lr)
+    tuner.updates.clear()
+    assert all(bool(torch.isfinite(weight).all()) for weight in tuner.policy.trainable)
+
+
+def test_nothing_to_imitate_is_refused() -> None:
+    with pytest.raises(UsageError, match="rollout a: there are no tokens to imitate"):
+        taught("a", [1, 2], [])

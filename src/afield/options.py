@@ -163,6 +163,8 @@ class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(f"alpha = {self.alpha} must be positive")
         if not self.targets:
             raise ValueError("targets is empty; name linear layers, or leave it out for all of them")
+        if not self.rank and (self.alpha, self.targets) != (32.0, ("all-linear",)):
+            raise ValueError("rank = 0 trains every weight; give alpha and targets with a rank, such as 16")
 
 
 class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,5 +214,7 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"importance_cap = {self.importance_cap} must be at least 1")
         if self.max_logprob_diff is not None and not 0 < self.max_logprob_diff < math.inf:
             raise ValueError(f"max_logprob_diff = {self.max_logprob_diff} must be positive")
+        if wrong := [name for name, weight in self.rewards.items() if not math.isfinite(weight)]:
+            raise ValueError(f"rewards.{wrong[0]} = {self.rewards[wrong[0]]} must be a finite number")
         if self.clip and (len(self.clip) != 2 or not all(0 <= part < math.inf for part in self.clip)):
             raise ValueError(f"clip = {list(self.clip)} must be two numbers, how far below and above 1")

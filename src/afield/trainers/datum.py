@@ -88,6 +88,8 @@ class Reply(Struct, frozen=True, kw_only=True):
 def taught(name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weight: float = 1.0) -> Datum:
     """A sequence nobody sampled, to be imitated: for the loss "cross_entropy"."""
     start, end = len(prompt_ids), len(prompt_ids) + len(token_ids)
+    if start == end:
+        raise UsageError(f"rollout {name}: there are no tokens to imitate")
     trajectory = Trajectory(
         token_ids=(*prompt_ids, *token_ids),
         loss_mask=(0,) * start + (1,) * (end - start),

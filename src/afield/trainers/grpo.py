@@ -36,7 +36,7 @@ from afield.trainers.losses import (
     weights,
 )
 from afield.trainers.passes import LayoutName
-from afield.trainers.policy import Dtype, PolicyModel
+from afield.trainers.policy import Dtype, PolicyModel, device_of
 from afield.trainers.rows import Batch, Row, check_rows, to_batch
 from afield.trainers.updates import Scores, Updates
 from afield.types import Group
@@ -97,7 +97,7 @@ class GRPO:
         thinking: Thinking = "preserve",
     ) -> None:
         self.model_path = Path(model_path)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = device_of(device)
         self.policy = self.policy_kind(
             self.model_path,
             device=self.device,

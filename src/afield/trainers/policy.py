@@ -176,3 +176,19 @@ def checkpoint(model: Any) -> None:
         layer.training = True
     if not settled(model):
         raise UsageError(f"{type(model).__name__} drops out when it is checkpointed; leave it off")
+
+
+def device_of(name: str | None) -> torch.device:
+    """The one that is named, if it is there; else a GPU where there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        told = str(error).partition("\n")[0]
+        raise UsageError(
+            f"device {name!r} cannot be used: {told}; leave it out, or say cpu or cuda"
+        ) from error
+    if device.type == "meta":
+        raise UsageError("device 'meta' computes nothing; leave it out, or say cpu or cuda")
+    return device

@@ -87,8 +87,12 @@ def check_rows(rows: Iterable[Row], *, vocabulary: int, context: int | None) -> 
                 f"{where}: token id {stray[0]} is outside the vocabulary of {vocabulary};"
                 " train the model that the engine serves"
             )
-        for turn in turns:
+        if (given := len(row.advantages)) != len(turns):
+            raise UsageError(f"{where}: {given} advantages for {len(turns)} turns; one for each")
+        for turn, earned in zip(turns, row.advantages, strict=True):
             where = f"rollout {row.rollout_id}, turn {turn.id}"
+            if not math.isfinite(earned):
+                raise UsageError(f"{where}: its advantage {earned} is not a finite number")
             if turn.truncated or turn.temperature <= 0:
                 raise UsageError(
                     f"{where}: sampled with temperature {turn.temperature:g}"

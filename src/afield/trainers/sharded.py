@@ -60,9 +60,7 @@ class Sharded:
     def __init__(
         self, model_path: str | Path, *, devices: int, device: str | None = None, **settings: Any
     ) -> None:
-        kind = device or _best(devices)
-        if kind not in ("cpu", "cuda"):
-            raise UsageError(f'device {kind!r} is one device, but devices = {devices}; say "cuda" or "cpu"')
+        kind = _kind(device, devices)
         self.devices = devices
         self._broken = ""
         self._scratch = tempfile.TemporaryDirectory(prefix="afield-ranks-")
@@ -161,16 +159,17 @@ class Sharded:
         raise Unavailable(self._broken)
 
 
-def _best(devices: int) -> str:
+def _kind(device: str | None, devices: int) -> str:
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu"
-    if torch.cuda.device_count() < devices:
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f'device {kind!r} is one device, but devices = {devices}; say "cuda" or "cpu"')
+    if kind == "cuda" and torch.cuda.device_count() < devices:
         raise UsageError(
             f"devices = {devices}, but this machine has {torch.cuda.device_count()} GPUs; lower it"
         )
-    return "cuda"
+    return kind
 
 
 def _start(number: int) -> Rank:

@@ -8,12 +8,13 @@ until `optim_step`. Data that does not line up is refused, by rollout and turn, 
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from msgspec import Struct, field
@@ -27,7 +28,7 @@ from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
 from afield.trainers.directories import replaced
 from afield.trainers.losses import USUAL_CLIP, Aggregate, Loss, Objective, Tokens, loss_of, weights
 from afield.trainers.passes import LayoutName
-from afield.trainers.policy import Dtype, PolicyModel
+from afield.trainers.policy import Dtype, PolicyModel, device_of
 from afield.trainers.rows import Row, check_rows
 from afield.trainers.sampler import Prompt, Sampler
 from afield.trainers.updates import LossFunction, Updates
@@ -73,7 +74,7 @@ class Tuner:
         self.max_logprob_diff = max_logprob_diff
         self.policy = PolicyModel(
             self.path,
-            device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+            device=device_of(device),
             dtype=dtype,
             lora=lora,
             checkpointing=checkpointing,
@@ -172,8 +173,7 @@ class Tuner:
         rows = [row for row in self._rows(data, imitate=imitate) if row.trajectory.owned]
         if not rows:
             raise UsageError("there is nothing to learn from: no sequence has a token that was sampled")
-        if aggregate == "constant" and length is None:
-            raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
+        _check_sums(aggregate, length, of)
         scores = None
         if proximal is not None:
             scores = {n: torch.tensor(row, device=self.policy.device) for n, row in enumerate(proximal)}
@@ -196,6 +196,8 @@ class Tuner:
         draws from the new weights."""
         if not any(parameter.grad is not None for parameter in self.policy.trainable):
             raise UsageError("there is no gradient; call forward_backward first")
+        if lr is not None and not 0 <= lr < math.inf:
+            raise UsageError(f"lr = {lr} must be 0 or positive")
         norm = self.updates.apply(lr)
         self.updates.clear()
         self.version += 1
@@ -243,8 +245,23 @@ class Tuner:
         self.sampler.calls, self._changed = state["calls"], True
 
 
+def _check_sums(aggregate: Aggregate, length: int | None, of: int | None) -> None:
+    if aggregate not in get_args(Aggregate):
+        words = ", ".join(get_args(Aggregate))
+        raise UsageError(f"unknown aggregate {aggregate!r}; choose one of: {words}")
+    if aggregate == "constant" and length is None:
+        raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
+    for name, value in (("length", length), ("of", of)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} = {value} must be at least 1")
+    if of is not None and aggregate == "token":
+        raise UsageError("of counts rollouts, and aggregate 'token' divides by tokens; leave one of them out")
+
+
 def _costed(seen: Tokens, cost: Cost) -> Loss:
     costs = cost(seen)
+    if not isinstance(costs, Tensor) or not costs.requires_grad:
+        raise UsageError("a loss gave what has no gradient; make the cost of each token from its logp")
     if costs.shape != seen.logp.shape:
         raise UsageError(f"a loss gave {tuple(costs.shape)} costs for {len(seen.logp)} tokens; one for each")
     ratio = torch.exp(seen.logp - seen.proximal).detach()
@@ -260,3 +277,5 @@ def _check_proximal(rows: Sequence[Row], scores: Mapping[int, Tensor]) -> None:
                 f"rollout {row.rollout_id}: {given} proximal log-probabilities for {row.trajectory.owned}"
                 " trained tokens; take them from logprobs() of the same data"
             )
+        if not bool(torch.isfinite(scores[row.number]).all()):
+            raise UsageError(f"rollout {row.rollout_id}: a proximal log-probability is not a finite number")
