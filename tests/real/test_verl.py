@@ -162,6 +162,9 @@ def test_weights_arrive_under_calls_or_raise_and_the_gateway_ends_with_its_job(
     published = told()
     assert (published["served"], published["failed"], published["kept"]) == (5, 0, ["v4", "v5"])
     assert {1, 2, 3, 4, 5} <= set(published["seen"])
+    others = told()
+    assert "serve version 5, which this job did not publish, and its trainer is at step 4" in others["older"]
+    assert "serve version 5, which this job did not publish, and its trainer is at step 5" in others["taken"]
     assert "lack the tensor" in told()["lacking"]
     url = told()["url"]
     assert answers(url)

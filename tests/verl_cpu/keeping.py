@@ -39,6 +39,15 @@ def refused(weights: Any, version: int) -> str:
     return ""
 
 
+def refused_without(gateway: Gateway, weights: dict[str, Any]) -> str:
+    """The engine has a version of this number, and nobody here has written it."""
+    written = Path(gateway.weights) / f"v{LAST}"
+    aside = written.rename(written.parent / "aside")
+    told = refused(weights.items(), LAST)
+    aside.rename(written)
+    return told
+
+
 def chat(base_url: str, key: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "How much is the red mug?"}]}
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
@@ -91,6 +100,7 @@ def main() -> None:
     say(same_start=refused(weights.items(), 0))
     published = asyncio.run(under_calls(gateway, weights))
     say(**published, kept=sorted(path.name for path in Path(gateway.weights).iterdir()))
+    say(older=refused(weights.items(), LAST - 1), taken=refused_without(gateway, weights))
     say(lacking=refused(list(weights.items())[1:], LAST + 1))
     say(url=gateway.local_url)
     time.sleep(600)

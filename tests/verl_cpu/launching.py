@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 from afield.demo import shop
 from verl_env import ROOT, verl_environment
 
+PR_SET_PDEATHSIG = 1
 SCRIPT = ROOT / "examples" / "verl" / "run.sh"
 BRANCHING = ROOT / "tests" / "verl_cpu" / "branching_agent.py"
 MODULES = "verl_on_cpu,afield.integrations.verl.plugin"
@@ -55,7 +57,7 @@ def command(mode: str, name: str, steps: int, more: Iterable[str]) -> list[str]:
 def environment(python: Path) -> dict[str, str]:
     return verl_environment(
         PYTHON=str(python),
-        VERL_USE_EXTERNAL_MODULES=MODULES,
+        VERL_USE_EXTERNAL_MODULES="verl_on_cpu",  # in the driver: the workers' come with the configuration
         VERL_PLATFORM="cpu",
         VERL_ENGINE_DEVICE="cuda",
         HYDRA_FULL_ERROR="1",
@@ -75,6 +77,7 @@ def train(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         try:
             code = process.wait(timeout_s)
@@ -87,6 +90,11 @@ def train(
     if code != 0:
         raise AssertionError(f"veRL ended with {code}:\n{log.read_text(errors='replace')[-6000:]}")
     return logged(folder, name)
+
+
+def end_with_parent() -> None:
+    """Also when that is killed: in a session of its own nobody else would end it. Ray's end with theirs."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def logged(folder: Path, name: str) -> list[dict[str, Any]]:

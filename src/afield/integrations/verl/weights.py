@@ -120,6 +120,7 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> int:
         before = await client.version()
         if before == version and directory.is_dir():
             return await _drop(weights)
+        _check_ours(before, version, gateway.url)
         with replaced(directory) as fresh:
             copy_but_weights(Path(gateway.model), fresh)
             written = await _write(weights, fresh)
@@ -132,6 +133,15 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> int:
             )
     _prune(directory.parent)
     return written
+
+
+def _check_ours(served: int, version: int, url: str) -> None:
+    """Engines that outlive a job still have its weights, and versions never go back."""
+    if served > version or (served == version and version > 0):
+        raise UsageError(
+            f"the engines behind {url} serve version {served}, which this job did not publish, and its"
+            f" trainer is at step {version}; start them again, so that they serve the model's own weights"
+        )
 
 
 async def _drop(weights: Any) -> int:
