@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +33,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
+from afield.engines import fused
 from afield.engines.decoder import Ask, Decoder, Request, Sampled
 from afield.engines.graphs import Shape, Steps
-from afield.engines.slots import Slots, use_slots
+from afield.engines.slots import Slots
 
 HALF_BILLION: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24, "num_attention_heads": 16,
@@ -43,6 +46,7 @@ TINY: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
 }  # fmt: skip
+PARTS = ("afield", "generate", "generate_batch")
 # What a part of this program may die of without taking the others with it.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, ImportError, KeyError, AssertionError)
 
@@ -118,10 +122,23 @@ class Answer:
         raise RuntimeError(reason)
 
 
-def make_decoder(model: Any, load: Load) -> Decoder:
-    use_slots(model)
+def fit(model: Any, ways: str = "") -> fused.Fit:
+    """As the embedded engine does when it starts, unless told in which ways."""
+    model.set_attn_implementation("sdpa")
+    known = {
+        "triton": lambda: fused.triton_ways()[0],
+        "flash": lambda: fused.FLASH,
+        "plain": lambda: fused.PLAIN,
+    }
+    light = model.device.type == "cuda" if not ways else ways != "none"
+    fitted = fused.fit(model, 12, light=light, ways=known[ways]() if ways in known else None)
+    assert fitted.off <= fused.TOLERANCE[model.dtype], fitted.off
+    return fitted
+
+
+def make_decoder(model: Any, load: Load, ways: fused.Ways | None) -> Decoder:
     context = load.prompt + load.new + 64
-    slots = Slots(model.config.num_hidden_layers, load.requests, context, model.dtype, model.device)
+    slots = Slots(model.config.num_hidden_layers, load.requests, context, model.dtype, model.device, ways)
     return Decoder(
         model,
         slots,
@@ -142,9 +159,9 @@ def serve(decoder: Decoder, asked: list[list[int]], new: int, stream: bool) -> l
     return answers
 
 
-def afield(model: Any, load: Load) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
+def afield(model: Any, load: Load, fitted: fused.Fit) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
     device, vocabulary = model.device, model.config.vocab_size
-    decoder = make_decoder(model, load)
+    decoder = make_decoder(model, load, fitted.ways)
     steps = decoder.steps
     assert steps is not None
     first_s, _ = timed(device, lambda: serve(decoder, prompts(load, vocabulary, 1), load.new, stream=False))
@@ -200,9 +217,47 @@ def device_ms(steps: Steps) -> dict[str, float]:
     return took
 
 
-def kernels(model: Any, load: Load) -> list[str]:
+def attention_us(model: Any, load: Load) -> dict[str, Any]:
+    """One layer's decode attention half-way through, in each of the ways there are."""
+    config, lanes = model.config, load.requests
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    length = load.prompt + load.new
+    # Several memories, so that none is found in the cache.
+    memory = torch.randn(4, 2, lanes + 1, length + 64, kv_heads, size, dtype=model.dtype, device=model.device)
+    q = torch.randn(lanes, heads, size, dtype=model.dtype, device=model.device)
+    rows = torch.arange(lanes, dtype=torch.int32, device=model.device)
+    positions = torch.full_like(rows, load.prompt + load.new // 2)
+    ways: dict[str, Callable[..., Tensor]] = {"flash": fused.flash_attend, "plain": fused.attend}
+    failures: tuple[type[Exception], ...] = FAILURES
+    try:
+        from afield.engines import kernels
+    except ImportError as error:
+        print(f"no Triton: {error}", flush=True)
+    else:
+        failures += kernels.REFUSALS
+        for step, warps, stages in itertools.product((32, 64, 128), (2, 4), (2, 3)):
+            way = partial(kernels.attend, step=step, warps=warps, stages=stages)
+            ways[f"triton {step} keys, {warps} warps, {stages} stages"] = way
+    took: dict[str, Any] = {}
+    for name, way in ways.items():
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        try:
+            for n in range(20):
+                if n == 4:
+                    start.record()
+                way(q, *memory[n % 4], rows, positions, size**-0.5)
+            end.record()
+            end.synchronize()
+            took[name] = round(1000 * start.elapsed_time(end) / 16, 1)
+        except failures as error:
+            took[name] = f"{type(error).__name__}: {error}"[:200]
+    read = 2 * lanes * (load.prompt + load.new // 2) * kv_heads * size * memory.element_size()
+    return {"us": took, "read_mb": round(read / 1e6)}
+
+
+def profiled(model: Any, load: Load, ways: fused.Ways | None) -> list[str]:
     """Where the device's time goes in one decode step, by kernel."""
-    decoder = make_decoder(model, load)
+    decoder = make_decoder(model, load, ways)
     for n, prompt in enumerate(prompts(load, model.config.vocab_size, 1)):
         decoder.add(Request(Ask(prompt, max_tokens=load.new, seed=n), Answer()))
     for _ in range(load.new // 2):
@@ -220,7 +275,7 @@ def kernels(model: Any, load: Load) -> list[str]:
 
 
 def plain_logprobs(model: Any, prompt: int, rows: list[list[int]]) -> Tensor:
-    """Of every id after the prompt, by one forward pass without slots, as a trainer makes it."""
+    """Of every id after the prompt, by one forward pass of the model's own layers, as a trainer makes it."""
     model.set_attn_implementation("sdpa")
     scored: list[Tensor] = []
     for row in rows:
@@ -243,12 +298,15 @@ def exactness(model: Any, load: Load, asked: list[list[int]], answers: list[Answ
     told: dict[str, Any] = {
         str(model.dtype).removeprefix("torch."): difference(engine, trainer),
         "mean_logprob": round(float(engine.mean()), 3),
+        **difference(engine, trainer),
     }
     exact = model.float()
     told["trainer_own_rounding"] = difference(trainer, plain_logprobs(exact, load.prompt, rows))
     few = load._replace(requests=min(8, load.requests), new=min(64, load.new))
     asked = prompts(few, model.config.vocab_size, 5)
-    answers = serve(make_decoder(exact, few), asked, few.new, stream=False)
+    fitted = fit(exact)
+    answers = serve(make_decoder(exact, few, fitted.ways), asked, few.new, stream=False)
+    fused.undo(fitted.swapped)
     rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, answers, strict=True)]
     engine = torch.tensor([answer.logprobs for answer in answers], device=model.device)
     told["float32"] = difference(engine, plain_logprobs(exact, few.prompt, rows))
@@ -289,12 +347,13 @@ def generate(model: Any, load: Load, compiled: bool) -> dict[str, Any]:
         run(way, load.trial)
         trials[way] = load.requests * load.trial / run(way, load.trial)
     best = max(trials, key=lambda way: trials[way])
-    took = run(best, load.new)
+    seconds = [run(best, load.new) for _ in "ab"]
+    took = min(seconds)
     return {
         "tok_s": round(load.requests * load.new / took),
         "cache": best,
+        "runs_s": [round(s, 2) for s in seconds],
         "tok_s_first_tokens": {way: round(rate) for way, rate in trials.items()},
-        "s": round(took, 2),
         "ms_per_step": round(1000 * took / load.new, 1),
     }
 
@@ -363,9 +422,14 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model, for a machine without a GPU")
     parser.add_argument("--profile", action="store_true", help="also where a decode step's time goes")
     parser.add_argument("--compiled", action="store_true", help="also let `generate` compile (minutes)")
-    parser.add_argument("--only", default="", help="of afield, generate, generate_batch, with commas")
+    parser.add_argument(
+        "--ways", default="", choices=["triton", "flash", "plain", "none"], help="instead of what works"
+    )
+    parser.add_argument("--skip", default="", help=f"of {', '.join(PARTS)}, with commas")
     chosen = parser.parse_args()
-    only = chosen.only.split(",") if chosen.only else ["afield", "generate", "generate_batch"]
+    skip = chosen.skip.split(",") if chosen.skip else []
+    if unknown := set(skip) - set(PARTS):
+        parser.error(f"cannot skip {', '.join(unknown)}; choose from: {', '.join(PARTS)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not chosen.small:
         parser.error("there is no GPU here; --small tries the program on a CPU")
@@ -376,21 +440,40 @@ def main() -> int:
     with torch.inference_mode():
         model = build(sizes, device, torch.bfloat16)
         report.add("machine", lambda: machine(model, load, device))
-        done = report.add("afield", lambda: afield(model, load)) if "afield" in only else None
-        if chosen.profile and done:
-            print("\n".join(report.add("kernels", lambda: kernels(model, load)) or ()), flush=True)
+        done = None if "afield" in skip else ours(report, model, load, chosen.profile, chosen.ways)
     # The decoder turned this off; the others get the library as it comes.
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     model.set_attn_implementation("sdpa")
-    if "generate" in only:
+    if "generate" not in skip:
         report.add("generate", lambda: generate(model, load, chosen.compiled))
-    if "generate_batch" in only:
+    if "generate_batch" not in skip:
         report.add("generate_batch", lambda: generate_batch(model, load))
     if done:
         with torch.inference_mode():
             report.add("logprob_diff", lambda: exactness(model, load, done[1], done[2]))
     print(json.dumps(summary(report)), flush=True)
     return 1 if report.failed else 0
+
+
+def ours(
+    report: Report, model: Any, load: Load, profile: bool, ways: str
+) -> tuple[dict[str, Any], list[list[int]], list[Answer]] | None:
+    def fitting() -> tuple[dict[str, Any], fused.Fit]:
+        took, fitted = timed(model.device, lambda: fit(model, ways))
+        name = fitted.ways.name if fitted.ways else None
+        told = {"ways": name, "swapped": len(fitted.swapped), "off": round(fitted.off, 4)}
+        return {**told, "notes": fitted.notes, "s": round(took, 1)}, fitted
+
+    found = report.add("fit", fitting)
+    if found is None:
+        return None
+    fitted: fused.Fit = found[1]
+    done = report.add("afield", lambda: afield(model, load, fitted))
+    if profile and done and model.device.type == "cuda":
+        print("\n".join(report.add("kernels", lambda: profiled(model, load, fitted.ways)) or ()), flush=True)
+        report.add("attention", lambda: attention_us(model, load))
+    fused.undo(fitted.swapped)
+    return done
 
 
 def machine(model: Any, load: Load, device: torch.device) -> dict[str, Any]:
@@ -405,7 +488,7 @@ def machine(model: Any, load: Load, device: torch.device) -> dict[str, Any]:
 
 def summary(report: Report) -> dict[str, Any]:
     parts = report.parts
-    rates = {name: parts.get(name, {}).get("tok_s") for name in ("afield", "generate", "generate_batch")}
+    rates = {name: parts.get(name, {}).get("tok_s") for name in PARTS}
     ours, theirs = rates["afield"], [r for n, r in rates.items() if n != "afield" and r]
     return {
         "tok_s": rates,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
 GATED = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
 # Of numbers around 1, each rounded a few times.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Log-probabilities of the same ids, computed in one pass and in several.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 Norms = tuple[Tensor, Tensor, float] | None
 
 
@@ -92,6 +94,7 @@ def gate(gated: Tensor, up: Tensor) -> Tensor:
 
 
 PLAIN = Ways("plain torch", prepare, attend, gate, plain_sums)
+FLASH = PLAIN._replace(name="flash attention", attend=flash_attend)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,21 +110,18 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def _triton() -> tuple[Ways, tuple[type[Exception], ...]]:
+def triton_ways() -> tuple[Ways, tuple[type[Exception], ...]]:
+    """They need Triton; and what they raise where they do not work."""
     from afield.engines import kernels
 
     ways = Ways("Triton's kernels", kernels.prepare, kernels.attend, kernels.gate, kernels.sums)
     return ways, kernels.REFUSALS
 
 
-def _flash() -> tuple[Ways, tuple[type[Exception], ...]]:
-    return PLAIN._replace(name="flash attention", attend=flash_attend), ()
-
-
 def choose(model: PreTrainedModel) -> tuple[Ways | None, tuple[str, ...]]:
     """The first ways that give what plain torch gives, and why those before did not."""
     notes: list[str] = []
-    for name, load in (("Triton's kernels", _triton), ("flash attention", _flash)):
+    for name, load in (("Triton's kernels", triton_ways), (FLASH.name, lambda: (FLASH, ()))):
         # No Triton, no compiler for it, a device or sizes that it does not know.
         known: tuple[type[Exception], ...] = (
             ImportError, RuntimeError, NotImplementedError, TypeError, ValueError, OSError,
@@ -255,7 +255,7 @@ def _is_silu(layer: Any) -> bool:
     return torch.equal(layer.act_fn(x), silu(x))
 
 
-def undo(swapped: list[nn.Module]) -> None:
+def undo(swapped: Iterable[nn.Module]) -> None:
     """The layers' own forward again."""
     for layer in swapped:
         vars(layer).pop("forward", None)
@@ -273,9 +273,7 @@ class Fit(NamedTuple):
     swapped: tuple[nn.Module, ...] = ()
 
 
-def fit(
-    model: PreTrainedModel, length: int, tolerance: float, *, ways: Ways | None = None, light: bool
-) -> Fit:
+def fit(model: PreTrainedModel, length: int, *, light: bool, ways: Ways | None = None) -> Fit:
     """Give the model the slots' attention, and if `light`, fewer kernels: these ways, or the ones that work.
 
     Tried on `length` ids.
@@ -283,27 +281,23 @@ def fit(
     plain = _plain_scores(model, length)
     use_slots(model)
     off = probe(model, plain, None)
-    if not light or not off <= tolerance:
+    if not light or not off <= TOLERANCE[model.dtype]:
         return Fit(off)
-    norms = swap_norms(model)
-    layers = [layer for layer in model.modules() if type(layer).__name__ in ATTENTIONS]
-    if len(layers) != model.config.get_text_config().num_hidden_layers:
-        note = f"decode steps are slower: {type(model).__name__}'s attention is not one of {ATTENTIONS}"
-        return _proven(model, plain, tolerance, Fit(off, None, (note,), tuple(norms)))
     notes: tuple[str, ...] = ()
-    if ways is None:
+    swapped = swap_norms(model)
+    names = [type(layer).__name__ for layer in model.modules()]
+    if sum(name in ATTENTIONS for name in names) != model.config.get_text_config().num_hidden_layers:
+        ways, notes = None, (f"decode steps are slower: no kernels for {type(model).__name__}'s attention",)
+    elif ways is None:
         ways, notes = choose(model)
-    swapped = norms if ways is None else [*norms, *swap_layers(model, ways)]
-    return _proven(model, plain, tolerance, Fit(off, ways, notes, tuple(swapped)))
-
-
-def _proven(model: PreTrainedModel, plain: Tensor, tolerance: float, lighter: Fit) -> Fit:
-    off = probe(model, plain, lighter.ways)
-    if off <= tolerance:
-        return lighter._replace(off=off)
-    undo([*lighter.swapped])
-    note = f"the model's own layers decode, which is slower: the lighter ones are off by {off:.2g}"
-    return Fit(lighter.off, None, (*lighter.notes, note))
+    if ways is not None:
+        swapped += swap_layers(model, ways)
+    lighter = probe(model, plain, ways)
+    if lighter <= TOLERANCE[model.dtype]:
+        return Fit(lighter, ways, notes, tuple(swapped))
+    undo(swapped)
+    note = f"the model's own layers decode, which is slower: the lighter ones are off by {lighter:.2g}"
+    return Fit(off, None, (*notes, note))
 
 
 def _plain_scores(model: PreTrainedModel, length: int) -> Tensor:

@@ -136,15 +136,27 @@ def _attend(
     tl.store(out + here, result, mask=g[:, None] < groups)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor, positions: Tensor, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scale: float,
+    *,
+    step: int = KEYS_AT_ONCE,
+    warps: int = 4,
+    stages: int = 2,
+) -> Tensor:
+    """`step`, `warps` and `stages` change how fast it is, not what comes out."""
     lanes, heads, size = q.shape
     groups = heads // keys.shape[2]
     out = torch.empty_like(q)
     _attend[(keys.shape[2], lanes)](
         q, keys, values, out, rows, positions, scale, keys.stride(0), keys.stride(1),
         groups=groups, queries=max(FEWEST_QUERIES, triton.next_power_of_2(groups)), size=size,
-        step=KEYS_AT_ONCE if size <= 128 else KEYS_AT_ONCE // 2,
-        precision="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
+        step=step if size <= 128 else step // 2,
+        precision="ieee" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 

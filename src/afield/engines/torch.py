@@ -26,7 +26,7 @@ from torch import Tensor
 from afield.engines.adapters import is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled
-from afield.engines.fused import fit
+from afield.engines.fused import TOLERANCE, fit
 from afield.engines.graphs import Steps
 from afield.engines.slots import Slots
 from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
@@ -34,8 +34,6 @@ from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import Failure, FailureKind, FinishReason, Reason
 
-# Log-probabilities of the same ids, computed in one pass and in several.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 # A GPU computes this many ids in about the time of one.
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 PROBE = 12
@@ -279,7 +277,7 @@ class TorchEngine:
             raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")
         layers = model.config.get_text_config().num_hidden_layers
         with torch.inference_mode():
-            fitted = fit(model, min(PROBE, context), TOLERANCE[dtype], light=device.type == "cuda")
+            fitted = fit(model, min(PROBE, context), light=device.type == "cuda")
         if not fitted.off <= TOLERANCE[dtype]:
             raise UsageError(
                 f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here;"
