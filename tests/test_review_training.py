@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,24 @@ from msgspec import structs
 
 from afield import wiring
 from afield.assembly import linear
-from afield.config import assigned, train_config
-from afield.errors import UsageError
+from afield.batches.jsonl import read_jsonl
+from afield.cli.main import main
+from afield.cli.train import add, resume, save_config
+from afield.config import Environment, assigned, train_config
+from afield.errors import Unavailable, UsageError
+from afield.ledger import Ledger
+from afield.rundir import RunDir
 from afield.sdk.context import Context
+from afield.trainers.grpo import GRPO
 from afield.trainers.packing import pack
 from afield.trainers.passes import Pass, log_probabilities, to_passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import to_batch
 from afield.trainers.tinker import Reply, Tuner, taught
 from afield.trainers.tree import Tree, walk
-from afield.types import FailureKind, Reason, Rollout, Sampling, Task
+from afield.types import FailureKind, Finished, Reason, Rollout, Sampling, Task
 from collecting import ask_model, bench
-from grouping import finished, forest, group
+from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
 
 CPU = torch.device("cpu")
@@ -124,6 +131,40 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_collected(
         wiring.trainer(train_config(None, {**given, **assigned(words)}))
 
 
+def test_a_run_that_lacked_memory_goes_on_in_smaller_parts_and_learns_nothing_else(
+    tmp_path: Path, model_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.write_tasks([Task("t", {})])
+    given = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
+    save_config(run, train_config(None, given))
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    told = [
+        "learn.max_tokens_per_pass=512",
+        "learn.checkpointing=true",
+        "learn.devices=2",
+        "learn.device=cpu",
+    ]
+    words = [word for key in told for word in ("--set", key)]
+    config, _ = resume(run, parser.parse_args(["train", "--resume", "run", *words]), Environment.read())
+    assert (config.learn.max_tokens_per_pass, config.learn.devices) == (512, 2)
+    for other in ("learn.loss=cispo", "learn.lora.rank=4", "learn.dtype=bfloat16"):
+        with pytest.raises(UsageError, match="a resumed run keeps its learn"):
+            resume(run, parser.parse_args(["train", "--resume", "run", "--set", other]), Environment.read())
+
+
+def test_too_little_memory_says_what_to_do(model_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+
+    trainer = GRPO(model_path, lr=1e-3, device="cpu")
+    trainer.model.get_decoder().layers[0].register_forward_hook(full)
+    with pytest.raises(Unavailable, match=r"\(CUDA out of memory\); go on with max_tokens_per_pass below 16384"):
+        trainer.step([group_of([1.0, 0.0])])
+
+
 # --- a loop of one's own -------------------------------------------------------------------------
 
 
@@ -189,3 +230,36 @@ def test_a_learning_rate_that_is_none_breaks_no_weights(
 def test_nothing_to_imitate_is_refused() -> None:
     with pytest.raises(UsageError, match="rollout a: there are no tokens to imitate"):
         taught("a", [1, 2], [])
+
+
+# --- named rewards -------------------------------------------------------------------------------
+
+
+def named(reward: float, **rewards: float) -> Finished:
+    name = str(int(reward))
+    made = finished(name, reward, linear(forest(int(reward))).trajectories, "exp-e0-t")
+    return structs.replace(made, outcome=structs.replace(made.outcome, rewards=rewards))
+
+
+def test_a_step_tells_the_weighed_reward_that_it_learned_from(model_path: Path) -> None:
+    trainer = GRPO(model_path, lr=1e-3, device="cpu", rewards={"answer": 1.0, "style": 0.5})
+    parts = (named(7.0, answer=1.0, style=1.0), named(8.0, answer=0.0, style=0.0))
+    assert trainer.step([group(*parts, name="exp-e0-t")]).metrics["weighed_reward"] == 0.75
+    assert (
+        "weighed_reward"
+        not in GRPO(model_path, lr=1e-3, device="cpu").step([group(*parts, name="exp-e0-t")]).metrics
+    )
+
+
+def test_an_export_has_the_weighed_rewards_that_a_run_was_trained_on(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text('{"learn": {"rewards": {"answer": 1.0, "style": 0.5}}}')
+    run.write_rollouts(1, [named(7.0, answer=1.0, style=1.0), named(8.0, answer=0.0, style=0.0)])
+    run.append_metrics({"step": 1, "dropped_groups": {}})
+    with Ledger(run.ledger) as ledger:
+        ledger.admit("exp-e0-t", 0, 0)
+        ledger.ready("exp-e0-t", ["exp-e0-t-7", "exp-e0-t-8"], None, None)
+    assert main(["export", str(run.path), "--out", str(tmp_path / "batch.jsonl")]) == 0
+    batch = read_jsonl(tmp_path / "batch.jsonl")
+    assert [record.score for record in batch.rollouts] == [1.5, 0.0]

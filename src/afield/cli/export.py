@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from afield.batches.groups import from_groups
 from afield.batches.jsonl import write_jsonl
 from afield.batches.parquet import write_parquet
+from afield.batches.rewards import weighed
 from afield.batches.sample import Batch
 from afield.batches.tree import Tree, to_tree
 from afield.config import Environment
@@ -45,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"run {found.id} has trained on nothing{'' if args.step is None else ' in that step'}"
         )
+    if weights := reward_weights(found):
+        groups = weighed(groups, weights)
     batch = from_groups(groups, "per_turn" if args.form == "per-turn" else "linear")
     made = to_tree(batch) if args.form == "tree" else batch
     write(args.out, args.format, made)
@@ -102,6 +107,12 @@ def trained_groups(run: RunDir, only: int | None = None) -> tuple[list[Group], i
             dropped += len(lost[step])
             groups += [group_of(m, ledger.members(g)[1]) for g, m in members.items() if g not in lost[step]]
     return groups, dropped
+
+
+def reward_weights(run: RunDir) -> dict[str, float]:
+    """Of named rewards, where the run was trained on their sum."""
+    said = msgspec.json.decode(run.config.read_bytes())
+    return {} if said.get("freeze_weights") else said.get("learn", {}).get("rewards", {})
 
 
 def group_of(members: list[Finished], baseline: str | None) -> Group:

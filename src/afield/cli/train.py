@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ OVERRIDABLE = (
     *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
     *("cold_start_s", "patience_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
 )
+WHERE = ("device", "devices", "max_tokens_per_pass", "checkpointing")  # of `learn`: may change as well
 
 
 def add(commands: Any) -> None:
@@ -250,13 +251,21 @@ def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> t
     if unknown := changes.keys() - set(TrainConfig.__struct_fields__):
         raise UsageError(f"unknown keys in {args.config}: {', '.join(sorted(unknown))}")
     saved = msgspec.to_builtins(config)
-    if fixed := [k for k in changes if k not in OVERRIDABLE and merged(saved, changes)[k] != saved[k]]:
+    after = kept(merged(saved, changes))
+    if fixed := [k for k in changes if k not in OVERRIDABLE and after[k] != kept(saved)[k]]:
         raise UsageError(f"a resumed run keeps its {', '.join(fixed)}; start a new run to change that")
     if config.epochs and changes.get("steps", config.steps) != config.steps:
         raise UsageError(f"a run of {config.epochs} epochs keeps its {config.steps} steps")
     config = build(merged(saved, changes), "the command line")
     check_gateway(args, config, environment)
     return config, run.read_tasks()
+
+
+def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says only where and in how many parts is learned, not what."""
+    learn = values["learn"]
+    rest = {k: v for k, v in learn.items() if k not in WHERE} if isinstance(learn, Mapping) else learn
+    return {**values, "learn": rest}
 
 
 def save_config(run: RunDir, config: TrainConfig) -> None:

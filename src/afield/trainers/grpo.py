@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from afield.advantage import How, advantages
+from afield.advantage import How, advantages, rewards_of
 from afield.batches.rewards import turn_returns, weighed
-from afield.errors import UsageError
+from afield.errors import Unavailable, UsageError
 from afield.options import LoraOptions
 from afield.seams.trainer import StepReport
 from afield.trainers.audit import Audit, delivery, line_up, staleness
@@ -140,6 +140,17 @@ class GRPO:
         return self.policy.model
 
     def step(self, groups: Sequence[Group]) -> StepReport:
+        try:
+            return self._step(groups)
+        except torch.OutOfMemoryError as error:
+            told = str(error).partition(". ")[0]
+            size = self.updates.max_tokens_per_pass
+            raise Unavailable(
+                f"the trainer has too little memory ({told}); go on with max_tokens_per_pass below {size},"
+                " checkpointing, or more devices"
+            ) from error
+
+    def _step(self, groups: Sequence[Group]) -> StepReport:
         batch = self.batch(groups)
         # A row without an advantage has no gradient unless a bonus or penalty gives it one; its rollout
         # still counts.
@@ -155,6 +166,7 @@ class GRPO:
             "tokens": float(batch.tokens),
             **staleness(batch, self.steps),
             **delivery(groups, batch),
+            **self._weighed_reward(groups),
         }
         self.steps += 1
         return StepReport(rollouts=len(batch.rollout_ids), tokens=batch.tokens, metrics=metrics)
@@ -170,6 +182,14 @@ class GRPO:
         batch = to_batch(groups, advantages(groups, self.how, floor=self.floor, returns=returns))
         check_rows(batch.rows, vocabulary=self.policy.vocabulary, context=self.policy.context)
         return batch
+
+    def _weighed_reward(self, groups: Sequence[Group]) -> dict[str, float]:
+        """What is learned from, where that is not the reward that agents gave."""
+        if not self.rewards:
+            return {}
+        parts = [rewards_of(group, self.floor) for group in weighed(groups, self.rewards)]
+        values = [value for part in parts for value in part.values()]
+        return {"weighed_reward": sum(values) / len(values)} if values else {}
 
     def _minibatches(self, rollout_ids: Sequence[str]) -> Iterator[frozenset[str]]:
         """Every rollout once per epoch, in random parts of like size."""
