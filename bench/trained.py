@@ -26,16 +26,22 @@ def _trainers(run: dict[str, Any] | None) -> dict[str, str]:
         f"The numbers are of commit `{run['commit']}`, on a machine with {machine['cores']} cores and Python"
         f" {machine['python']}, without a GPU."
     )
-    rows = [(name, *(told[name].get(key, "-") for key in ("steps", "first", "last"))) for name in LEARNT]
+    rows = [_learnt(name, told[name]) for name in ("veRL", "TRL", "own loop")]
     bars = [(row["name"], row["seen"], row["bar"], _met(row["ok"])) for row in run["bars"]]
     return {
         "origin": origin,
-        "learning": table(("trainer", "steps", "first", "last"), rows),
+        "learning": table(("trainer", "steps", "first", "last", "apart, mean", "apart, at most"), rows),
         "bars": table(("", "seen", "wanted", ""), bars),
     }
 
 
-LEARNT = ("veRL", "TRL", "own loop")
+APART = {"veRL": ("probs_diff_mean", "probs_diff_max"), "TRL": ("logprob_diff_mean", "logprob_diff")}
+
+
+def _learnt(name: str, told: dict[str, Any]) -> tuple[Any, ...]:
+    learnt = (told.get(key, "-") for key in ("steps", "first", "last"))
+    apart = (f"{told[key]:.1e}" for key in APART[name]) if name in APART else ("", "")
+    return (name, *learnt, *apart)
 
 
 def _met(ok: bool) -> str:
