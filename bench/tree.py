@@ -314,7 +314,7 @@ def compare(
     for name, (parts, kind) in forms.items():
         if not kind:
             continue
-        seen[name] = one = measured(model, parts, kind, times if name != "per_turn" else 2, device)
+        seen[name] = one = measured(model, parts, kind, times if name != "per_turn" else 1, device)
         real = sum(p.tokens for p in parts)
         print(f"  {name:9} {one.seconds:8.3f} s {one.peak / 2**30:7.2f} GiB {real:8} tokens"
               f" {len(parts):3} passes", flush=True)  # fmt: skip
