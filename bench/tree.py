@@ -121,13 +121,12 @@ def part(
     device: torch.device,
 ) -> Part:  # fmt: skip
     owned = [(n, p) for n, row in enumerate(rows) for start, end in row.owned for p in range(start, end)]
-    total = len(owned)
     return Part(
         hidden,
         tokens,
         torch.tensor([where(n, p - 1) for n, p in owned], device=device),
         torch.tensor([rows[n].ids[p] for n, p in owned], device=device),
-        torch.tensor([rows[n].advantage / total for n, _ in owned], device=device),
+        torch.tensor([rows[n].advantage for n, _ in owned], device=device),
     )
 
 
@@ -216,24 +215,37 @@ def made_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def backward(model: Any, parts: Sequence[Part], kind: str) -> None:
+    """Of the mean over all sampled tokens, however many passes they take."""
     model.set_attn_implementation(kind)
     head = model.get_output_embeddings()
+    total = sum(len(one.target) for one in parts)
     for one in parts:
         hidden = one.hidden(model).index_select(0, one.source)
         heat = torch.ones_like(one.advantage)
         logp = sampled_log_probabilities(hidden, head.weight, None, one.target, heat)
-        (-(logp * one.advantage).sum()).backward()
+        (-(logp * one.advantage).sum() / total).backward()
 
 
-def gradient(model: Any) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+def gradient(model: Any, parts: Sequence[Part], kind: str) -> list[Tensor]:
+    """What a trainer accumulates: each pass's gradient, added up in float32."""
+    model.zero_grad(set_to_none=True)
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+
+    def add(parameter: Any) -> None:
+        sums[parameter] += parameter.grad
+        parameter.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(add) for p in sums]
+    backward(model, parts, kind)
+    for hook in hooks:
+        hook.remove()
+    return list(sums.values())
 
 
 class Measured(NamedTuple):
     seconds: float
     peak: int
-    tokens: int
-    gradient: Tensor
+    gradient: list[Tensor]
 
 
 def measured(model: Any, parts: Sequence[Part], kind: str, times: int, device: torch.device) -> Measured:
@@ -249,7 +261,7 @@ def measured(model: Any, parts: Sequence[Part], kind: str, times: int, device: t
         if turn:  # the first one compiles
             seconds.append(watched.seconds)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return Measured(statistics.median(seconds), peak, sum(p.tokens for p in parts), gradient(model))
+    return Measured(statistics.median(seconds), peak, gradient(model, parts, kind))
 
 
 class Stopwatch:
@@ -330,6 +342,7 @@ def compare(
         "of_ratio": {n: round(one.seconds / tree.seconds / told[n], 3) for n, one in seen.items()},
         "peak_ratio": round(tree.peak / max(seen["merged"].peak, 1), 3),
         "grad_cosine": round(min(cosine.values()), 6),
+        "grad_cosines": {name: round(value, 6) for name, value in cosine.items()},
         "mfu": round(flops / tree.seconds / top, 3),
         "tflops": round(flops / tree.seconds / 1e12, 1),
         "seconds": seconds,
@@ -338,12 +351,13 @@ def compare(
     }  # fmt: skip
 
 
-def cosine_of(a: Tensor, b: Tensor) -> float:
+def cosine_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
     """In float64, piece by piece: sums over a billion numbers need it."""
     dot = aa = bb = 0.0
-    for x, y in zip(a.split(1 << 26), b.split(1 << 26), strict=True):
-        x, y = x.double(), y.double()
-        dot, aa, bb = dot + float(x @ y), aa + float(x @ x), bb + float(y @ y)
+    for x, y in zip(a, b, strict=True):
+        for left, right in zip(x.flatten().split(1 << 26), y.flatten().split(1 << 26), strict=True):
+            u, v = left.double(), right.double()
+            dot, aa, bb = dot + float(u @ v), aa + float(u @ u), bb + float(v @ v)
     return dot / (aa * bb) ** 0.5
 
 

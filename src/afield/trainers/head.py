@@ -40,8 +40,9 @@ class _LogProbabilities(torch.autograd.Function):
         hidden, weight, bias, target, heat, normaliser = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         to_hidden: list[Tensor] = []
-        to_weight = torch.zeros_like(weight) if wants_weight else None
-        to_bias = torch.zeros_like(bias) if bias is not None and wants_bias else None
+        # Chunks add up in float32: many small sums in bfloat16 would lose what is small beside the whole.
+        to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
         for number, (h, t, c, n, g) in enumerate(
             _chunks(weight, hidden, target, heat, normaliser, gradients[0])
         ):
@@ -50,10 +51,11 @@ class _LogProbabilities(torch.autograd.Function):
             if wants_hidden:
                 to_hidden.append(slope @ weight)
             if to_weight is not None:
-                to_weight.addmm_(slope.T, h)
+                to_weight += slope.T @ h
             if to_bias is not None:
                 to_bias += slope.sum(0)
-        return torch.cat(to_hidden) if to_hidden else None, to_weight, to_bias, None, None
+        summed = (None if t is None else t.to(weight.dtype) for t in (to_weight, to_bias))
+        return torch.cat(to_hidden) if to_hidden else None, *summed, None, None
 
 
 def _few(tokens: int, weight: Tensor) -> bool:
