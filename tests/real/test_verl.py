@@ -1,8 +1,9 @@
 """Stock veRL trains on this machine's processor, by the example's script: manager, gateway and agents in
 processes of their own. What is asserted comes from veRL's own log and from the gateway's store.
 
-Sampling at temperature 4 keeps logits small: veRL takes a log-probability as the difference of two float32
-numbers of the size of the logits, which at 16 to 32 is exact to no better than 2e-6.
+Probabilities of sampler and trainer differ by less than 1e-6 on average. Single ones may by some more: veRL
+takes a log-probability as the difference of two float32 numbers of the size of the logits, which at 16 to 32
+is exact to no better than 2e-6.
 """
 
 from __future__ import annotations
@@ -29,14 +30,12 @@ from verl_env import ROOT, verl_environment, verl_python
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(1800)]
 RUN_S = 600
-TEMPERATURE = 4.0
 ROLLOUTS, TASKS = 4, 4
 SMALL = (
     f"data.train_batch_size={TASKS}",
     f"actor_rollout_ref.rollout.n={ROLLOUTS}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={TASKS}",
     "actor_rollout_ref.actor.optim.lr=1e-3",
-    f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
     f"afield.agent={launching.BRANCHING}:agent",
     "+afield.max_tokens=16",
 )
@@ -65,7 +64,7 @@ def largest_difference(trajectory: dict[str, Any], weights: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).eval()
     ids = torch.tensor(trajectory["token_ids"])
     with torch.no_grad():
-        logits = model(ids[None]).logits[0, :-1] / TEMPERATURE
+        logits = model(ids[None]).logits[0, :-1]
     rescored = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
     mask = torch.tensor(trajectory["loss_mask"][1:], dtype=torch.bool)
     return float((rescored - torch.tensor(trajectory["logprobs"][1:]))[mask].abs().max())
@@ -101,8 +100,9 @@ async def test_veRL_trains_synchronously(python: Path, tmp_path: Path) -> None:
     assert [step["training/global_step"] for step in log] == [1, 2, 3]
     for step in log:
         assert step["training/rollout_probs_diff_valid"] == 1
-        assert step["training/rollout_probs_diff_max"] < 1e-6
-        assert step["rollout_corr/log_ppl_abs_diff"] < 1e-6
+        assert step["training/rollout_probs_diff_mean"] < 1e-6
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["rollout_corr/log_ppl_abs_diff"] < 1e-5
         assert step["training/off_policy/trajectory_staleness_worst/max"] == 0
         assert step["actor/grad_norm"] > 0
         # A row of its own for the second branch, which has one call.
@@ -118,8 +118,9 @@ async def test_veRL_trains_asynchronously(python: Path, tmp_path: Path) -> None:
     fresh = [s for s in log if s["training/off_policy/trajectory_staleness_worst/max"] == 0]
     assert fresh, "the first step trains what its own weights sampled"
     for step in fresh:
-        assert step["training/rollout_probs_diff_max"] < 1e-6
-        assert step["rollout_corr/log_ppl_abs_diff"] < 1e-6
+        assert step["training/rollout_probs_diff_mean"] < 1e-6
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["rollout_corr/log_ppl_abs_diff"] < 1e-5
     assert max(step["training/off_policy/trajectory_staleness_worst/max"] for step in log) >= 1
     for step in log:
         assert step["actor/grad_norm"] > 0 and step["afield/weights_bytes"] > 1e6
