@@ -235,7 +235,7 @@ WRITTEN = ("collect", "runtimes", "crowd", "trainers", "gpu")  # parts that docs
 def shown(name: str) -> bool:
     """Run a part, save what was seen, and say whether all of it was met."""
     bars = Bars()
-    began = time.monotonic()
+    began, tree = time.monotonic(), commit()
     with tempfile.TemporaryDirectory() as scratch:
         numbers = PARTS[name](bars, Path(scratch))
     machine = {
@@ -243,10 +243,12 @@ def shown(name: str) -> bool:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-    result = {"part": name, "commit": commit(), "ok": bars.ok, "bars": bars.rows, "runs": numbers}
+    if commit() != tree:  # what was run is partly this, partly that
+        tree = f"{tree.removesuffix('-dirty')}-dirty"
+    result = {"part": name, "commit": tree, "ok": bars.ok, "bars": bars.rows, "runs": numbers}
     result |= {"machine": machine, "wall_s": round(time.monotonic() - began, 1)}
     result["ended"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    path = RESULTS / f"{name}-{commit()}.json"
+    path = RESULTS / f"{name}-{tree}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"  saved {path.relative_to(ROOT)}")

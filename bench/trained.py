@@ -55,7 +55,7 @@ def _tree(line: dict[str, Any] | None) -> str:
         f"One {line['device']}, commit `{line['commit'][:12]}`, a model of {line['parameters'] / 1e9:.2f} B"
         f" parameters; large products of matrices reach {line['ceiling_tflops']:,.0f} TFLOP/s on it."
     )
-    parts = [origin]
+    parts = [origin, *([f"Note: {line['note']}"] if "note" in line else [])]
     for (name, title), shape in zip(SHAPES.items(), (line, line["forest"]), strict=True):
         rows = [_form(form, shape) for form in shape["speedup"]]
         rows.append(("the forest", "1", "1", "", shape["seconds"]["tree"], shape["peak_gib"]["tree"]))
