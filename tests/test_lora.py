@@ -7,9 +7,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from afield.demo import shop
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.rundir import find_run
 from afield.trainers.policy import PolicyModel
+from gateways import POLICY
+from processes import afield, write_tasks
 from tiny_model import build_tiny_model
 
 CPU = torch.device("cpu")
@@ -163,3 +167,22 @@ def test_without_adapters_there_are_none_to_export(model_path, tmp_path):
     policy = PolicyModel(model_path, device=CPU, lora=LoraOptions(rank=0))
     with pytest.raises(UsageError, match="set a LoRA rank"):
         policy.export_adapter(tmp_path / "adapter")
+
+
+def test_a_run_that_publishes_adapters_samples_from_them(tmp_path: Path) -> None:
+    """What is sampled after a step is scored by the trainer as it was drawn: the engine has the adapters."""
+    tasks = write_tasks(tmp_path / "tasks.jsonl", shop.tasks(0, 4))
+    sizes = ("--steps", 3, "--rollouts", 4, "--tasks-per-step", 2, "--lr", 0.01)
+    learn = ("lora.rank=4", "lora.alpha=64", "lora.publish=adapter")
+    told = [part for value in learn for part in ("--set", f"learn.{value}")]
+    agent = "afield.demo.agents.openai_agent:agent"
+    code, _, err = afield(tmp_path, "train", agent, "--tasks", tasks, "--model", POLICY, *sizes, *told)
+    assert code == 0, err
+    run = find_run(tmp_path / "runs", "latest")
+    steps = [line["trainer"] for line in run.read_metrics()]
+    assert max(step["sampler_trainer_logprob_diff_max"] for step in steps if step["tokens"]) < 1e-3
+    assert steps[0]["grad_norm"] > 0
+    last = run.weights(3)
+    assert (last / "adapter_config.json").is_file()
+    moved = load_file(last / "adapter_model.safetensors")
+    assert any(tensor.abs().max() > 0 for name, tensor in moved.items() if "lora_B" in name)

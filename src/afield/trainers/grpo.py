@@ -98,6 +98,7 @@ class GRPO:
     ) -> None:
         self.model_path = Path(model_path)
         self.device = device_of(device)
+        self.lora = lora if lora and lora.rank else None
         self.policy = self.policy_kind(
             self.model_path,
             device=self.device,
@@ -225,8 +226,12 @@ class GRPO:
         audit.update(loss=total, grad_norm=self.updates.apply())
 
     def export(self, directory: Path) -> None:
-        """Write the model's directory with the weights as they are now. Repeating replaces it."""
-        self.policy.export(directory)
+        """Write what engines load: the model with its weights as they are now, or its adapters alone.
+        Repeating replaces it."""
+        if self.lora and self.lora.publish == "adapter":
+            self.policy.export_adapter(directory)
+        else:
+            self.policy.export(directory)
 
     def save(self, directory: Path) -> None:
         """All it takes to go on, and what the tokens were made with: tokenizer, template, thinking policy."""
