@@ -173,13 +173,13 @@ def test_the_changed_lines_in_the_readme_are_those_of_the_files() -> None:
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*/README.md")), ids=lambda path: path.parent.name)
 def test_links_and_commands_of_readmes_are_good(example: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", example.read_text()):
-        assert (example.parent / target).exists(), target
+        assert (example.parent / target.partition("#")[0]).exists(), target
     for command in commands(example.parent):
         for one in command.split(" && "):
             words = shlex.split(one)
             if words[0] == "afield":
                 parser().parse_args(words[1:])
-            elif words[0] == "python":
+            elif words[0] == "python" and words[1] not in ("-c", "-m"):
                 assert (example.parent / words[1]).is_file(), one
 
 

@@ -2,8 +2,9 @@
 
 `Ledger(engine)` is an engine itself. It keeps an entry per call, in memory or as a JSON line in a
 file, with the ids, log-probabilities and versions exactly as they left the engine. An entry is
-there before its last chunk is handed on. Calls the engine refused leave none. Trajectories are
-compared with it to prove that nothing was lost or altered on the way to the trainer.
+there before its last chunk is handed on. Calls the engine refused leave none, nor do a gateway's own
+questions about weights. Trajectories are compared with it to prove that nothing was lost or altered on
+the way to the trainer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from msgspec import Struct
 
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Chunk, Engine, EngineInfo
+from afield.seams.witness import SESSION
 from afield.types import FinishReason, Sampling, VersionSpan
 from afield.wire import decode, encode
 
@@ -65,7 +67,8 @@ class Ledger:
         await self._engine.load(version, path)
 
     def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        return watch(call, self._engine.generate(call), self._write)
+        chunks = self._engine.generate(call)
+        return chunks if call.session_id == SESSION else watch(call, chunks, self._write)
 
     def _write(self, entry: Entry) -> None:
         if self._path is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Engine
-from afield.seams.witness import Witness, read_witness
+from afield.seams.witness import SESSION, Witness, read_witness
 from afield.types import Sampling
 
 log = logging.getLogger("afield.gateway")
@@ -59,8 +59,8 @@ def _distance(told: list[float], witness: Witness) -> float:
 
 async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
     call = Call(
-        id="witness",
-        session_id="witness",
+        id=SESSION,
+        session_id=SESSION,
         prompt_ids=prompt_ids,
         sampling=Sampling(temperature=0.0),
         max_tokens=1,

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 FILE = "witness.json"
+SESSION = "(witness)"  # of the questions a gateway asks for it; no session can have such an id
 LOOKS, LOOK = 16, 4096  # places in each file, and bytes at each
 
 
