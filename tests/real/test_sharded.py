@@ -32,6 +32,7 @@ from afield.types import (
 )
 from tiny_model import build_tiny_model
 
+pytestmark = pytest.mark.real  # a dozen processes that each load torch
 SETTINGS = {"lr": 1e-3, "eps": 1e-4, "device": "cpu"}
 
 
