@@ -5,7 +5,9 @@
 A random-initialised model in bfloat16 with gradient checkpointing makes one forward and backward pass over
 the same rollouts in four forms: a row per turn, merged rows padded, merged rows packed without padding
 (varlen), and the forest. All forms run the same model code and the same chunked head, logits only where a
-token was sampled, in passes as large as a common bound on tokens allows. Needs torch and transformers only.
+token was sampled, in passes as large as a common bound on tokens allows. Rows are checkpointed as the
+library does it, whole layers; what attention over the forest gave is kept meanwhile, as the trainer keeps
+it, and counts in its peak memory. Needs torch and transformers only.
 """
 
 from __future__ import annotations
