@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import openai
@@ -16,8 +17,9 @@ from afield.batches.groups import from_groups, to_groups
 from afield.batches.rewards import turn_returns, turn_rewards, weighed
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
+from afield.runtimes.inline import InlineRuntime
 from afield.sdk.deliver import deliver
-from afield.seams import SessionSpec, Waiting
+from afield.seams import Call, Chunk, SessionSpec, Waiting
 from afield.transports.memory import MemoryTransport
 from afield.types import (
     Attempt,
@@ -27,12 +29,13 @@ from afield.types import (
     FinishReason,
     Group,
     Outcome,
+    Reason,
     Rollout,
     Task,
     TurnStatus,
 )
 from afield.wire import OutcomeRecord
-from agents.invoking import invocation
+from agents.invoking import invocation, payload
 from agents.running import run_inline
 from batch_groups import branching, group, turn
 from gateways import running
@@ -222,11 +225,93 @@ async def test_rewards_of_turns_come_by_reward_and_by_outcome(tmp_path: Path) ->
         for _ in range(2):
             assert (await up.ask("POST", "/s/r.1/reward", sent, key))[0] == 200
         assert (await up.ask("POST", "/s/r.1/reward", {**sent, "reward": 0.6}, key))[0] == 409
+        await up.ask("POST", "/s/r.1/v1/chat/completions", asked, key)
         body = {"reward": 1.0, "turn_rewards": {"1": 0.25}}
         assert (await up.ask("POST", "/s/r.1/outcome", body, key))[0] == 200
         found = await outlet.decision(WAITING)
         assert isinstance(found, OutcomeRecord)
         assert (found.outcome.reward, found.outcome.turn_rewards) == (1.0, {turn_id: 0.5, "1": 0.25})
+
+
+@pytest.mark.parametrize("name", ["t9", "1", "chatcmpl-r.1-t7", "nonsense", "9" * 5000])
+async def test_a_reward_for_a_turn_that_is_not_there_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
+        key = (await up.client.open(SPEC)).api_key
+        asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        await up.ask("POST", "/s/r.1/v1/chat/completions", asked, key)
+        for path, body in (
+            ("reward", {"reward": 0.5, "turn": name}),
+            ("outcome", {"reward": 1.0, "turn_rewards": {name: 0.5}}),
+        ):
+            status, answer = await up.ask("POST", f"/s/r.1/{path}", body, key)
+            assert status == 400
+            assert f"has no turn {name!r}; it has: t1; calls are numbered" in answer["error"]["message"]
+        state = await up.client.state("r.1")
+        assert state.phase == "open" and state.rewards == []  # nothing of it was taken
+        assert (await up.ask("POST", "/s/r.1/outcome", {"reward": 1.0}, key))[0] == 200
+
+
+async def test_a_turn_has_one_reward_however_it_is_named(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with running(engine, tmp_path) as up:
+        key = (await up.client.open(SPEC)).api_key
+        asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        _, reply = await up.ask("POST", "/s/r.1/v1/chat/completions", asked, key)
+        for name in ("t1", "0", reply["id"]):
+            assert (await up.ask("POST", "/s/r.1/reward", {"reward": 0.5, "turn": name}, key))[0] == 200
+        assert (await up.ask("POST", "/s/r.1/reward", {"reward": 0.7, "turn": "0"}, key))[0] == 409
+        assert (await up.client.state("r.1")).rewards == [{"reward": 0.5, "turn": "t1"}]
+
+
+async def test_a_call_that_still_runs_may_be_rewarded_and_repeating_it_is_harmless(tmp_path: Path) -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedEngine):
+        async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+            asked.set()
+            await go.wait()
+            async for chunk in super().generate(call):
+                yield chunk
+
+    async with running(Slow(lambda _: said("Yes.")), tmp_path) as up:
+        key = (await up.client.open(SPEC)).api_key
+        body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        calling = asyncio.create_task(up.ask("POST", "/s/r.1/v1/chat/completions", body, key))
+        await asked.wait()
+        outcome = {"reward": 1.0, "turn_rewards": {"0": 0.5, "t1": 0.5}}
+        refused = await up.ask("POST", "/s/r.1/outcome", {"turn_rewards": {"1": 0.5}}, key)
+        assert refused[0] == 400
+        assert (await up.ask("POST", "/s/r.1/outcome", outcome, key))[0] == 200
+        calling.cancel()  # the call comes to nothing: there is no answered call 0 any more
+        await asyncio.gather(calling, return_exceptions=True)
+        go.set()
+        async with asyncio.timeout(10):
+            while (await up.client.state("r.1")).in_flight:
+                await asyncio.sleep(0.01)
+        assert (await up.ask("POST", "/s/r.1/outcome", outcome, key))[0] == 200
+
+
+async def test_an_agent_whose_outcome_is_refused_leaves_the_verifiers_failure_in_its_place(
+    tmp_path: Path,
+) -> None:
+    @afield.agent
+    def agent(task: dict) -> dict:
+        return {"reward": 1.0, "turn_rewards": {"t5": 1.0}}
+
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
+        ticket = await up.client.open(SPEC)
+        at = invocation(outcome_url=f"{ticket.base_url}/outcome")
+        at = structs.replace(at, base_url=ticket.base_url, api_key=ticket.api_key)
+        async with asyncio.timeout(20), InlineRuntime(agent) as agents:
+            await agents.launch(WAITING.attempt, payload({}, at))
+            await agents.wait(WAITING.attempt)
+        found = await outlet.decision(WAITING)
+        assert isinstance(found, OutcomeRecord)
+        failure = found.outcome.failure
+        assert failure and (failure.kind, failure.reason) == (FailureKind.VERIFIER, Reason.REWARD)
+        assert "has no turn 't5'" in failure.message
 
 
 async def test_an_agent_that_gives_no_rewards_gives_none_for_turns(tmp_path: Path) -> None:

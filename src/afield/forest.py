@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -18,6 +19,29 @@ from itertools import islice
 from afield.types import Message, Turn, TurnStatus
 
 _KEPT = 2
+_RESPONSE = re.compile(r".*[-_](t\d+)")  # the id of a response ends with the turn's
+_DIGITS = 9  # of a call's number; no session has more calls
+
+
+def turn_named(name: str, known: Sequence[str], answered: Sequence[str]) -> str | None:
+    """The id of the turn that this names: by its id, by that of the response to it, or by the number of the
+    answered call, from 0. None if there is none.
+    """
+    if name in known:
+        return name
+    if (n := call_number(name)) is not None:
+        return answered[n] if n < len(answered) else None
+    found = _RESPONSE.fullmatch(name)
+    return found[1] if found and found[1] in known else None
+
+
+def call_number(name: str) -> int | None:
+    return int(name) if name.isdecimal() and len(name) <= _DIGITS else None
+
+
+def listed(turns: Sequence[str]) -> str:
+    """Ids of turns, for people to read."""
+    return ", ".join(turns[:8]) + (", ..." if len(turns) > 8 else "") or "none"
 
 
 class Forest:

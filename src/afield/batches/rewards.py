@@ -8,17 +8,14 @@ names it and its rollout; `usable` makes it that rollout's failure while rollout
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from msgspec import structs
 
 from afield.errors import UsageError
+from afield.forest import listed, turn_named
 from afield.types import Failure, FailureKind, Finished, Group, Outcome, Reason, TurnStatus
-
-_RESPONSE = re.compile(r".*[-_](t\d+)")  # the id of a response ends with the turn's
-
 
 # --- named rewards -------------------------------------------------------------------------------
 
@@ -120,10 +117,10 @@ def turn_rewards(finished: Finished) -> dict[str, float]:
     answered = [turn.id for turn in finished.turns if turn.status is TurnStatus.COMMITTED] or trained
     named: dict[str, float] = {}
     for name, value in finished.outcome.turn_rewards.items():
-        turn_id = _turn(name, known, answered)
+        turn_id = turn_named(name, known, answered)
         where = f"rollout {finished.rollout.id}, turn {name!r}"
         if turn_id is None:
-            raise UsageError(f"{where} has a reward, and there is no such turn; it has: {_some(known)}")
+            raise UsageError(f"{where} has a reward, and there is no such turn; it has: {listed(known)}")
         if turn_id in named:
             raise UsageError(f"{where} has two rewards; it is {turn_id}, which was named already")
         named[turn_id] = value
@@ -134,19 +131,6 @@ def turn_rewards(finished: Finished) -> dict[str, float]:
         if turn_id in named and before is not None:
             rewards[before] = rewards.get(before, 0.0) + named[turn_id]
     return rewards
-
-
-def _turn(name: str, known: list[str], answered: list[str]) -> str | None:
-    if name in known:
-        return name
-    if name.isdecimal():
-        return answered[int(name)] if int(name) < len(answered) else None
-    found = _RESPONSE.fullmatch(name)
-    return found[1] if found and found[1] in known else None
-
-
-def _some(turns: list[str]) -> str:
-    return ", ".join(turns[:8]) + (", ..." if len(turns) > 8 else "") or "none"
 
 
 # --- before it is too late -----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 
 from afield import wire
 from afield.errors import WireError
+from afield.forest import call_number, listed, turn_named
 from afield.gateway.http import json_body
 from afield.gateway.refusal import bad_request, conflict
 from afield.gateway.store import SessionRow
@@ -138,8 +139,38 @@ def _check_addressee(record: OutcomeRecord, row: SessionRow) -> None:
 # --- rewards -------------------------------------------------------------------------------------
 
 
-def with_rewards(row: SessionRow, entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+class Turns(Struct, frozen=True, kw_only=True):
+    """The turns a reward may name: all ids, those answered in their order, and how many calls still run."""
+
+    known: tuple[str, ...]
+    answered: tuple[str, ...]
+    running: int = 0
+
+    def named(self, name: str) -> str | None:
+        return turn_named(name, self.known, self.answered)
+
+    def check(self, session_id: str, name: str) -> None:
+        """The number of a call that has not ended yet is taken on trust: who collects looks again."""
+        number = call_number(name)
+        coming = number is not None and number < len(self.answered) + self.running
+        if not coming and self.named(name) is None:
+            has = f"it has: {listed(self.known)}"
+            numbered = f"; calls are numbered from 0 to {len(self.answered) - 1}" if self.answered else ""
+            raise bad_request(
+                f"session {session_id} has no turn {name!r}; {has}{numbered}",
+                "name a turn by its id, by the id of the response to it, or by its number",
+            )
+
+
+def with_rewards(
+    row: SessionRow, entries: Sequence[dict[str, Any]], turns: Turns
+) -> tuple[dict[str, Any], ...]:
     """The row's rewards and these. The same again is fine; another value for the same thing is refused."""
+
+    def about(reward: dict[str, Any]) -> tuple[str | None, str | None]:
+        turn = reward.get("turn")
+        return reward.get("name"), turn and (turns.named(turn) or turn)
+
     rewards = row.rewards
     for entry in entries:
         value = entry["reward"]
@@ -147,18 +178,16 @@ def with_rewards(row: SessionRow, entries: Sequence[dict[str, Any]]) -> tuple[di
             raise bad_request(f"reward {value!r} is not a finite number")
         made = {key: entry[key] for key in ("name", "turn") if entry.get(key) is not None}
         made = {"reward": float(value), **made}
-        known = next((old for old in rewards if _about(old) == _about(made)), None)
+        known = next((old for old in rewards if about(old) == about(made)), None)
         if known is None:
             if row.phase == "finalized":
                 raise conflict(f"session {row.id} is finalized", "rewards come before finalize")
+            if "turn" in made:
+                turns.check(row.id, made["turn"])
             rewards = (*rewards, made)
         elif known["reward"] != made["reward"]:
             raise conflict(f"session {row.id} already has reward {known['reward']}, not {made['reward']}")
     return rewards
-
-
-def _about(reward: dict[str, Any]) -> tuple[str | None, str | None]:
-    return reward.get("name"), reward.get("turn")
 
 
 def submission(row: SessionRow) -> wire.Submission | None:
@@ -210,11 +239,11 @@ def due(row: SessionRow) -> bool:
     return rewarded or not judged(row.spec) or _failure(row, _read_again(row.outcome), None) is not None
 
 
-def late(row: SessionRow, statement: Statement) -> SessionRow | None:
+def late(row: SessionRow, statement: Statement, turns: Turns) -> SessionRow | None:
     """The row as it would be had an outcome come before the session's record was taken; None if it did."""
     if row.phase != "finalized" or row.outcome is not None:
         return None
-    rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries)
+    rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries, turns)
     made = structs.replace(row, outcome=statement.said, rewards=rewards)
     return made if due(made) else None
 

@@ -23,7 +23,7 @@ from afield.gateway.outcomes import Statement
 from afield.gateway.pool import Pool
 from afield.gateway.refusal import bad_request
 from afield.gateway.session import Phase, Session
-from afield.gateway.sessions import Sessions
+from afield.gateway.sessions import Sessions, turns_of
 from afield.gateway.shards import Shard
 from afield.gateway.store import Published, SessionRow, Store
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
@@ -266,7 +266,9 @@ class LocalGateway:
         """Durable here first, then in the store of outcomes, where it stands or is refused."""
         if self._outbox is None and statement.record is not None and session.row.spec.exp_id is not None:
             raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
-        late = outcomes.late(session.row, statement) if self._outbox and not verdict else None
+        late = None
+        if self._outbox and not verdict:
+            late = outcomes.late(session.row, statement, turns_of(session))
         if self._outbox and late is not None:
             await self._outbox.bring_late(session, late)
             return

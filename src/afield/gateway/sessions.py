@@ -18,7 +18,7 @@ from msgspec import structs
 
 from afield.errors import Conflict, Missing
 from afield.gateway import outcomes
-from afield.gateway.outcomes import Statement
+from afield.gateway.outcomes import Statement, Turns
 from afield.gateway.refusal import conflict
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
@@ -32,6 +32,14 @@ RESERVED = "states"
 
 def _new_id() -> str:
     return f"s-{uuid.uuid4().hex}"
+
+
+def turns_of(session: Session) -> Turns:
+    rows = sorted(session.rows.values(), key=lambda row: (row.seq, row.n))
+    answered = (row.turn.id for row in rows if row.turn.status is TurnStatus.COMMITTED)
+    return Turns(
+        known=tuple(row.turn.id for row in rows), answered=tuple(answered), running=len(session.running)
+    )
 
 
 class Sessions:
@@ -120,7 +128,7 @@ class Sessions:
     async def reward(self, session: Session, entry: dict[str, Any]) -> None:
         """Take a reward. The same again is fine; another value for the same name and turn is refused."""
         async with session.lock:
-            rewards = outcomes.with_rewards(session.row, [entry])
+            rewards = outcomes.with_rewards(session.row, [entry], turns_of(session))
             if rewards != session.row.rewards:
                 await self._save(session, rewards=rewards)
 
@@ -195,7 +203,7 @@ class Sessions:
                 raise conflict(f"session {session.id} already has another {what}", "the first one counts")
             if known is None:
                 self._check_settles(session, what)
-                rewards = outcomes.with_rewards(session.row, statement.entries)
+                rewards = outcomes.with_rewards(session.row, statement.entries, turns_of(session))
                 session.closed = True
                 changes: dict[str, Any] = {what: statement.said, "settled": self._clock()}
                 if session.phase is Phase.OPEN:

@@ -1,8 +1,8 @@
 """Brings an outcome to where `_rollout` says: a directory, an HTTP endpoint, or S3; then gives a hint.
 
 Delivering twice changes nothing. What may pass (a connection, a 5xx, a full disk) is tried again a
-bounded number of times; after that Unavailable is raised, and the caller says so loudly. A hint that
-cannot be given is logged only: a sweep finds the outcome.
+bounded number of times; after that Unavailable is raised, and the caller says so loudly; what is wrong in
+itself is Refused at once. A hint that cannot be given is logged only: a sweep finds the outcome.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from afield import wire
 from afield.errors import Unavailable, UsageError
 from afield.sdk import filestore, outcomes
 from afield.sdk.notify import notify
-from afield.sdk.outcomes import Passing
+from afield.sdk.outcomes import Passing, Refused
 from afield.sdk.s3store import S3Store
 from afield.wire import Hint, Invocation, OutcomeRecord, Submission
 
@@ -97,6 +97,8 @@ def _to_http(url: str, invocation: Invocation, record: OutcomeRecord | Submissio
         if error.code == 409:
             return False
         refused = f"{url} answered {error.code} to the outcome of {invocation.session_id}: {said}"
+        if error.code in (400, 413, 422):
+            raise Refused(refused, too_large=error.code == 413) from None
         raise (Passing if error.code >= 500 or error.code in (408, 429) else Unavailable)(refused) from None
     except (OSError, http.client.HTTPException) as error:
         raise Passing(f"{url} does not take the outcome of {invocation.session_id}: {error}") from error

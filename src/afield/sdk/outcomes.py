@@ -19,6 +19,14 @@ class Passing(Unavailable):
     """A failure that may be gone in a moment."""
 
 
+class Refused(Unavailable):
+    """What was said cannot be taken, however often it is said."""
+
+    def __init__(self, message: str, *, too_large: bool = False) -> None:
+        super().__init__(message)
+        self.too_large = too_large
+
+
 class Store(Protocol):
     """Objects under keys, written once. Calls may block; all of them may come from any thread.
 

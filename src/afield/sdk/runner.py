@@ -29,6 +29,7 @@ from afield.sdk.alive import PROCESS, Alive
 from afield.sdk.blame import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.entry import Entry
+from afield.sdk.outcomes import Refused
 from afield.sdk.result import Result, read_result, read_submission
 from afield.types import Failure, FailureKind, Outcome, Reason
 from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord, Submission
@@ -209,7 +210,12 @@ class Runner:
             log.warning("%s failed: %s", session_id, failure.message)
         lost: list[Failure] = []
         with boundary(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, lost.append):
-            if not self._deliver(invocation, record):
+            try:
+                stands = self._deliver(invocation, record)
+            except Refused as error:
+                log.warning("%s: %s", session_id, error)
+                stands = self._deliver(invocation, _refused(invocation, record, error))
+            if not stands:
                 log.warning("%s was decided before; this outcome of it is refused", session_id)
         with self._lock:
             decided = session_id in self._stopped  # nobody wants its outcome any more
@@ -254,6 +260,15 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 def _blamed(invocation: Invocation) -> type[RolloutFailure]:
     """Whose fault it is when its code raises."""
     return VerifierFailure if invocation.role == "verifier" else TaskFailure
+
+
+def _refused(invocation: Invocation, record: OutcomeRecord | Submission, error: Refused) -> OutcomeRecord:
+    """The typed failure in place of what the other side does not take."""
+    if error.too_large or isinstance(record, Submission):
+        failure = _blamed(invocation)(str(error), Reason.UPLOAD).failure
+    else:
+        failure = VerifierFailure(str(error), Reason.REWARD).failure
+    return OutcomeRecord.of(invocation, _failed(invocation, failure))
 
 
 def _failure_of(record: OutcomeRecord | Submission) -> Failure | None:
