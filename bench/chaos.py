@@ -39,7 +39,7 @@ from chaos_world import KINDS, Left, Size, World
 from msgspec import structs
 
 KILLS = {"collector": 12, "gateway": 10, "trainer": 12, "agents": 10}
-SMALL = Size(tasks=24, batch=4, concurrency=16, step_s=0.4, work_s=0.3, limit_s=60.0)
+SMALL = Size(tasks=24, batch=4, concurrency=16, step_s=0.4, work_s=0.3, limit_s=300.0)
 SMALL_KILLS = 2  # of each kind
 STARTING_S = 1.0
 SHOWN = (

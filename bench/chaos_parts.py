@@ -8,6 +8,7 @@ its environment that its children inherit, so that those left behind are found.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import random
@@ -25,6 +26,7 @@ NOTES = "CHAOS_NOTES"
 STEP_S = "CHAOS_STEP_S"
 RESTART_S = 2.0
 PR_SET_PDEATHSIG = 1
+OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TAIL = 1500
 HOPELESS = 5  # crashes of a part, after which nobody waits for it
 
@@ -158,12 +160,15 @@ def marked(mark: str) -> dict[int, str]:
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports that nobody listens at now."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports that nobody uses now, and no outgoing connection takes while what listens there is down."""
+    first = int(OUTGOING.read_text().split()[0]) if OUTGOING.exists() else 32_768
+    chosen: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for port in random.SystemRandom().sample(range(min(10_000, first // 2), first), 1000):
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                chosen.append(port)
+            if len(chosen) == n:
+                return chosen
+    raise OSError(f"no {n} free ports below {first}")

@@ -13,7 +13,6 @@ import asyncio
 import json
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from chaos_parts import free_ports
 from msgspec import Struct, field
 
 ROOT = Path(__file__).parent.parent
@@ -113,9 +113,7 @@ class Gateway:
     """A gateway process that can be killed and started again."""
 
     def __init__(self, place: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
         self._place = place
         self._process: asyncio.subprocess.Process | None = None

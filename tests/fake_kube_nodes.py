@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from uuid import uuid4
 import aiohttp
 
 from fake_kube_store import Json, Problem, Store, condition, stamp, with_condition
+from ports import free_ports
 
 PROBE_S = 0.1
 MEMORY_S = 0.05
@@ -225,9 +225,7 @@ class Nodes:
             env |= self.secrets.get(name, {})
         if why:
             await asyncio.Event().wait()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        [port] = free_ports(1)
         log = self.folder / f"{pod['metadata']['name']}.log"
         command = [part.format(port=port) for part in container.get("command") or self.images[image]]
         with log.open("wb") as output:

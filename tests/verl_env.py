@@ -28,11 +28,14 @@ def verl_python() -> Path:
 
 
 def verl_environment(**values: str) -> dict[str, str]:
-    """For a process of that interpreter: afield from its sources, one thread, a Ray without passwords."""
+    """For a process of that interpreter: afield from its sources, one thread, a Ray without passwords, which
+    does not kill its workers when other programs of the machine use most of its memory.
+    """
     settled = {
         "PYTHONPATH": os.pathsep.join(map(str, SOURCES)),
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_memory_monitor_refresh_ms": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -25,7 +25,7 @@ from agents.sink import Sink
 
 AGENTS = Path(__file__).parent
 ACTING = f"{AGENTS / 'acting.py'}"
-BOUND_S = 60.0
+BOUND_S = 120.0
 
 
 def waiting_for(attempt: Attempt) -> Waiting:

@@ -19,7 +19,7 @@ from afield.types import Attempt
 from afield.wire import Invocation, OutcomeRecord
 from agents.invoking import EXP, invocation
 
-BOUND_S = 60.0
+BOUND_S = 120.0
 # An agent beats ten times a second; on a busy machine it may be late, but hardly by so much.
 QUIET_S = 2.0
 
@@ -38,6 +38,7 @@ class Sink:
         self.transport = transport
         self.url = ""
         self.marks: list[Mark] = []
+        self._enough: set[str] = set()
 
     def invocation(self, attempt: Attempt) -> Invocation:
         """As a gateway at this address would have it: model and outcome under one base."""
@@ -63,6 +64,10 @@ class Sink:
             while (last := self.told(what, session_id)) and anyio.current_time() - last[-1].at < QUIET_S:
                 await anyio.sleep(0.05)
 
+    def enough(self, session_id: str) -> None:
+        """An agent of it that beats ends, as well as one that has done its work."""
+        self._enough.add(session_id)
+
     @contextlib.asynccontextmanager
     async def running(self, bind: str = "127.0.0.1", name: str = "127.0.0.1") -> AsyncIterator[Sink]:
         """`name` is what agents call the address it listens on."""
@@ -86,7 +91,7 @@ class Sink:
     async def _tell(self, request: web.Request) -> web.Response:
         told: dict[str, Any] = await request.json()
         self.marks.append(Mark(told["session_id"], told["what"], told["pid"], anyio.current_time()))
-        return web.json_response({})
+        return web.json_response({}, status=410 if told["session_id"] in self._enough else 200)
 
     async def _outcome(self, request: web.Request) -> web.Response:
         record = wire.decode(await request.read(), OutcomeRecord, "an outcome")

@@ -281,8 +281,9 @@ class RuntimeContract:
         self, place: Place, sink: Sink, can: Capabilities
     ) -> None:
         assert await place.runtime.adopt(NOBODY) is not True
-        attempt = await place.launch({"do": "sleep", "seconds": 1.0})
+        attempt = await place.launch({"do": "beat"})
         assert await place.runtime.adopt(attempt) is True
+        sink.enough(attempt.session_id)
         assert (await finished(place, attempt)).failure is None
         await place.runtime.stop(attempt)
         await until_phase(place, attempt, GONE)

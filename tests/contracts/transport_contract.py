@@ -42,13 +42,13 @@ def hint(session_id: str, exp_id: str = EXP) -> bytes:
 
 
 async def every_hint(
-    transport: StoreTransport, count: int, seconds: float = 20, exp_id: str = EXP
+    transport: StoreTransport, count: int, seconds: float = 90, exp_id: str = EXP
 ) -> set[Attempt]:
     """Hints until so many attempts were named; a queue hands them out in whatever portions it likes."""
     found: set[Attempt] = set()
     with anyio.move_on_after(seconds):
         while len(found) < count:
-            found |= set(await transport.hints(EXP, 1))
+            found |= set(await transport.hints(exp_id, 1))
     return found
 
 
@@ -179,7 +179,7 @@ class TransportContract:
                         seen.append(isinstance(standing, OutcomeRecord) and standing.payload == big)
                     await anyio.lowlevel.checkpoint()
 
-            with anyio.fail_after(30):
+            with anyio.fail_after(90):
                 async with anyio.create_task_group() as group:
                     group.start_soon(read)
                     await writer.deliver(one, record(one, payload=big))
@@ -192,7 +192,7 @@ class TransportContract:
         assert await transport.hints(EXP, 0) == []
         await transport.deliver(one, record(one))
         assert await transport.hints("other", 0) == []
-        assert await transport.hints(EXP, 5) == [Attempt("r", 1)]
+        assert await transport.hints(EXP, 60) == [Attempt("r", 1)]
         assert await transport.hints(EXP, 0) == [], "it is leased"
 
     async def test_waiting_for_hints_ends_when_one_comes(self, transport: StoreTransport) -> None:
@@ -200,9 +200,9 @@ class TransportContract:
         got: list[Attempt] = []
 
         async def wait() -> None:
-            got.extend(await transport.hints(EXP, 60))
+            got.extend(await transport.hints(EXP, 600))
 
-        with anyio.fail_after(20):
+        with anyio.fail_after(90):
             async with anyio.create_task_group() as group:
                 group.start_soon(wait)
                 await anyio.sleep(0.05)
@@ -266,7 +266,7 @@ class TransportContract:
             await transport.deliver(one, record(one))
             assert await every_hint(transport, 1) == {Attempt("r", 1)}
             await transport.acknowledge(EXP, [Attempt("r", 1)])
-            with anyio.fail_after(20):
+            with anyio.fail_after(90):
                 while not (letters := await backend.dead_letters(transport, EXP)):
                     await transport.hints(EXP, 0.2)
         assert len(letters) == 1 and "not a hint" in letters[0]
@@ -276,7 +276,7 @@ class TransportContract:
         async with backend.transport(lease_s=self.lease_s, times=2) as transport:
             await transport.notifier.send(EXP, hint("lonely.1"))
             seen = 0
-            with anyio.fail_after(30):
+            with anyio.fail_after(90):
                 while not (letters := await backend.dead_letters(transport, EXP)):
                     seen += len(await transport.hints(EXP, 1))
         assert 2 <= seen <= 3 and len(letters) == 1 and "lonely.1" in letters[0]
@@ -287,7 +287,7 @@ class TransportContract:
         assert await transport.decision(waiting(exp_id="exp-2")) is None
         assert await transport.sweep([waiting(exp_id="exp-2"), waiting(exp_id="ex")]) == []
         assert await transport.hints("exp-2", 0) == []
-        assert await transport.hints(EXP, 5) == [Attempt("r", 1)]
+        assert await transport.hints(EXP, 60) == [Attempt("r", 1)]
 
     # --- sweeps ------------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class AgentsContract:
         async with backend.transport() as transport:
             one = invocation(**{"outcome_url": None, **transport.address(EXP)})
             assert await anyio.to_thread.run_sync(sdk_deliver, one, record(one, 0.75))
-            assert await transport.hints(EXP, 10) == [Attempt("r", 1)]
+            assert await transport.hints(EXP, 60) == [Attempt("r", 1)]
             assert await transport.decision(waiting()) == record(one, 0.75)
             assert not await anyio.to_thread.run_sync(sdk_deliver, one, record(one, 0.0))
             assert await anyio.to_thread.run_sync(sdk_deliver, one, record(one, 0.75))
@@ -413,5 +413,5 @@ print(json.dumps(answers))
 async def _committer(reward: float, documents: list[str]) -> list[bool]:
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", COMMITTER, stdin=pipe, stdout=pipe)
-    out, _ = await asyncio.wait_for(process.communicate(json.dumps([reward, documents]).encode()), 60)
+    out, _ = await asyncio.wait_for(process.communicate(json.dumps([reward, documents]).encode()), 150)
     return json.loads(out)

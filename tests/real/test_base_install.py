@@ -88,16 +88,16 @@ def test_an_agent_serves_and_delivers_from_the_base_install(python: Path, tmp_pa
         refused.value.close()
         assert post(port, {"x": 21, "_rollout": rollout})["status"] == "processing"
         commit = store / "e" / "commits" / "r.1.json"
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while not commit.exists() and time.monotonic() < end:
             time.sleep(0.05)
         record = json.loads((store / json.loads(commit.read_text())["data_key"]).read_text())
         assert record["outcome"]["reward"] == 42.0
         server.stdin.close()
-        server.wait(30)
+        server.wait(120)
 
 
 def post(port: int, body: dict) -> dict:
     request = urllib.request.Request(f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         return json.loads(answer.read())

@@ -102,7 +102,7 @@ def test_an_examples_image_is_built_and_trained_in_containers(
     apart = () if name != "coding" else ("--set", "verifier_runtime=process")
     small = ("--steps", 1, "--rollouts", 3, "--concurrency", 3, "--freeze-weights", "--json")
     code, out, err = afield(
-        tmp_path, *given, *where, "--set", "container.pull=never", *apart, *small, timeout=300
+        tmp_path, *given, *where, "--set", "container.pull=never", *apart, *small, timeout=900
     )
     assert code == 0, err
     told = summary(out)

@@ -25,6 +25,7 @@ from afield.transports.s3 import S3Outcomes
 from afield.transports.stored import StoreTransport
 from afield.types import FailureKind
 from client_places import place
+from ports import free_ports
 
 pytestmark = pytest.mark.real
 TOOLKIT = "agentcore-rl-toolkit[server]==0.2.0"
@@ -73,7 +74,7 @@ def agent_url(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     except Unavailable as error:
         pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
     (tmp_path / "program.py").write_text(PROGRAM)
-    [port] = servers.free_ports(1)
+    [port] = free_ports(1)
     monkeypatch.setenv("AGENT_PORT", str(port))
     served = servers.Server("http", port, [str(python), str(tmp_path / "program.py")], tmp_path / "agent")
     try:
@@ -95,8 +96,8 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
         good = client.submit({"question": "Is it so?"}, input_id="a b/ü")
         broken = client.submit({"question": "raise"}, input_id="broken")
         silent = client.submit({"question": "silent"}, input_id="silent")
-        finished = good.result(60)
-        failures = [future.finished(60).outcome.failure for future in (broken, silent)]
+        finished = good.result(180)
+        failures = [future.finished(180).outcome.failure for future in (broken, silent)]
     assert finished.outcome.reward == 1.0 and finished.outcome.rewards == {"0": 0.0, "1": 1.0}
     assert len(finished.turns) == 1 and finished.trajectories
     assert [failure.kind for failure in failures if failure] == [FailureKind.TASK, FailureKind.VERIFIER]

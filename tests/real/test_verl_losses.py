@@ -23,7 +23,7 @@ def apart() -> dict[str, float]:
     except Unavailable as error:
         pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
     done = subprocess.run(
-        [python, SCRIPT], env=verl_environment(), capture_output=True, text=True, timeout=300, check=False
+        [python, SCRIPT], env=verl_environment(), capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return json.loads(done.stdout.splitlines()[-1])

@@ -31,7 +31,7 @@ from gateways import POLICY
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 VERSIONS = 5
 ROOM = 2
-BOUND_S = 150
+BOUND_S = 600
 LONG = 500
 TOLERANCE = 1e-4
 

@@ -353,7 +353,7 @@ def test_branches_versions_and_failures_arrive_and_a_dead_gateway_is_told_of(
 ) -> None:
     rollouts = started(f"{HERE / 'trl_agents.py'}:branching", retries_infrastructure=0, advantage="rloo")
     worker, buffer = rollouts.worker, rollouts.worker.rollout_buffer
-    told(worker, 90, lambda: buffer.qsize() >= 6)
+    told(worker, 300, lambda: buffer.qsize() >= 6)
     time.sleep(1)
     groups = {sample.group_id for sample in list(buffer.queue)}
     assert len(groups) <= 3 * 8 // 4, "no more is begun than three steps can take, if nothing branched"
@@ -373,12 +373,12 @@ def test_branches_versions_and_failures_arrive_and_a_dead_gateway_is_told_of(
     send(rollouts, 2)
     while not buffer.empty():
         buffer.get()
-    told(worker, 90, lambda: any(s.model_version == 2 for s in list(buffer.queue)) or drain(buffer))
+    told(worker, 300, lambda: any(s.model_version == 2 for s in list(buffer.queue)) or drain(buffer))
     child = rollouts.worker._crew.start().child
     assert child is not None
     os.kill(child._process.pid, signal.SIGKILL)
     with pytest.raises(Unavailable, match="the gateway ended with code"):
-        told(worker, 60)
+        told(worker, 300)
 
 
 def drain(buffer: Any) -> bool:
@@ -393,7 +393,7 @@ def test_rollouts_that_never_get_a_reward_end_the_training_with_the_reason(
 ) -> None:
     worker = started(f"{HERE / 'trl_agents.py'}:broken", retries_task=0).worker
     with pytest.raises(Fruitless, match="the shop burnt down"):
-        told(worker, 90)
+        told(worker, 300)
 
 
 # --- what is refused before anything starts ------------------------------------------------------

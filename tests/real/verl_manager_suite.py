@@ -42,7 +42,7 @@ from afield.types import Task
 pytestmark = pytest.mark.real
 STEP = 1
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-WAIT_S = 90.0
+WAIT_S = 240.0
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "extra_fields", "uid"]
 
 
@@ -134,12 +134,17 @@ def buffer(kind: type[ReplayBuffer], refill: Any = None, **how: Any) -> ReplayBu
     )
 
 
+def told_of(batch: Any, split: str = "train") -> dict[str, str]:
+    """The status of each of its groups."""
+    tags = transfer_queue.kv_list(split)[split]
+    return {uid: tags[uid]["status"] for uid in batch["uid"]}
+
+
 def ended(batch: Any, split: str = "train") -> dict[str, str]:
     """The status of each of its groups, once all have one that veRL takes for an end."""
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
-        tags = transfer_queue.kv_list(split)[split]
-        found = {uid: tags[uid]["status"] for uid in batch["uid"]}
+        found = told_of(batch, split)
         if not {"pending", "running"} & set(found.values()):
             return found
         time.sleep(0.2)
@@ -157,9 +162,8 @@ def test_groups_reach_veRLs_sampler_with_the_rows_of_those_that_can_be_trained(m
     question = {"question": "How much is the red mug?"}
     does = [{"branches": 2}, {"does": "break one"}, {"does": "break"}, {"does": "give up"}]
     batch = asked([question | one for one in does])
-    began = time.monotonic()
     manager.generate_sequences(batch)
-    assert time.monotonic() - began < 1
+    assert {"pending", "running"} & set(told_of(batch).values()), "it does not wait for them"
     branched, one_broke, broke, gave_up = batch["uid"]
     assert ended(batch) == {
         branched: "finished",

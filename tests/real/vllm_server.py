@@ -15,10 +15,10 @@ import pytest
 
 from afield.conformance import pins
 from afield.conformance.environments import python_environment
-from afield.sdk.listen import listen
+from ports import free_ports
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "envs"
-START_S = 180
+START_S = 600
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -35,8 +35,7 @@ SETTINGS = {
 def serving_vllm(model: Path, log: Path, *options: str) -> Iterator[str]:
     """The url of a server of `model`, under the name "policy"."""
     python = python_environment(CACHE, "vllm", pins.VLLM, without=pins.VLLM_WITHOUT)
-    with listen("127.0.0.1", 0) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports(1)[0])
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "policy", "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--enforce-eager", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]

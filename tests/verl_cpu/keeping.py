@@ -52,7 +52,7 @@ def chat(base_url: str, key: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "How much is the red mug?"}]}
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=180) as response:
         response.read()
 
 
@@ -79,7 +79,7 @@ async def under_calls(gateway: Gateway, weights: dict[str, Any]) -> dict[str, An
             for version in range(1, LAST + 1):
                 noisy = ((name, tensor * (1 + version / 1000)) for name, tensor in weights.items())
                 await send(noisy, version, leader=True)
-                until = time.monotonic() + 60
+                until = time.monotonic() + 180
                 while version not in seen and time.monotonic() < until:
                     await asyncio.sleep(0.05)
             ended = True

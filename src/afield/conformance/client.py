@@ -56,7 +56,7 @@ class Client(Struct, frozen=True, kw_only=True):
     commands: Callable[[Stage], Sequence[Command]]
     scenario: Scenario
     inspect: Callable[[Stage, Sequence[Served]], list[str]] = lambda stage, ledger: []
-    timeout_s: float = 150.0
+    timeout_s: float = 400.0
 
 
 def from_pypi(name: str, version: str | None = None) -> Callable[[Path], Path]:

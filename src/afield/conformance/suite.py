@@ -28,7 +28,7 @@ from afield.types import Sampling
 from afield.wire import encode
 
 MAX_CONTEXT = 400_000
-SETTLE_S = 10.0
+SETTLE_S = 60.0
 FEWEST_TURNS = 8
 
 

@@ -19,11 +19,11 @@ TASK_TOML = """\
 schema_version = "1.4"
 [metadata]
 [verifier]
-timeout_sec = 60.0
+timeout_sec = 360.0
 [agent]
-timeout_sec = 120.0
+timeout_sec = 360.0
 [environment]
-build_timeout_sec = 60.0
+build_timeout_sec = 360.0
 """
 # In the client's own count: the opening and seven steps fit, what MUCH prints does not.
 LIMITS = {"max_input_tokens": 7000, "max_output_tokens": 2000}
