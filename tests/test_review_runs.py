@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from afield.cli.main import main
+from afield.cli.train import save_config
 from afield.collect import Collector, GroupWish
+from afield.config import train_config
 from afield.errors import UsageError
 from afield.gather import Gatherer, Schedule, Validation, our_weights
 from afield.limiter import Pace, SharedLimiter
@@ -53,6 +55,40 @@ def test_what_a_collector_has_collected_survives_a_wrong_command(
     assert main([*made]) == 2
     assert "AFIELD_ADMIN_KEY" in capsys.readouterr().err
     assert len(Spool(run.spool)) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "gone", "says"),
+    [
+        (("--runtime", "container"), None, "runtime container needs an image"),
+        (("--runtime", "inline", "--set", "container.image=x"), None, "--set container.image does nothing"),
+        (("--runtime", "kubernetes=IMAGE"), None, "agents on kubernetes cannot reach a gateway"),
+        ((), "agent.py", "there is no file"),
+        ((), "val.jsonl", "val.jsonl"),
+    ],
+)
+def test_what_is_wrong_with_a_run_that_goes_on_is_said_before_anything_is_started(
+    more: tuple[str, ...],
+    gone: str | None,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / "runs" / "one")
+    (tmp_path / "agent.py").write_text((AGENTS / "slow_agent.py").read_text())
+    write_tasks(tmp_path / "val.jsonl", [{"id": "v"}])
+    named = {"agent": f"{tmp_path / 'agent.py'}:agent", "val_tasks": str(tmp_path / "val.jsonl")}
+    run.path.mkdir(parents=True)
+    run.write_tasks([Task("q", {})])
+    save_config(run, train_config(None, named, model=str(POLICY)))
+    kept = run.config.read_bytes()
+    if gone:
+        (tmp_path / gone).unlink()
+    assert main(["train", "--resume", "one", *more]) == 2
+    assert says in capsys.readouterr().err
+    assert run.config.read_bytes() == kept and not run.began
 
 
 # --- groups and validation -----------------------------------------------------------------------

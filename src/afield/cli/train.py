@@ -210,11 +210,8 @@ def checked(
     args: argparse.Namespace, defaults: dict[str, Any], make_tasks: Callable[[TrainConfig], list[Task]]
 ) -> tuple[TrainConfig, list[Task]]:
     """The values and tasks of a new run."""
-    from afield import wiring
-
     named = {key: value for key, value in defaults.items() if key != "exp_id"}
     config = train_config(args.config, given(args), **named)
-    check_tables(config, assigned(args.set or ()))
     # Rollouts of the same name are sampled alike. Where other runs may be met, names are the run's own.
     alone = not config.gateway and "://" not in config.outcomes and config.place not in ELSEWHERE
     if alone and not config.exp_id:
@@ -223,10 +220,18 @@ def checked(
     if config.epochs is not None:
         steps = -(-config.epochs * len(tasks) // config.tasks_per_step)
         config = structs.replace(config, steps=steps)
+    check(args, config)
+    return config, tasks
+
+
+def check(args: argparse.Namespace, config: TrainConfig) -> None:
+    """Of a new run and of one that goes on: what is wrong is said before anything is started."""
+    from afield import wiring
+
+    check_tables(config, assigned(args.set or ()))
     wiring.check_choices(config)
     if config.val_tasks:
         read_tasks(Path(config.val_tasks))
-    return config, tasks
 
 
 def check_tables(config: TrainConfig, said: dict[str, Any]) -> None:
@@ -257,6 +262,7 @@ def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> t
     if config.epochs and changes.get("steps", config.steps) != config.steps:
         raise UsageError(f"a run of {config.epochs} epochs keeps its {config.steps} steps")
     config = build(merged(saved, changes), "the command line")
+    check(args, config)
     check_gateway(args, config, environment)
     return config, run.read_tasks()
 
