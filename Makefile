@@ -20,10 +20,14 @@ help:
 demo: .venv/.ready
 	@$(BIN)/afield demo
 
-# Four at a time, since most of them wait; what fails beside others is tried again alone, and has to pass then.
+# What failed is tried once more, one after the other, and has to pass then. Those that needed it are named.
+AGAIN = --last-failed --last-failed-no-failures none -rap
+SECOND = echo "the tests listed as PASSED above needed a second chance"
+
+# Four at a time, since most of them wait.
 test: .venv/.ready
 	@$(BIN)/python -m pytest -n 4 --dist loadfile || \
-	  { echo "again, one after the other:"; $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	  { echo "again, one after the other:"; $(BIN)/python -m pytest $(AGAIN) && $(SECOND); }
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -35,7 +39,8 @@ check: lint test
 
 test-real: .venv/.ready
 	@bash scripts/services.sh
-	@$(BIN)/python -m pytest tests/real -m real --timeout 900
+	@$(BIN)/python -m pytest tests/real -m real --timeout 900 || \
+	  { echo "again, what failed:"; $(BIN)/python -m pytest tests/real -m real --timeout 900 $(AGAIN) && $(SECOND); }
 
 accept: .venv/.ready
 	@$(BIN)/python bench/accept.py $(PART)
