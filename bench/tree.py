@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
-from afield.trainers.head import sampled_log_probabilities
+from afield.trainers.head import sampled_log_probabilities, taken
 from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded
 from afield.trainers.tree import Tree, watch
@@ -222,7 +222,7 @@ def backward(model: Any, parts: Sequence[Part], kind: str) -> None:
     head = model.get_output_embeddings()
     total = sum(len(one.target) for one in parts)
     for one in parts:
-        hidden = one.hidden(model).index_select(0, one.source)
+        hidden = taken(one.hidden(model), one.source)
         heat = torch.ones_like(one.advantage)
         logp = sampled_log_probabilities(hidden, head.weight, None, one.target, heat)
         (-(logp * one.advantage).sum() / total).backward()

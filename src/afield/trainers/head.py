@@ -21,6 +21,9 @@ PROBE = 1e-4
 class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, heat: Tensor):
+        # Cast here, so that what chunks add up to reaches weights of more precision unrounded.
+        ctx.kinds = weight.dtype, None if bias is None else bias.dtype
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         normalisers: list[Tensor] = []
         chosen: list[Tensor] = []
         ctx.kept = [] if _few(len(target), weight) else None
@@ -53,9 +56,34 @@ class _LogProbabilities(torch.autograd.Function):
             if to_weight is not None:
                 to_weight += slope.T @ h
             if to_bias is not None:
-                to_bias += slope.sum(0)
-        summed = (None if t is None else t.to(weight.dtype) for t in (to_weight, to_bias))
+                to_bias += slope.sum(0, dtype=torch.float32)
+        summed = (
+            None if t is None else t.to(kind) for t, kind in zip((to_weight, to_bias), ctx.kinds, strict=True)
+        )
         return torch.cat(to_hidden) if to_hidden else None, *summed, None, None
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, source: Tensor) -> Tensor:
+        ctx.save_for_backward(source)
+        ctx.shape = hidden.shape
+        return hidden.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        (gradient,), (source,) = gradients, ctx.saved_tensors
+        needed, place = torch.unique(source, return_inverse=True)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        summed = gradient.new_zeros(len(needed), gradient.shape[1], dtype=wide)
+        summed.index_add_(0, place, gradient.to(wide))
+        return gradient.new_zeros(ctx.shape).index_copy_(0, needed, summed.to(gradient.dtype)), None
+
+
+def taken(hidden: Tensor, source: Tensor) -> Tensor:
+    """The hidden state after which each sampled token came; many may come after one, as after a prompt, and
+    what those add to its gradient is summed in float32."""
+    return _Taken.apply(hidden, source)
 
 
 def _few(tokens: int, weight: Tensor) -> bool:
@@ -99,9 +127,8 @@ def sampled_log_probabilities(
 ) -> Tensor:
     """Of each `target` [n], drawn at `temperature` [n] from the logits that `hidden` [n, size] gives."""
     if torch.is_autocast_enabled(hidden.device.type):
-        kind = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
-    return _LogProbabilities.apply(hidden, weight.to(hidden.dtype), bias, target, temperature.float())
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    return _LogProbabilities.apply(hidden, weight, bias, target, temperature.float())
 
 
 _plain: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from afield.trainers.head import plain_head, sampled_log_probabilities
+from afield.trainers.head import plain_head, sampled_log_probabilities, taken
 from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded
 from afield.trainers.rows import Row
@@ -97,7 +97,7 @@ def log_probabilities(model: Any, batch: Pass) -> Tensor:
     # A sharded model gathers its weights only when it is called as a whole.
     if not isinstance(model, FSDPModule) and plain_head(model):
         head = model.get_output_embeddings()
-        hidden = batch.layout.hidden(model).index_select(0, batch.source)
+        hidden = taken(batch.layout.hidden(model), batch.source)
         return sampled_log_probabilities(hidden, head.weight, head.bias, batch.target, batch.temperature)
     needed, place = torch.unique(batch.source, return_inverse=True)
     logits = batch.layout.logits(model, needed)[place]

@@ -72,7 +72,7 @@ class Bundle(NamedTuple):
         if self.first is not None:
             into[self.first : self.first + self.rows * self.width] = laid.flatten(0, 1)
         else:
-            into.index_copy_(0, self.tokens, laid.flatten(0, 1).index_select(0, self.fresh))
+            into.index_copy_(0, self.tokens, laid.flatten(0, 1).index_select(0, self.fresh).to(into.dtype))
 
     def add(self, into: Tensor, laid: Tensor) -> None:
         """All that a token gets, wherever it stands."""
@@ -186,7 +186,8 @@ class Attention(torch.autograd.Function):
         query, key, value, out, normaliser = ctx.saved_tensors
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         gradient = gradients[0][0]
-        to_q = torch.empty_like(q)
+        # Parts add up in float32, of which one rounding is left at the end.
+        to_q = torch.empty_like(q, dtype=torch.float32)
         to_k, to_v = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (k, v))
         backward = kernel(query.device.type).backward
         for bundle in ctx.plan.bundles:
@@ -293,7 +294,8 @@ class Cpu:
         of_q, of_k, of_v = ops._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, norm, 0.0, causal, scale=scale
         )
-        return of_q, of_k.unflatten(1, (heads, times)).sum(2), of_v.unflatten(1, (heads, times)).sum(2)
+        of_k, of_v = (t.unflatten(1, (heads, times)).sum(2, dtype=torch.float32) for t in (of_k, of_v))
+        return of_q, of_k, of_v
 
 
 def kernel(device: str) -> type[Cudnn] | type[Cpu]:

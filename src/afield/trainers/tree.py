@@ -279,11 +279,14 @@ def _flex() -> Any:
 def _by_sequence(tree: Tree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     parts: list[Tensor] = []
+    # What sequences add to the gradient of tokens they share is summed in float32.
+    wide = torch.promote_types(key.dtype, torch.float32)
+    keys_of_all, values_of_all = key.to(wide), value.to(wide)
     for start, end, keys, seen in tree.segments:
         part = scaled_dot_product_attention(
             query[:, :, start:end],
-            key.index_select(2, keys),
-            value.index_select(2, keys),
+            keys_of_all.index_select(2, keys).to(key.dtype),
+            values_of_all.index_select(2, keys).to(value.dtype),
             seen,
             scale=scaling,
             enable_gqa=grouped,
