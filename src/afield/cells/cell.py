@@ -15,7 +15,7 @@ from afield.cells.pipes import bounded, feed, read_all
 from afield.cells.program import Ended
 from afield.cells.words import Done, Exec, File, Kill
 from afield.errors import InfrastructureFailure, Missing, Unavailable
-from afield.seams.sandbox import Ran
+from afield.seams.sandbox import MOST_BYTES, Ran, argv_of, check_path, too_large
 from afield.types import Reason
 
 EXEC_S = 600.0
@@ -93,7 +93,7 @@ class Cell:
         stdin: bytes = b"",
     ) -> Ran:
         """As `seams.sandbox` says. It runs as the program does: same user, limits and network."""
-        argv = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
+        argv = tuple(argv_of(command, timeout, cwd, env))
         (near_in, far_in), (far_out, near_out), (far_err, near_err) = os.pipe(), os.pipe(), os.pipe()
         values = {"argv": argv, "cwd": cwd or "", "env": dict(env or {}), "timeout_s": timeout}
         outputs = [bounded(far_out), bounded(far_err)]
@@ -117,6 +117,7 @@ class Cell:
         )
 
     async def upload(self, path: str, data: bytes) -> None:
+        check_path(path)
         reading, writing = os.pipe()
         feeding = asyncio.ensure_future(feed(writing, data))
         try:
@@ -129,16 +130,21 @@ class Cell:
             raise InfrastructureFailure(said, Reason.UPLOAD)
 
     async def download(self, path: str) -> bytes:
+        check_path(path)
         reading, writing = os.pipe()
-        content = asyncio.ensure_future(read_all(reading))
+        content = asyncio.ensure_future(read_all(reading, MOST_BYTES))
         try:
             done = await self._answer(File, [writing], FILE_S, {"path": path, "put": False})
+            if content.done() and content.result() is None:
+                raise too_large(path, self.name)
             if done.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise Missing(f"there is no file {path} in {self.name}")
             if done.code:
                 said = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
                 raise InfrastructureFailure(said, Reason.UPLOAD)
-            return await content
+            if (whole := await content) is None:
+                raise too_large(path, self.name)
+            return whole
         finally:
             content.cancel()
             await asyncio.gather(content, return_exceptions=True)

@@ -36,7 +36,11 @@ class Received(Struct, frozen=True):
 
 
 def transmit(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
-    data = encode(message)
+    try:
+        data = encode(message)
+    except UnicodeEncodeError as error:
+        # It would stay first in the queue, and keep all others from being sent.
+        raise UsageError(f"a {type(message).__name__} with text that is not Unicode: {error}") from error
     if len(data) > MAX_BYTES:
         kind = type(message).__name__
         raise UsageError(f"a {kind} of {len(data)} bytes is over {MAX_BYTES}; send large data as a file")

@@ -38,10 +38,16 @@ class bounded:  # noqa: N801 - reads as a function where it is used
         return bytes(self._head + between + self._tail).decode("utf-8", "replace")
 
 
-async def read_all(fd: int) -> bytes:
+async def read_all(fd: int, most: int) -> bytes | None:
+    """None where there is more than that: what is read may have no end."""
     reader, transport = await _reader(fd)
+    content = bytearray()
     try:
-        return await reader.read()
+        while data := await reader.read(CHUNK):
+            content += data
+            if len(content) > most:
+                return None
+        return bytes(content)
     finally:
         transport.close()
 

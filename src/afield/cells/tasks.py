@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import socket
@@ -70,7 +71,7 @@ class Tasks:
         deadline = None if task.timeout_s is None else time.monotonic() + task.timeout_s
         code = _wait(command, deadline)
         if code is None:
-            _kill_beneath()
+            _kill_beneath(command)
         elif code < 0:
             code = 128 - code
         transmit(self._channel, Done(id=task.id, code=code, timed_out=code is None))
@@ -124,24 +125,37 @@ def _bury_others(pid: int) -> None:
                 os.waitpid(child, os.WNOHANG)
 
 
-def _kill_beneath() -> None:
+def _kill_beneath(command: int) -> None:
+    """All of it, and none of the others, unless something forks faster than it can be found."""
+    # At once and whole, however many they are: among them we would hardly get a turn to look for each.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(command, signal.SIGKILL)
     until = time.monotonic() + KILL_S
     while time.monotonic() < until:
-        for pid in _beneath(os.getpid()):
+        for pid in _beneath(os.getpid(), until):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
+        if _buried():
             return
         time.sleep(0.005)
-    # Something forks faster than it can be found.
     os.kill(-1, signal.SIGKILL)
+    until = time.monotonic() + KILL_S
+    while not _buried() and time.monotonic() < until:
+        time.sleep(0.005)
 
 
-def _beneath(pid: int) -> list[int]:
-    children, found, todo = _parents(), [], [pid]
+def _buried() -> bool:
+    """Whether no child is left; those that have ended are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _beneath(pid: int, until: float) -> list[int]:
+    children, found, todo = _parents(until), [], [pid]
     while todo:
         born = children.get(todo.pop(), ())
         found += born
@@ -149,10 +163,12 @@ def _beneath(pid: int) -> list[int]:
     return found
 
 
-def _parents() -> dict[int, list[int]]:
-    """The children of each process of the cell."""
+def _parents(until: float = math.inf) -> dict[int, list[int]]:
+    """The children of each process of the cell, as far as there was time to look."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
+        if time.monotonic() > until:
+            break
         with contextlib.suppress(OSError):
             # The name of a process may hold anything, brackets included.
             parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])

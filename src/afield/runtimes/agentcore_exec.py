@@ -25,7 +25,7 @@ from afield.options import AgentCoreOptions
 from afield.runtimes.agentcore_api import Api, Refused, Silent, called, meaning
 from afield.runtimes.agentcore_deploy import deploy
 from afield.runtimes.container_exec import Output
-from afield.seams.sandbox import Ran
+from afield.seams.sandbox import Ran, argv_of, check_path, too_large
 from afield.types import Reason
 
 log = logging.getLogger("afield.runtimes")
@@ -81,6 +81,7 @@ class AgentCoreSandbox:
             raise UsageError(
                 f"timeout = {timeout:g}: a command on AgentCore takes from 1 to {LONGEST_S} seconds"
             )
+        argv_of(command, timeout, cwd, env)
         line = command if isinstance(command, str) else shlex.join(command)
         if cwd:
             line = f"cd {shlex.quote(cwd)} || exit 1\n{line}"
@@ -94,7 +95,7 @@ class AgentCoreSandbox:
     async def upload(self, path: str, data: bytes) -> None:
         if len(data) > MOST_BYTES:
             raise UsageError(f"{path} has {len(data)} bytes; {MOST_BYTES} can be put there at most")
-        whole = posixpath.join("/", path)
+        whole = _named(path)
         name, part = shlex.quote(whole), shlex.quote(f"{whole}.part")
         await self._done(f"mkdir -p {shlex.quote(posixpath.dirname(whole))} && : > {part}", path)
         for start in range(0, len(data), PIECE):
@@ -103,13 +104,15 @@ class AgentCoreSandbox:
         await self._done(f"mv {part} {name}", path)
 
     async def download(self, path: str) -> bytes:
-        name = shlex.quote(posixpath.join("/", path))
+        name = shlex.quote(_named(path))
         ran = await self._run(f"[ -f {name} ] || exit {NO_FILE}; base64 < {name}", LONGEST_S, 2 * MOST_BYTES)
         if ran.exit_code == NO_FILE:
             raise Missing(f"there is no file {path} in the sandbox")
+        if ran.truncated:
+            raise too_large(path, "the sandbox", MOST_BYTES)
         try:
-            if not ran.ok or ran.truncated:
-                raise ValueError(ran.stderr.strip() or f"it is larger than {MOST_BYTES} bytes")
+            if not ran.ok:
+                raise ValueError(ran.stderr.strip())
             return base64.b64decode("".join(ran.stdout.split()), validate=True)
         except (ValueError, binascii.Error) as error:
             raise InfrastructureFailure(f"{path} was not read: {error}", Reason.UPLOAD) from error
@@ -188,6 +191,12 @@ class AgentCoreSandbox:
             return _read(answer["stream"], keep)
 
         return called("invoke_agent_runtime_command", talk)
+
+
+def _named(path: str) -> str:
+    """Beneath the directory that commands start in, if it is not absolute; never an option of a program."""
+    check_path(path)
+    return posixpath.join(".", path)
 
 
 def _read(stream: Any, keep: int) -> Ran:

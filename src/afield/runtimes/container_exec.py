@@ -25,7 +25,7 @@ from afield.errors import AfieldError, InfrastructureFailure, Missing
 from afield.options import ContainerOptions
 from afield.runtimes.container_engine import Engine, Refused, need_library
 from afield.runtimes.container_spec import death_of, labels_of, name_of
-from afield.seams.sandbox import Ran
+from afield.seams.sandbox import MOST_BYTES, Ran, argv_of, check_path, too_large
 from afield.types import Reason
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Output:
 
     @property
     def bytes(self) -> bytes:
+        self._trim()
         return bytes(self._head + self._tail)
 
     @property
@@ -159,7 +160,7 @@ class ContainerSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> Ran:
-        argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        argv = argv_of(command, timeout, cwd, env)
         ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, self._keep_bytes)
         stdout, stderr = ended.out.text, ended.err.text
         return Ran(
@@ -171,18 +172,22 @@ class ContainerSandbox:
         )
 
     async def upload(self, path: str, data: bytes) -> None:
+        check_path(path)
         argv = ["/bin/sh", "-c", WRITE, "write", path]
         ended = await self._exec(argv, 600.0, None, {}, data, KEPT)
         if ended.exit_code != 0:
             raise InfrastructureFailure(f"{path} was not written: {ended.err.text.strip()}", Reason.UPLOAD)
 
     async def download(self, path: str) -> bytes:
+        check_path(path)
         argv = ["/bin/sh", "-c", READ, "read", path]
-        ended = await self._exec(argv, 600.0, None, {}, b"", 2**40)
+        ended = await self._exec(argv, 600.0, None, {}, b"", MOST_BYTES)
         if ended.exit_code == NO_FILE:
             raise Missing(f"there is no file {path} in the sandbox")
         if ended.exit_code != 0:
             raise InfrastructureFailure(f"{path} was not read: {ended.err.text.strip()}", Reason.UPLOAD)
+        if ended.out.cut:
+            raise too_large(path, "the sandbox")
         return ended.out.bytes
 
     # --- commands --------------------------------------------------------------------------------
