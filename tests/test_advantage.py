@@ -59,8 +59,8 @@ def expected(how: str, values: list[list[float]], greedy: float) -> dict[str, fl
         return flat(centred)
     if how == "grpo":
         return flat([[over(c, statistics.stdev(members)) for c in members] for members in centred])
-    taught = [c for members in centred for c in members if len(set(values[centred.index(members)])) > 1]
-    deviation = math.sqrt(sum(c * c for c in taught) / (len(taught) - 1)) if taught else 0.0
+    everyone = [c for members in centred for c in members]
+    deviation = math.sqrt(sum(c * c for c in everyone) / (len(everyone) - 1))
     return flat([[over(c, deviation) for c in members] for members in centred])
 
 

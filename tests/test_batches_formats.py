@@ -129,9 +129,9 @@ def test_whole_rollouts_of_a_tensordict_are_a_batch() -> None:
         ("rollout_log_probs", (0, 2), -1.0, r"rollout g-1, turn t1: a log-probability where the mask is 0"),
         ("version_low", (0, 3), 9, r"rollout g-1, turn t2: version_low is 9 at response token 3"),
         ("scores", (1, 0), 1.0, r"rollout g-1, turn t3: scores is 1.0 at response token 0"),
-        ("attention_mask", (0, 5), 0, r"rollout g-1: its attention mask"),
-        ("position_ids", (1, 3), 7, r"rollout g-1: its positions"),
-        ("input_ids", (1, 3), 7, r"rollout g-1: input_ids are not"),
+        ("attention_mask", (0, 5), 0, r"rollout g-1, turn t1: its attention mask"),
+        ("position_ids", (1, 3), 7, r"rollout g-1, turn t3: its positions"),
+        ("input_ids", (1, 3), 7, r"rollout g-1, turn t3: input_ids are not"),
     ],
 )
 def test_tensors_that_do_not_line_up_are_refused(name: str, place: tuple, value: float, says: str) -> None:
@@ -200,7 +200,7 @@ def test_lines_that_do_not_line_up_are_refused(tmp_path: Path, line: int, change
     [
         ("logprobs", 0, [-1.0], r"row 0: rollout g-1, turn t1: 4 response ids"),
         ("response_mask", 1, [1, 0], r"row 1: rollout g-1, turn t3: the mask is not 1"),
-        ("prompt_ids", 1, None, r"row 1: rollout g-1: .*prompt_ids"),
+        ("prompt_ids", 1, None, r"row 1: rollout g-1, turn t3: .*prompt_ids"),
         ("score", 0, 9.0, r"row 0: rollout g-1: score is 9.0, its record says"),
         ("row", 1, None, "3 rows of 4 rollouts, and its head names 4 of 4"),
     ],

@@ -97,15 +97,14 @@ def _advantages(
     if how not in get_args(How):
         raise UsageError(f"unknown advantage {how!r}; choose one of: {', '.join(get_args(How))}")
     batch: dict[str, _Stake] = {}
-    flat: dict[str, _Stake] = {}  # teach nothing, and are no part of the batch's statistics
     for group in groups:
         stakes = _stakes(group.finished, floor, returns)
-        if repeated := [i for i in stakes if i in batch or i in flat]:
+        if repeated := [i for i in stakes if i in batch]:
             raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
         greedy = _stakes([group.baseline] if group.baseline else [], floor, returns) if how == "remax" else {}
         below = _baselines(how, stakes, [stake.level for stake in greedy.values()])
         if below is None:
-            flat |= {i: stake.nothing for i, stake in stakes.items()}
+            batch |= {i: stake.nothing for i, stake in stakes.items()}
             continue
         centred = {i: stake.minus(below[i]) for i, stake in stakes.items()}
         batch |= _normalised(centred, eps) if how == "grpo" else centred
@@ -114,7 +113,7 @@ def _advantages(
         batch = {i: stake.minus(mean) for i, stake in batch.items()}
     if how.startswith("reinforce"):
         batch = _normalised(batch, eps)
-    return batch | flat
+    return batch
 
 
 def _stakes(finished: Iterable[Finished], floor: float, returns: Returns | None) -> dict[str, _Stake]:

@@ -2,9 +2,9 @@
 
 `from_groups` takes rows as they were assembled, or splits them to one per turn; either way each sampled
 token of a rollout that trains is owned by exactly one row. Rows whose turns are at hand are compared with
-them. `to_groups` gives groups to train on again: the same rollouts, outcomes, rewards and linear rows. Not
-kept are messages, digests, tags, links, times, seeds and token limits of turns, what was sampled and not
-trained, and the rows of baselines and of rollouts that carry no reward.
+them (`recorded`). `to_groups` gives groups to train on again: the same rollouts, outcomes, rewards and
+linear rows. Not kept are messages, digests, tags, links, times, seeds and token limits of turns, what was
+sampled and not trained, and the rows of baselines and of rollouts that carry no reward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs
 
 from afield import assembly
+from afield.batches.recorded import line_up
 from afield.batches.rewards import turn_rewards
 from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
@@ -35,6 +36,7 @@ def from_groups(groups: Iterable[Group], form: Form = "linear", *, floor: float 
                 records.append(record)
                 if record.trains:
                     samples.extend(samples_of(record, finished, form))
+            line_up([group])
         return Batch(form=form, samples=tuple(samples), rollouts=tuple(records))
 
 
@@ -100,7 +102,7 @@ def owned_turns(finished: Finished) -> dict[str, OwnedTurn]:
     if turns:
         lost = next(turn_id for turn_id in owned if turn_id not in turns)
         raise ValueError(f"rollout {finished.rollout.id}, turn {lost}: a row owns it, and it is not there")
-    return _from_rows(finished.trajectories, owned)
+    return _from_rows(finished.trajectories)
 
 
 Owned = Mapping[str, tuple[Trajectory, TurnRange]]
@@ -129,21 +131,27 @@ def _from_turns(finished: Finished, owned: Owned, turns: Mapping[str, Turn]) -> 
     return known
 
 
-def _from_rows(rows: Sequence[Trajectory], owned: Owned) -> dict[str, OwnedTurn]:
-    """By what the rows have in common. A row ends with a turn that nothing extends."""
-    inner = [(turn, row) for row in rows for turn in row.turns[:-1]]
+def _from_rows(rows: Sequence[Trajectory]) -> dict[str, OwnedTurn]:
+    """By what the rows have in common. A row ends with a turn that nothing extends, and owns what follows
+    the turn it branched at."""
     known: dict[str, OwnedTurn] = {}
-    for order, (row, turn) in enumerate(owned.values()):
-        parent = ""
-        for above, where in inner:
-            if (
-                above.id in known
-                and above.end <= turn.start
-                and where.token_ids[: above.end] == row.token_ids[: above.end]
-            ):
-                parent = above.id if not parent or above.end > owned[parent][1].end else parent
-        known[turn.id] = _owned(turn, order=order, parent=parent)
+    inner: list[tuple[TurnRange, Trajectory]] = []  # of the rows before
+    for row in rows:
+        above = _deepest(row, inner)
+        for turn in row.turns:
+            known[turn.id] = _owned(turn, order=len(known), parent=above)
+            above = turn.id
+        inner += [(turn, row) for turn in row.turns[:-1]]
     return known
+
+
+def _deepest(row: Trajectory, inner: Sequence[tuple[TurnRange, Trajectory]]) -> str:
+    """The turn that the first one of this row follows; "" for none."""
+    best, end = "", 0
+    for turn, other in inner:
+        if end < turn.end <= row.turns[0].start and other.token_ids[: turn.end] == row.token_ids[: turn.end]:
+            best, end = turn.id, turn.end
+    return best
 
 
 def _owned(turn: TurnRange, *, order: int, parent: str) -> OwnedTurn:

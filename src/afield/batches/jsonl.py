@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from afield import wire
-from afield.batches.sample import Batch, Record, Sample, refused
+from afield.batches.sample import Batch, Record, Sample, made, refused
 from afield.batches.tree import Node, Tree
 from afield.errors import UsageError
 
@@ -39,7 +39,8 @@ def write_jsonl(path: Path, batch: Batch | Tree) -> None:
     encoder = msgspec.json.Encoder()
     with path.open("wb") as out:
         for value in (head, *batch.rollouts, *rows):
-            out.write(encoder.encode(value) + b"\n")
+            with refused(f"{path} cannot be written"):
+                out.write(encoder.encode(value) + b"\n")
 
 
 def read_jsonl(path: Path) -> Batch | Tree:
@@ -59,9 +60,9 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | Tree:
     nodes: tuple[Node, ...] = ()
     samples: tuple[Sample, ...] = ()
     if head.form == "tree":
-        nodes = tuple(_next(path, lines, Node) for _ in range(head.rows))
+        nodes = tuple(_row(path, lines, Node) for _ in range(head.rows))
     else:
-        samples = tuple(_next(path, lines, Sample) for _ in range(head.rows))
+        samples = tuple(_row(path, lines, Sample) for _ in range(head.rows))
     if (more := next(lines, None)) is not None:
         raise UsageError(
             f"{path} line {more[0]}: there is more than the {head.rows} rows that its head names"
@@ -72,9 +73,23 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | Tree:
         return Batch(form=head.form, samples=samples, rollouts=rollouts)
 
 
+def _row(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
+    number, line = _line(path, lines, into)
+    try:
+        return msgspec.json.decode(line, type=into)
+    except msgspec.DecodeError:
+        with refused(f"{path} line {number}"):
+            return made(msgspec.json.decode(line, type=dict[str, Any]), into)
+
+
 def _next(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
+    number, line = _line(path, lines, into)
+    with refused(f"{path} line {number}"):
+        return msgspec.json.decode(line, type=into)
+
+
+def _line(path: Path, lines: Iterator[tuple[int, bytes]], into: type[Any]) -> tuple[int, bytes]:
     number, line = next(lines, (0, b""))
     if not number:
         raise UsageError(f"{path} is cut short: it ends where a {into.__name__.lower()} should follow")
-    with refused(f"{path} line {number}"):
-        return msgspec.json.decode(line, type=into)
+    return number, line

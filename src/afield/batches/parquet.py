@@ -15,7 +15,7 @@ import msgspec
 
 from afield import wire
 from afield.batches.jsonl import Head
-from afield.batches.sample import Batch, Record, Sample, kind_of, refused
+from afield.batches.sample import Batch, Record, Sample, in_order, kind_of, made, refused, whose
 from afield.batches.tree import Node, Tree
 from afield.errors import UsageError
 
@@ -47,6 +47,10 @@ def read_parquet(path: Path) -> Batch | Tree:
     except (OSError, arrow.ArrowException) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     head = _head(path, table.schema.metadata or {})
+    columns = _node_columns(arrow) if head.form == "tree" else _sample_columns(arrow)
+    wanted = [name for name, _ in (*_record_columns(arrow), *columns)]
+    if missing := [name for name in wanted if name not in table.column_names]:
+        raise UsageError(f"{path} has no column {missing[0]!r}; `write_parquet` makes a table that has")
     records: dict[str, tuple[int, Record]] = {}
     samples: list[Sample] = []
     nodes: list[Node] = []
@@ -69,7 +73,7 @@ def read_parquet(path: Path) -> Batch | Tree:
     with refused(f"{path} does not line up"):
         if head.form == "tree":
             return Tree(nodes=tuple(nodes), rollouts=rollouts)
-        return Batch(form=head.form, samples=tuple(samples), rollouts=rollouts)
+        return Batch(form=head.form, samples=in_order(samples), rollouts=rollouts)
 
 
 def _pyarrow() -> Any:
@@ -124,6 +128,8 @@ def _record_line(number: int, record: Record) -> dict[str, Any]:
 
 def _remember(records: dict[str, tuple[int, Record]], line: dict[str, Any]) -> None:
     record = msgspec.json.decode(line["record"], type=Record)
+    if line["rollout"] is None:
+        raise ValueError(f"rollout {record.rollout.id}: it has no place, the column 'rollout' is null")
     for name, value in _record_line(line["rollout"], record).items():
         if name != "record" and line[name] != value:
             raise ValueError(
@@ -148,10 +154,12 @@ def _sample_line(sample: Sample) -> dict[str, Any]:
 
 
 def _sample(line: dict[str, Any]) -> Sample:
+    if line["record"] is None:
+        raise ValueError(f"{whose(line)}: it has no record, the column 'record' is null")
     record = msgspec.json.decode(line["record"], type=Record)
     given = {
         **{name: line[name] for name in _SAMPLE},
-        "versions": [[span[name] for name in SPAN] for span in line["versions"]],
+        "versions": _read_spans(line["versions"]),
         "rollout_id": record.rollout.id,
         "group_id": record.rollout.group_id,
         "score": record.score,
@@ -159,7 +167,7 @@ def _sample(line: dict[str, Any]) -> Sample:
         "failure": kind_of(record.outcome),
         "attempts": record.attempts,
     }
-    return _made(given, Sample, record.rollout.id)
+    return made(given, Sample)
 
 
 def _node_line(number: int, node: Node) -> dict[str, Any]:
@@ -177,22 +185,22 @@ def _node_line(number: int, node: Node) -> dict[str, Any]:
 
 
 def _node(line: dict[str, Any]) -> Node:
-    spans = [[span[name] for name in SPAN] for span in line["versions"]]
-    given = {**{name: line[name] for name in Node.__struct_fields__}, "versions": spans}
-    return _made(given, Node, line["rollout_id"])
-
-
-def _made(given: dict[str, Any], into: type[Any], rollout_id: str) -> Any:
-    """With the rollout in the message where a value is not even of its type."""
-    try:
-        return msgspec.convert(given, into)
-    except msgspec.ValidationError as error:
-        told = str(error)
-        raise ValueError(told if told.startswith("rollout ") else f"rollout {rollout_id}: {told}") from error
+    if line["record"] is None and line["rollout_id"]:
+        raise ValueError(f"{whose(line)}: it has no record, the column 'record' is null")
+    given = {**{name: line[name] for name in Node.__struct_fields__}}
+    given["versions"] = _read_spans(line["versions"])
+    return made(given, Node)
 
 
 def _spans(row: Sample | Node) -> list[dict[str, int]]:
     return [{name: getattr(span, name) for name in SPAN} for span in row.versions]
+
+
+def _read_spans(spans: list[dict[str, Any] | None] | None) -> list[list[Any] | None] | None:
+    """As they are; what is null there is refused with all else."""
+    if spans is None:
+        return None
+    return [None if span is None else [span[name] for name in SPAN] for span in spans]
 
 
 # --- columns -------------------------------------------------------------------------------------

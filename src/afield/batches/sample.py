@@ -10,9 +10,9 @@ A batch that exists lines up: every owned turn is owned by one row only, the wei
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Struct
@@ -30,6 +30,9 @@ from afield.types import (
 )
 
 Form = Literal["linear", "per_turn"]
+T = TypeVar("T")
+MOST = 2**31  # token ids are below it
+ROUNDING = 1e-3  # what arithmetic may put a log-probability above 0
 
 
 class OwnedTurn(Struct, frozen=True, kw_only=True):
@@ -84,8 +87,7 @@ class Sample(Struct, frozen=True, kw_only=True):
                 f"{where}: {lengths[0]} response ids, {lengths[1]} mask entries,"
                 f" {lengths[2]} log-probabilities"
             )
-        if stray := [i for i in (*self.prompt_ids, *self.response_ids) if i < 0]:
-            raise ValueError(f"{where}: token id {stray[0]} is negative")
+        check_ids((*self.prompt_ids, *self.response_ids), where)
         self._check_mask()
         check_cover(self.versions, [(turn.start, turn.end) for turn in self.turns], where)
         if not 0 < self.weight <= 1:
@@ -132,8 +134,7 @@ class Sample(Struct, frozen=True, kw_only=True):
             where = f"rollout {self.rollout_id}, turn {turn.id}"
             if not at <= turn.start < turn.end <= len(self.response_ids):
                 raise ValueError(f"{where}: tokens {turn.start} to {turn.end} are not a part of the row")
-            if not all(map(math.isfinite, self.logprobs[turn.start : turn.end])):
-                raise ValueError(f"{where}: a log-probability is not a finite number")
+            check_logprobs(self.logprobs[turn.start : turn.end], where)
             expected = (0,) * (turn.start - at) + (1,) * (turn.end - turn.start)
             if self.response_mask[at : turn.end] != expected:
                 raise ValueError(f"{where}: the mask is not 1 exactly where the row owns tokens")
@@ -143,6 +144,19 @@ class Sample(Struct, frozen=True, kw_only=True):
         for mask, logprob in zip(self.response_mask, self.logprobs, strict=True):
             if logprob and not mask:
                 raise ValueError(f"{self.where}: a log-probability where the mask is 0")
+
+
+def check_ids(ids: Iterable[int], where: str) -> None:
+    if stray := next((i for i in ids if not 0 <= i < MOST), None):
+        raise ValueError(f"{where}: token id {stray} is negative, or beyond every vocabulary")
+
+
+def check_logprobs(logprobs: Iterable[float], where: str) -> None:
+    for value in logprobs:
+        if not math.isfinite(value):
+            raise ValueError(f"{where}: a log-probability is not a finite number")
+        if value > ROUNDING:
+            raise ValueError(f"{where}: the log-probability {value:g} is above 0")
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -178,6 +192,9 @@ class Batch(Struct, frozen=True, kw_only=True):
             rows.setdefault(sample.rollout_id, []).append(sample)
         for mine in rows.values():
             check_rollout(mine)
+            check_lineage(mine)
+            if self.form == "per_turn" and (more := [row for row in mine if len(row.turns) > 1]):
+                raise ValueError(f"{more[0].where}: its row has {len(more[0].turns)} turns, not one")
         for rollout_id, record in known.items():
             check_rewards(record, {turn.id for row in rows.get(rollout_id, []) for turn in row.turns})
 
@@ -229,6 +246,44 @@ def check_rollout(rows: list[Sample]) -> None:
         raise ValueError(
             f"{rows[0].where}: the weights of its rows add up to {weight}, not 1: a row is missing"
         )
+    total = sum(sample.owned for sample in rows)
+    for sample in rows:
+        if not math.isclose(sample.weight, sample.owned / total, rel_tol=1e-6):
+            raise ValueError(
+                f"{sample.where}: weight {sample.weight}, and its row has {sample.owned} of {total} tokens"
+            )
+
+
+def check_lineage(rows: list[Sample]) -> None:
+    """Turns follow their parents, and rows begin with the very ids of what they branched from."""
+    owned = {turn.id: (row, turn) for row in rows for turn in row.turns}
+    for row in rows:
+        before = None
+        for turn in row.turns:
+            where = f"rollout {row.rollout_id}, turn {turn.id}"
+            if before is not None and turn.parent != before:
+                raise ValueError(f"{where}: it follows turn {before} in its row and names {turn.parent!r}")
+            before = turn.id
+            if not turn.parent:
+                continue
+            if turn.parent not in owned or owned[turn.parent][1].order >= turn.order:
+                raise ValueError(f"{where}: its parent {turn.parent} is not before it")
+            other, above = owned[turn.parent]
+            end = len(other.prompt_ids) + above.end
+            if other is not row and (
+                end > len(row.prompt_ids) or other.token_ids[:end] != row.prompt_ids[:end]
+            ):
+                raise ValueError(f"{where}: its prompt does not begin with turn {above.id}, its parent")
+
+
+def in_order(samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    """The same, each rollout's rows as they are numbered, in the places that they had."""
+    given = list(samples)
+    rows: dict[str, list[Sample]] = {}
+    for sample in given:
+        rows.setdefault(sample.rollout_id, []).append(sample)
+    sorted_rows = {name: iter(sorted(mine, key=lambda one: one.row)) for name, mine in rows.items()}
+    return tuple(next(sorted_rows[sample.rollout_id]) for sample in given)
 
 
 def check_rewards(record: Record, owned: set[str]) -> None:
@@ -239,6 +294,23 @@ def check_rewards(record: Record, owned: set[str]) -> None:
 
 def kind_of(outcome: Outcome) -> str:
     return str(outcome.failure.kind) if outcome.failure else ""
+
+
+def whose(line: Mapping[str, Any]) -> str:
+    """Rollout and first turn of a sample or a node that may be wrong in any way."""
+    turns = line.get("turns") or [line.get("turn")]
+    first = turns[0] if isinstance(turns, list | tuple) else None
+    turn = first.get("id") if isinstance(first, Mapping) else None
+    return f"rollout {line.get('rollout_id') or '(none)'}, turn {turn or '(none)'}"
+
+
+def made(line: Mapping[str, Any], into: type[T]) -> T:
+    """With rollout and turn in the message where a value is not even of its type."""
+    try:
+        return msgspec.convert(line, into)
+    except msgspec.ValidationError as error:
+        told = str(error)
+        raise ValueError(told if told.startswith("rollout ") else f"{whose(line)}: {told}") from error
 
 
 @contextmanager

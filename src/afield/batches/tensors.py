@@ -9,12 +9,12 @@ from a part of the rows that holds whole rollouts. Needs torch and tensordict (e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from afield.batches.sample import Batch, OwnedTurn, Record, Sample, kind_of, refused
+from afield.batches.sample import Batch, OwnedTurn, Record, Sample, in_order, kind_of, refused, whose
 from afield.errors import UsageError
 from afield.types import VersionSpan
 
@@ -147,15 +147,15 @@ def from_tensordict(tensors: Any) -> Batch:
             if records.setdefault(line["rollout"], record) != record:
                 raise ValueError(f"rollout {line['rollout_id']} has two records that differ")
             if not bool((both[n] == tensors["input_ids"][n]).all()):
-                raise ValueError(f"rollout {line['rollout_id']}: input_ids are not its prompt and response")
-            samples.append(_sample(line, record, tensors["scores"][n].new_tensor(record.score).item()))
+                raise ValueError(f"{_where(line)}: input_ids are not its prompt and response")
+            samples.append(_sample(line, record, lambda value: tensors["scores"].new_tensor(value).item()))
         idle = msgspec.json.decode(tensors["rowless"], type=list[tuple[int, Record]])
         rollouts = [record for _, record in sorted((*records.items(), *idle), key=lambda known: known[0])]
-        return Batch(form=tensors["form"], samples=tuple(samples), rollouts=tuple(rollouts))
+        return Batch(form=tensors["form"], samples=in_order(samples), rollouts=tuple(rollouts))
 
 
-def _sample(line: dict[str, Any], record: Record, score: float) -> Sample:
-    where = f"rollout {line['rollout_id']}"
+def _sample(line: dict[str, Any], record: Record, rounded: Callable[[float], float]) -> Sample:
+    where = _where(line)
     if line["rollout_id"] != record.rollout.id or line["group_id"] != record.rollout.group_id:
         raise ValueError(f"{where}: its record is of rollout {record.rollout.id}")
     width = len(line["prompts"])
@@ -181,16 +181,21 @@ def _sample(line: dict[str, Any], record: Record, score: float) -> Sample:
         failure=kind_of(record.outcome),
         attempts=record.attempts,
     )
-    _check_columns(sample, line, score)
+    _check_columns(sample, line, rounded)
     return sample
 
 
-def _check_columns(sample: Sample, line: dict[str, Any], score: float) -> None:
-    """What is told twice is told alike."""
+def _where(line: dict[str, Any]) -> str:
+    return whose(line | {"turns": msgspec.json.decode(line["turns"])})
+
+
+def _check_columns(sample: Sample, line: dict[str, Any], rounded: Callable[[float], float]) -> None:
+    """What is told twice is told alike, as precisely as the tensors do."""
     width = len(line["responses"])
-    scores = [score if value else 0.0 for value in _last(sample)]
     told = {
-        "scores": _right(scores, width, 0.0),
+        "scores": _right([rounded(value) for value in _score(sample)], width, 0.0),
+        "temperature": _right([rounded(value) for value in _temperatures(sample)], width, 1.0),
+        "rollout_log_probs": _right(sample.logprobs, width, 0.0),
         "version_low": _right(_versions(sample, "low"), width, UNOWNED),
         "version_high": _right(_versions(sample, "high"), width, UNOWNED),
         "response_mask": _right(sample.response_mask, width, 0),

@@ -7,13 +7,22 @@ behind their parents. `Tree.to_rows` gives the linear batch back, exactly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, structs
 
 from afield import assembly
-from afield.batches.sample import Batch, OwnedTurn, Record, Sample, by_id, check_rewards, refused
+from afield.batches.sample import (
+    Batch,
+    OwnedTurn,
+    Record,
+    Sample,
+    by_id,
+    check_ids,
+    check_logprobs,
+    check_rewards,
+    refused,
+)
 from afield.forest import Forest
 from afield.types import FinishReason, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
 
@@ -46,8 +55,8 @@ class Node(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"{where}: {len(self.token_ids)} sampled ids, {len(self.logprobs)} log-probabilities"
             )
-        if not all(map(math.isfinite, self.logprobs)):
-            raise ValueError(f"{where}: a log-probability is not a finite number")
+        check_ids((*self.context_ids, *self.token_ids), where)
+        check_logprobs(self.logprobs, where)
         check_cover(self.versions, [(0, len(self.token_ids))], where)
 
     @property

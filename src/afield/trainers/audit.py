@@ -1,124 +1,30 @@
 """What every step is checked for and has to tell.
 
-Before any weight changes: rows have to be what the recorded turns say (ids, masks, log-probabilities,
-versions), every turn trained once; and the policy has to give sampled tokens a finite log-probability, if
-wanted no further from the sampler's than a bound. What is not so is refused by rollout and turn.
+Before any weight changes: rows have to be what the recorded turns say, every turn trained once (`line_up`);
+and the policy has to give sampled tokens a finite log-probability, if wanted no further from the sampler's
+than a bound. What is not so is refused by rollout and turn.
 Every step tells how far sampler and trainer are apart, how much of what was sampled is trained and why
 the rest is not, how stale it is, and what the loss cut off.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from afield.batches.recorded import line_up
 from afield.errors import UsageError
 from afield.trainers.losses import Loss, effective
 from afield.trainers.passes import Pass
 from afield.trainers.rows import Batch, Row
-from afield.types import Finished, Group, Trajectory, Turn, TurnRange
+from afield.types import Group
 
-# --- rows against what was recorded --------------------------------------------------------------
-
-
-def line_up(groups: Iterable[Group]) -> None:
-    """Refuse rows that are not what was recorded. A rollout that came without its turns has only its rows."""
-    for group in groups:
-        for finished in group.finished:
-            _check_once(finished)
-            if finished.turns:
-                turns = {turn.id: turn for turn in finished.turns}
-                for trajectory in finished.trajectories:
-                    _check_row(finished.rollout.id, trajectory, turns)
-
-
-def _check_once(finished: Finished) -> None:
-    where = f"rollout {finished.rollout.id}"
-    owned = Counter(turn.id for row in finished.trajectories for turn in row.turns)
-    if twice := [turn for turn, times in owned.items() if times > 1]:
-        raise UsageError(f"{where}, turn {twice[0]}: two rows train it; each sampled token is trained once")
-    weight = math.fsum(row.weight for row in finished.trajectories)
-    if weight > 1 + 1e-6:
-        raise UsageError(f"{where}: its rows weigh {weight:g} together; a rollout weighs 1")
-    for row in finished.trajectories:
-        for one, other in pairwise(sorted(row.turns, key=lambda turn: turn.start)):
-            if other.start < one.end:
-                raise UsageError(f"{where}, turn {other.id}: its tokens are also those of turn {one.id}")
-        for turn in row.turns:
-            if above := [p for p in row.logprobs[turn.start : turn.end] if p > 1e-3]:
-                raise UsageError(f"{where}, turn {turn.id}: the log-probability {above[0]:g} is above 0")
-
-
-def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None:
-    if not row.turns:
-        return
-    starts = _starts(rollout_id, row.turns[-1].id, turns)
-    for part in row.turns:
-        where = f"rollout {rollout_id}, turn {part.id}"
-        turn = turns.get(part.id)
-        if turn is None or part.id not in starts:
-            raise UsageError(f"{where}: the row trains it, but it is not on the path the row ends with")
-        if starts[part.id] != part.start or part.end - part.start != len(turn.token_ids):
-            raise UsageError(
-                f"{where}: recorded at tokens {starts[part.id]} to {starts[part.id] + len(turn.token_ids)},"
-                f" but the row has it at {part.start} to {part.end}"
-            )
-        if wrong := _difference(row, part, turn):
-            raise UsageError(f"{where}: its {wrong} in the row are not those that were recorded")
-    _check_context(rollout_id, row, starts, turns)
-
-
-def _starts(rollout_id: str, last: str, turns: dict[str, Turn]) -> dict[str, int]:
-    """Where the sampled tokens of each turn on the path to `last` begin, from the root on."""
-    path: list[Turn] = []
-    name: str | None = last
-    while name is not None:
-        if name not in turns or len(path) > len(turns):
-            raise UsageError(f"rollout {rollout_id}, turn {last}: turn {name}, before it, was not recorded")
-        path.append(turns[name])
-        name = turns[name].parent
-    starts: dict[str, int] = {}
-    length = 0
-    for turn in reversed(path):
-        starts[turn.id] = length + len(turn.delta_ids)
-        length = starts[turn.id] + len(turn.token_ids)
-    return starts
-
-
-def _difference(row: Trajectory, part: TurnRange, turn: Turn) -> str | None:
-    start, end = part.start, part.end
-    versions = [
-        (s.start - start, s.end - start, s.low, s.high) for s in row.versions if start <= s.start < end
-    ]
-    kept = {
-        "ids": row.token_ids[start:end] == turn.token_ids,
-        "log-probabilities": row.logprobs[start:end] == turn.logprobs,
-        "mask entries": all(row.loss_mask[start:end]),
-        "versions": versions == [(s.start, s.end, s.low, s.high) for s in turn.versions],
-        "sampling parameters": part.temperature == turn.sampling.temperature
-        and part.truncated == turn.sampling.truncated,
-    }
-    return next((name for name, same in kept.items() if not same), None)
-
-
-def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
-    """What stands between trained turns is the recorded context."""
-    for name, start in starts.items():
-        turn = turns[name]
-        before, after = start - len(turn.delta_ids), start + len(turn.token_ids)
-        if row.token_ids[before:after] != (*turn.delta_ids, *turn.token_ids):
-            raise UsageError(
-                f"rollout {rollout_id}, turn {name}: tokens {before} to {after} of the row are not the prompt"
-                " and the reply that were recorded"
-            )
-
+__all__ = ["Apart", "Audit", "delivery", "line_up", "staleness"]
 
 # --- what a step tells ---------------------------------------------------------------------------
 

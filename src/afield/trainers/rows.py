@@ -99,7 +99,8 @@ def check_rows(rows: Iterable[Row], *, vocabulary: int, context: int | None) -> 
                     f"{' and top_p or top_k' if turn.truncated else ''}, a distribution the trainer cannot"
                     " reproduce; sample with temperature above 0, top_p=1 and top_k=0"
                 )
-            if turn.start == 0 or not all(row.trajectory.loss_mask[turn.start : turn.end]):
+            owned = row.trajectory.loss_mask[turn.start : turn.end]
+            if turn.start < 1 or owned != (1,) * (turn.end - turn.start):
                 raise UsageError(
                     f"{where}: tokens {turn.start} to {turn.end} are not sampled ones after a prompt"
                 )
