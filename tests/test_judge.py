@@ -12,13 +12,15 @@ import aiohttp
 import pytest
 
 from afield.engines.scripted import ScriptedEngine
-from afield.errors import PolicyFailure
+from afield.errors import InfrastructureFailure, PolicyFailure
 from afield.ledger import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
+from afield.seams import Exit, SessionSpec
 from afield.transports.memory import MemoryTransport
-from afield.types import FailureKind, Finished, Reason
-from collecting import YES, Bench, ask_model
+from afield.types import Attempt, Failure, FailureKind, Finished, Reason
+from afield.wire import OutcomeRecord
+from collecting import YES, Bench, ask_model, waiting
 from gateways import running
 
 pytestmark = pytest.mark.anyio
@@ -127,18 +129,110 @@ async def test_a_verifier_that_raises_is_its_own_kind_of_failure_and_no_reward(t
         assert "the grader broke" in one.outcome.failure.message
 
 
-async def test_a_failed_verdict_is_tried_again_within_its_budget(tmp_path: Path) -> None:
-    tries: list[str] = []
+async def counted(task: dict[str, Any], rollout: Context) -> dict[str, Any]:
+    return {**await hand_in(task, rollout), "by": rollout.session_id}
 
-    def moody(payload: dict[str, Any], rollout: Context) -> float:
-        tries.append(rollout.session_id)
-        if rollout.session_id.endswith(".1"):
+
+async def test_a_failed_verdict_is_given_again_and_the_agent_does_not_run_again(tmp_path: Path) -> None:
+    graded: list[str] = []
+
+    def moody(payload: dict[str, Any]) -> float:
+        graded.append(payload["submission"]["by"])
+        if graded.count(graded[-1]) == 1:
             raise RuntimeError("not today")
         return 1.0
 
-    finished, _ = await judged(tmp_path, hand_in, moody, retries={FailureKind.VERIFIER: 1})
+    finished, _ = await judged(tmp_path, counted, moody, retries={FailureKind.VERIFIER: 1})
     assert [one.outcome.reward for one in finished] == [1.0, 1.0]
-    assert len(tries) == 4
+    assert sorted(graded) == sorted(2 * [f"exp-e0-t0-r{n}.1" for n in range(2)])
+    assert [one.attempts for one in finished] == [1, 1]
+    assert all(one.trajectories for one in finished)
+
+
+async def test_verdicts_that_keep_failing_are_the_verifiers_failure_after_their_budget(
+    tmp_path: Path,
+) -> None:
+    graded: list[str] = []
+
+    def broken(payload: dict[str, Any]) -> float:
+        graded.append(payload["submission"]["by"])
+        raise RuntimeError(f"the grader broke {len(graded)}")
+
+    retries = {FailureKind.VERIFIER: 2, FailureKind.INFRASTRUCTURE: 2}
+    finished, _ = await judged(tmp_path, counted, broken, retries=retries)
+    assert len(graded) == 6 and {name.rpartition(".")[2] for name in graded} == {"1"}
+    for one in finished:
+        failure = one.outcome.failure
+        assert one.attempts == 1 and failure and failure.kind is FailureKind.VERIFIER
+        assert "the grader broke" in failure.message
+
+
+async def test_a_verifier_whose_place_breaks_or_hangs_is_followed_by_another(tmp_path: Path) -> None:
+    """The first place cannot be launched, the second one dies, the third one hangs, the fourth grades."""
+    launched: list[Attempt] = []
+
+    class Fragile(InlineRuntime):
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            launched.append(attempt)
+            if len(launched) == 1:
+                raise InfrastructureFailure("no place today", Reason.LAUNCH)
+            await super().launch(attempt, payload)
+
+        async def wait(self, attempt: Attempt) -> Exit:
+            if attempt == launched[1]:
+                return Exit(Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "the machine is gone"))
+            return await super().wait(attempt)
+
+    async def grade(payload: dict[str, Any]) -> float:
+        if len(launched) < 4:
+            await asyncio.sleep(600)
+        return 0.75
+
+    async with court(tmp_path, counted, grade) as (bench, _), Fragile(grade) as verifiers:
+        plan = {"deliver": "gateway", "judged": True, "verifiers": verifiers, "rollouts": 1, "quorum": 1}
+        groups = await bench.collect(**plan, retries={FailureKind.VERIFIER: 3}, grade_s=2.0)
+    (one,) = groups[0].finished
+    assert (one.outcome.reward, one.attempts) == (0.75, 1)
+    assert len(set(launched)) == 4 and {attempt.rollout_id for attempt in launched} == {one.rollout.id}
+
+
+async def test_a_verifier_that_ends_without_a_word_is_followed_by_another(tmp_path: Path) -> None:
+    class Mute(InlineRuntime):
+        told = 0
+
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            self.told += 1
+            if self.told > 1:
+                await super().launch(attempt, payload)
+
+        async def wait(self, attempt: Attempt) -> Exit:
+            return Exit() if self.told == 1 else await super().wait(attempt)
+
+    async with court(tmp_path, counted, half) as (bench, _), Mute(half) as verifiers:
+        plan = {"deliver": "gateway", "judged": True, "verifiers": verifiers, "rollouts": 1, "quorum": 1}
+        groups = await bench.collect(**plan, retries={FailureKind.VERIFIER: 1})
+    (one,) = groups[0].finished
+    assert (one.outcome.reward, one.attempts, verifiers.told) == (0.5, 1, 2)
+
+
+async def test_a_failed_verdict_of_a_session_that_takes_several_is_noted_and_decides_nothing(
+    tmp_path: Path,
+) -> None:
+    names = {"id": "r.1", "rollout_id": "r", "attempt": 1, "group_id": "g", "exp_id": "exp", "input_id": "t"}
+    spec = SessionSpec(**names, reward_from="verifier", verdicts=2)
+    async with MemoryTransport() as outlet, running(ScriptedEngine([]), tmp_path, outlet=outlet) as up:
+        ticket = await up.client.open(spec)
+        assert (await up.ask("POST", "/s/r.1/outcome", {}, ticket.api_key))[0] == 200
+        failed = {"status": "no idea"}
+        for _ in range(2):  # said again, it is the same one
+            status, state = await up.ask("POST", "/s/r.1/outcome", failed, ticket.verifier_key or "")
+            assert (status, state["graded"]) == (200, False)
+            assert [f["message"] for f in state["failed_verdicts"]] == ["the session ended without a reward"]
+        assert await outlet.decision(waiting("r")) is None
+        status, state = await up.ask("POST", "/s/r.1/outcome", {"reward": 0.5}, ticket.verifier_key or "")
+        assert (status, state["graded"]) == (200, True)
+        found = await outlet.decision(waiting("r"))
+        assert isinstance(found, OutcomeRecord) and found.outcome.reward == 0.5
 
 
 async def test_an_agent_that_fails_is_not_judged(tmp_path: Path) -> None:

@@ -186,7 +186,8 @@ class Conductor:
                 outcome = await self._attempt(rollout, Attempt(rollout.id, n), born)
             if not self._will_retry(rollout, outcome, spent, born):
                 kept, record = await self._recorded(rollout, outcome)
-                if kept is outcome or not self._will_retry(rollout, kept, spent, born):
+                again = kept is not outcome and self._will_retry(rollout, kept, spent, born, graded=False)
+                if not again:
                     return await self._end(rollout, kept, record, n)
                 outcome = kept
             assert outcome.failure is not None
@@ -196,9 +197,18 @@ class Conductor:
             outcome = None
 
     def _will_retry(
-        self, rollout: Rollout, outcome: Outcome, spent: Counter[FailureKind], born: float
+        self,
+        rollout: Rollout,
+        outcome: Outcome,
+        spent: Counter[FailureKind],
+        born: float,
+        *,
+        graded: bool = True,
     ) -> bool:
+        """Who is judged does not run again because its verifiers failed: `judge` gave them their chances."""
         if outcome.failure is None or outcome.failure.kind not in RETRIED or rollout.id in self._cancelled:
+            return False
+        if graded and self._judge and outcome.failure.kind is FailureKind.VERIFIER:
             return False
         life_s = self._plan.deadlines.life_s
         if life_s is not None and now() - born > life_s:
@@ -393,8 +403,8 @@ class Conductor:
     async def _tear_down(self, running: Running, linger_s: float) -> None:
         """End the agent's session wherever it runs; one that has just delivered may end by itself first."""
         attempt = running.waiting.attempt
-        if self._judge and running.judged:
-            await self._judge.stop(attempt)
+        if self._judge and running.judge:
+            await self._judge.stop(running.judge)
         left = running.exit
         if left is None and linger_s and not self._runtime.capabilities.lingers:
             with suppress(TimeoutError):

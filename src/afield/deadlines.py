@@ -78,13 +78,11 @@ def overdue(
 
 
 def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
-    """A verifier's time is not the policy's, and not the agent's."""
+    """A verifier's time is not the policy's, and not the agent's. `judge` sees to each verifier's own."""
     assert progress.launched is not None
     told = ""
     if _over(deadlines.upload_s, progress.ended, now):
-        told = f"the verifier ended without a verdict; none came in {deadlines.upload_s:g} s"
-    elif _over(deadlines.grade_s, progress.completed, now):
-        told = f"no verdict in {deadlines.grade_s:g} s after the agent had handed in"
+        told = f"the verdict that the gateway has was not in the store after {deadlines.upload_s:g} s"
     elif now - progress.launched > deadlines.run_s:
         told = f"no verdict within {deadlines.run_s:g} s of the launch; the agent had handed in"
     return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told) if told else None

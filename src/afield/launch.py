@@ -66,7 +66,6 @@ class Launcher:
             return broken(f"{type(error).__name__}: {error}", Reason.LAUNCH)
 
     async def _start(self, running: Running, make: Payload) -> Failure | None:
-        attempt = running.waiting.attempt
         try:
             payload = await make(running)
         except WireError as error:
@@ -77,7 +76,7 @@ class Launcher:
         running.asked = True
         try:
             async with running.bounded(start_s):
-                await self._runtime.launch(attempt, payload)
+                await self._runtime.launch(running.place, payload)
         except TimeoutError:
             late = f"the agent had not taken its payload after {start_s:g} s; raise start_s if it may"
             return running.verdict or broken(late, Reason.TIMEOUT)
@@ -92,14 +91,14 @@ class Launcher:
 
     async def invocation(self, running: Running, role: str) -> Invocation:
         """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
-        rollout, attempt = running.waiting.rollout, running.waiting.attempt
+        rollout = running.waiting.rollout
         ticket = await patiently(lambda: self._gateway.open(self._spec(running)), self._plan.patience_s)
         where = self._transport.address(rollout.exp_id)
         if self._plan.deliver == "gateway":
             where = {"outcome_url": f"{ticket.base_url}/outcome"}
         return wire.invocation_for(
             rollout,
-            attempt,
+            running.place,
             base_url=ticket.base_url,
             api_key=(ticket.verifier_key or "") if role == "verifier" else ticket.api_key,
             model_id=self._plan.model_id,
@@ -121,6 +120,7 @@ class Launcher:
             draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
             reward_from="verifier" if self._plan.judged else "agent",
+            verdicts=self._plan.verdicts,
             sampling=rollout.sampling or self._plan.sampling,
             budget=self._plan.budget,
             ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,

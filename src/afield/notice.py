@@ -28,15 +28,19 @@ SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to r
 
 
 class Running:
-    """An attempt that is under way. `news` is set whenever there is a reason to look at it again."""
+    """An attempt that is under way. `news` is set whenever there is a reason to look at it again.
 
-    def __init__(self, rollout: Rollout, attempt: Attempt, born: float) -> None:
+    `place` is the name that its runtime knows it by.
+    """
+
+    def __init__(self, rollout: Rollout, attempt: Attempt, born: float, place: Attempt | None = None) -> None:
         self.waiting = Waiting(rollout, attempt)
+        self.place = place or attempt
         self.progress = Progress(born=born)
         self.news = asyncio.Event()
         self.exit: Exit | None = None
         self.asked = False  # the runtime, to launch it
-        self.judged = False  # a verifier was launched for it
+        self.judge: Attempt | None = None  # the name of the verifier that was launched for it
         self.verdict: Failure | None = None
         self.draw = attempt.session_id
         self._limit: asyncio.Timeout | None = None

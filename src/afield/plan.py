@@ -66,6 +66,11 @@ class Plan(Struct, frozen=True, kw_only=True):
             raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")
 
     @property
+    def verdicts(self) -> int:
+        """How often what was handed in is graded, at most, until a verifier does not fail."""
+        return 1 + self.retries.get(FailureKind.VERIFIER, 0) if self.judged else 1
+
+    @property
     def enough(self) -> int:
         """How many rewards of a group start the clock of its stragglers."""
         return self.straggler_after or max(1, self.rollouts - 1)

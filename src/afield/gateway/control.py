@@ -91,11 +91,11 @@ async def report(
 
 async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, body: bytes) -> Any:
     """The end of an attempt in one message; repeating it is harmless."""
-    statement = outcomes.read(body, session.row)
     agent = grant is not None and KeyScope.REWARD not in grant.scopes
+    verdict = outcomes.judged(session.row.spec) and not agent
+    statement = outcomes.read(body, session.row, verdict=verdict)
     if agent:
         _refuse_reward(session, statement.given)
-    verdict = outcomes.judged(session.row.spec) and not agent
     await gateway.settle(session, statement, verdict=verdict)
     return session.state()
 

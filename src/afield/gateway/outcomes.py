@@ -8,6 +8,7 @@ the same however often, and by whichever process, it is made.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from afield.errors import WireError
 from afield.forest import call_number, listed, turn_named
 from afield.gateway.http import json_body
 from afield.gateway.refusal import bad_request, conflict
-from afield.gateway.store import SessionRow
+from afield.gateway.store import FailedVerdict, SessionRow
 from afield.seams import SessionSpec
 from afield.types import Failure, FailureKind, Outcome, Reason
 from afield.wire import OutcomeRecord
@@ -69,8 +70,9 @@ class Statement(Struct, frozen=True, kw_only=True):
         return self.reward if self.reward is not None else self.rewards or self.turn_rewards or None
 
 
-def read(body: bytes, row: SessionRow) -> Statement:
-    """Refused when it is malformed, or the outcome of another attempt."""
+def read(body: bytes, row: SessionRow, *, verdict: bool) -> Statement:
+    """Refused when it is malformed, or the outcome of another attempt. A verdict names its rollout: its
+    verifier may be the second one, and is counted on its own."""
     if json_body(body, _Shape).outcome is msgspec.UNSET:
         asked = json_body(body, OutcomeBody)
         try:
@@ -82,7 +84,7 @@ def read(body: bytes, row: SessionRow) -> Statement:
         statement = _whole(record, wire.encode(record))
     except WireError as error:
         raise bad_request(str(error), "post what wire.OutcomeRecord describes, or the short form") from error
-    _check_addressee(record, row)
+    _check_addressee(record, row, verdict)
     return statement
 
 
@@ -120,16 +122,19 @@ def _whole(record: OutcomeRecord, said: bytes) -> Statement:
     )
 
 
-def _check_addressee(record: OutcomeRecord, row: SessionRow) -> None:
+def _check_addressee(record: OutcomeRecord, row: SessionRow, verdict: bool) -> None:
     spec, outcome = row.spec, record.outcome
     told = {
-        "session_id": (record.session_id, row.id),
         "exp_id": (record.exp_id, spec.exp_id),
         "input_id": (record.input_id, spec.input_id),
         "group_id": (record.group_id, spec.group_id),
         "outcome.rollout_id": (outcome.rollout_id, spec.rollout_id),
-        "outcome.attempt": (outcome.attempt, spec.attempt),
     }
+    if not verdict:
+        told |= {
+            "session_id": (record.session_id, row.id),
+            "outcome.attempt": (outcome.attempt, spec.attempt),
+        }
     for name, (given, ours) in told.items():
         if ours is not None and given != ours:
             message = f"{name} is {given!r}, but session {row.id} has {ours!r}"
@@ -199,6 +204,27 @@ def submission(row: SessionRow) -> wire.Submission | None:
     return wire.Submission(metrics=said.metrics, stop_reason=said.stop_reason, artifacts=artifacts)
 
 
+def failed_verdict(row: SessionRow, statement: Statement) -> FailedVerdict | None:
+    """A verdict that is only noted, because another one may follow; None if it counts.
+
+    What the policy did wrong is a verdict like any other.
+    """
+    said = hashlib.blake2b(statement.said, digest_size=16).hexdigest()
+    if known := next((failed for failed in row.failed_verdicts if failed.said == said), None):
+        return known
+    failure = statement.failure
+    if failure is None and statement.reward is None and _main(row) is None:
+        failure = UNREWARDED
+    last = len(row.failed_verdicts) + 1 >= row.spec.verdicts
+    if failure is None or failure.kind is FailureKind.POLICY or last:
+        return None
+    return FailedVerdict(said, failure)
+
+
+def graded(row: SessionRow) -> bool:
+    return row.verdict is not None or _main(row) is not None
+
+
 # --- where it goes -------------------------------------------------------------------------------
 
 
@@ -260,7 +286,7 @@ def record_of(row: SessionRow) -> OutcomeRecord:
     assert spec.rollout_id is not None and spec.attempt is not None
     reward, failure = _main(row), _failure(row, agent, judge)
     if reward is None and failure is None:
-        failure = Failure(FailureKind.VERIFIER, Reason.REWARD, "the session ended without a reward")
+        failure = UNREWARDED
     outcome = Outcome(
         rollout_id=spec.rollout_id,
         attempt=spec.attempt,
@@ -274,7 +300,7 @@ def record_of(row: SessionRow) -> OutcomeRecord:
     )
     whole = next((s.record for s in statements if s.record is not None), None)
     if whole is not None:
-        return structs.replace(whole, outcome=outcome)
+        return structs.replace(whole, session_id=row.id, outcome=outcome)
     return OutcomeRecord(
         exp_id=spec.exp_id,
         input_id=spec.input_id,
@@ -302,3 +328,4 @@ def _failure(row: SessionRow, agent: Statement | None, judge: Statement | None) 
 
 
 NO_REWARD = (FailureKind.VERIFIER, Reason.REWARD)
+UNREWARDED = Failure(*NO_REWARD, "the session ended without a reward")

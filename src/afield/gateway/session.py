@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from afield.forest import Forest
+from afield.gateway import outcomes
 from afield.gateway.memo import Memo
 from afield.gateway.recall import Recall
 from afield.gateway.refusal import budget_exhausted, conflict
@@ -213,6 +214,8 @@ def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
         dangling=tally.dangling,
         versions=tally.versions,
         rewards=list(row.rewards),
+        graded=outcomes.graded(row),
+        failed_verdicts=tuple(failed.failure for failed in row.failed_verdicts),
         created=row.created,
         last_activity=tally.last_activity,
         **now,

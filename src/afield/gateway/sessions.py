@@ -22,7 +22,7 @@ from afield.gateway.outcomes import Statement, Turns
 from afield.gateway.refusal import conflict
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
-from afield.gateway.store import Delivery, SessionRow, Store, to_its_end
+from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, to_its_end
 from afield.seams import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
@@ -201,6 +201,10 @@ class Sessions:
             known = getattr(session.row, what)
             if known not in (None, statement.said):
                 raise conflict(f"session {session.id} already has another {what}", "the first one counts")
+            failed = outcomes.failed_verdict(session.row, statement) if verdict and known is None else None
+            if failed:
+                await self._note_failed(session, failed)
+                return
             if known is None:
                 self._check_settles(session, what)
                 rewards = outcomes.with_rewards(session.row, statement.entries, turns_of(session))
@@ -214,6 +218,13 @@ class Sessions:
                     }
                 await self._save(session, rewards=rewards, **changes)
         self._leave(session)
+
+    async def _note_failed(self, session: Session, failed: FailedVerdict) -> None:
+        """A verifier could not grade, and another is tried: nothing is decided."""
+        before = session.row.failed_verdicts
+        if failed not in before:
+            self._check_settles(session, "verdict")
+            await self._save(session, failed_verdicts=(*before, failed))
 
     def _check_settles(self, session: Session, what: str) -> None:
         if session.phase is Phase.FINALIZED:

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
 from afield.seams import Image, SessionSpec
-from afield.types import Turn
+from afield.types import Failure, Turn
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL);
@@ -63,6 +63,13 @@ class Delivery(StrEnum):
     REFUSED = "refused"
 
 
+class FailedVerdict(Struct, frozen=True):
+    """A verifier that could not grade, before the one that counts; `said` is a digest of its words."""
+
+    said: str
+    failure: Failure
+
+
 class SessionRow(Struct, frozen=True, kw_only=True):
     """A session as stored: everything but its turns. `withheld` are turns kept out of the loss, and why.
 
@@ -79,6 +86,7 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     reason: str = ""
     outcome: bytes | None = None
     verdict: bytes | None = None
+    failed_verdicts: tuple[FailedVerdict, ...] = ()
     settled: float = 0.0
     delivery: Delivery = Delivery.NONE
     withheld: dict[str, str] = {}

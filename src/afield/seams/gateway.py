@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from afield.types import Budget, Exclusion, Policy, Sampling, Split, Trajectory, Turn
+from afield.types import Budget, Exclusion, Failure, Policy, Sampling, Split, Trajectory, Turn
 from afield.wire import Submission
 
 
@@ -18,10 +18,11 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     """What a session is opened with; the body of `POST /sessions`.
 
     With `reward_from` "verifier" the agent's key infers and says when it is done; only the verifier's
-    key, given out once with the ticket, speaks about rewards. What a client asks of sampling is done only
-    for the names in `client_sampling`. Sessions of the same `draw` are sampled with the same random numbers,
-    call by call, where the engine can do that. `thinking` and `escape` are the policies
-    that `docs/tokens.md` describes; `side_calls` says whether titles and probes are trained.
+    key, given out once with the ticket, speaks about rewards. Of so many `verdicts` that fail, all but the
+    last are only noted, and another may follow. What a client asks of sampling is done only for the names in
+    `client_sampling`. Sessions of the same `draw` are sampled with the same random numbers, call by call,
+    where the engine can do that. `thinking` and `escape` are the policies that `docs/tokens.md` describes;
+    `side_calls` says whether titles and probes are trained.
     """
 
     id: str | None = None
@@ -34,6 +35,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     split: Split = Split.TRAIN
     scope: tuple[Literal["infer", "reward", "read"], ...] = ("infer", "reward")
     reward_from: Literal["agent", "verifier"] = "agent"
+    verdicts: int = 1
     sampling: Sampling = Sampling()
     client_sampling: tuple[Literal["temperature", "top_p", "top_k", "seed"], ...] = ()
     budget: Budget = Budget()
@@ -46,6 +48,8 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ValueError(f"ttl_s {self.ttl_s} must be positive")
+        if self.verdicts < 1:
+            raise ValueError(f"verdicts {self.verdicts} must be at least 1")
 
 
 class SessionTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,7 +65,8 @@ class SessionTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class SessionState(Struct, frozen=True, kw_only=True):
     """`idle_s` is how long no model call has run (0 while one does), `unseen_s` how long its agent's SDK has
     sent no sign of life (None if it never did), both by the gateway's clock. `dangling` calls are those
-    a gateway before this one died under.
+    a gateway before this one died under. `graded`: its verifier, or whoever gives the reward, has spoken;
+    `failed_verdicts` came before that and do not count.
     """
 
     id: str
@@ -76,6 +81,8 @@ class SessionState(Struct, frozen=True, kw_only=True):
     dangling: int
     versions: tuple[int, int] | None
     rewards: list[dict[str, Any]]
+    graded: bool = False
+    failed_verdicts: tuple[Failure, ...] = ()
     created: float
     last_activity: float
     in_flight: int = 0
