@@ -33,7 +33,7 @@ def session_id() -> str:
 
 async def gone(*pids: int) -> None:
     """Killed processes take a moment to go."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while any(alive(pid) for pid in pids):
             await anyio.sleep(0.01)
 
@@ -78,7 +78,7 @@ class Caller:
         return await self.until_settled(made["agentRuntimeId"])
 
     async def until_settled(self, runtime_id: str) -> str:
-        with anyio.fail_after(30):
+        with anyio.fail_after(90):
             while True:
                 got = await self.call(self.control.get_agent_runtime, agentRuntimeId=runtime_id)
                 if got["status"] not in ("CREATING", "UPDATING"):
@@ -113,7 +113,7 @@ class Caller:
     async def sessions(self) -> list[dict[str, Any]]:
         return (await self.view("sessions"))["sessions"]
 
-    async def until_sessions(self, n: int, seconds: float = 30) -> list[dict[str, Any]]:
+    async def until_sessions(self, n: int, seconds: float = 90) -> list[dict[str, Any]]:
         with anyio.fail_after(seconds):
             while len(found := await self.sessions()) != n:
                 await anyio.sleep(0.05)

@@ -65,7 +65,7 @@ class Place:
 
     def ends(self, session_id: str) -> None:
         """Until the gateway takes no more calls in a session."""
-        until(lambda: self.state(session_id).phase != "open", f"{session_id} is ended", 20)
+        until(lambda: self.state(session_id).phase != "open", f"{session_id} is ended", 60)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class Gate:
         return 1.0
 
     def waits_for(self, count: int) -> None:
-        until(lambda: len(self.begun) >= count, f"{count} agents have begun", 20)
+        until(lambda: len(self.begun) >= count, f"{count} agents have begun", 60)
 
 
 def yes(task: dict[str, Any], rollout: Context) -> float:

@@ -83,7 +83,7 @@ async def running(
         ready = asyncio.Event()
         server = asyncio.create_task(serve(gateway, listener, ready.set))
         try:
-            await asyncio.wait_for(ready.wait(), 20)
+            await asyncio.wait_for(ready.wait(), 60)
             async with HttpGateway(url, ADMIN) as client:
                 up = Running(gateway, client, url)
                 yield up

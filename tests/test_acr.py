@@ -254,7 +254,7 @@ async def test_a_command_that_takes_too_long_is_killed_and_said_so() -> None:
     async with acr() as caller:
         await caller.ready()
         session = session_id()
-        events = await run_command(caller, session, command="echo $$; sleep 600", timeout=1)
+        events = await run_command(caller, session, command="echo $$; sleep 600", timeout=4)
         assert events[-1] == {"contentStop": {"exitCode": -1, "status": "TIMED_OUT"}}
         await gone(int(events[1]["contentDelta"]["stdout"]))
         assert (await caller.invoke({}, session))["count"] == 1

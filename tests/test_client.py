@@ -216,7 +216,7 @@ def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_
 
         async def adopt(self, attempt: Attempt) -> bool | None:
             looking.set()
-            return await asyncio.to_thread(found.wait, 30)
+            return await asyncio.to_thread(found.wait, 60)
 
         async def wait(self, attempt: Attempt) -> Exit:
             return await (asyncio.Future() if "old" in attempt.rollout_id else super().wait(attempt))
@@ -227,25 +227,33 @@ def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_
         ledger.begin(Attempt("exp-old-r0", 1))
     with client:
         future = client.submit({"id": "old"})
-        assert looking.wait(20)
+        assert looking.wait(60)
         future.cancel()
         found.set()
-        assert client.submit({"id": "new"}).result(20).outcome.reward == 1.0
+        assert client.submit({"id": "new"}).result(60).outcome.reward == 1.0
 
 
 # --- batches -------------------------------------------------------------------------------------
 
 
 def test_a_batch_comes_in_the_order_in_which_rollouts_end(there: Place) -> None:
+    """None ends before those that end earlier have come."""
+    turns = [threading.Event() for _ in range(3)]
+    turns[2].set()
+
     def agent(task: dict[str, Any], rollout: Context) -> float:
+        assert turns[task["n"]].wait(60)
         time.sleep(task["s"])
-        if task["s"] == 0.5:
+        if task["n"] == 1:
             raise RuntimeError("half")
         return yes(task, rollout)
 
-    rows = [{"s": 1.5}, {"s": 0.5}, {"s": 0.0}]
+    rows = [{"n": 0, "s": 0.2}, {"n": 1, "s": 0.1}, {"n": 2, "s": 0.0}]
+    items: list[Any] = []
     with there.client(agent) as client:
-        items = list(client.run_batch(rows, rollouts=2, timeout=60))
+        for item in client.run_batch(rows, rollouts=2, timeout=150):
+            items.append(item)
+            turns[2 - len(items) // 2].set()
     assert [item.index for item in items] == [2, 2, 1, 1, 0, 0]
     assert sorted((item.index, item.rollout) for item in items) == [(i, k) for i in range(3) for k in (0, 1)]
     kinds = [item.failure.kind if item.failure else item.outcome.reward for item in items]
@@ -261,7 +269,7 @@ def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(there: Place, gate:
 
     rows = [{"id": str(n)} for n in range(8)]
     with there.client(agent, concurrency=2) as client:
-        items = {item.index: item for item in client.run_batch(rows, rollouts=1, timeout=2.0)}
+        items = {item.index: item for item in client.run_batch(rows, rollouts=1, timeout=6.0)}
         for session_id in gate.begun:
             there.ends(session_id)
     assert sorted(items) == list(range(8))
@@ -271,7 +279,7 @@ def test_a_batch_whose_time_is_up_gives_the_rest_as_failures(there: Place, gate:
             FailureKind.INFRASTRUCTURE,
             Reason.TIMEOUT,
         )
-        assert "2 s of its batch" in item.failure.message
+        assert "6 s of its batch" in item.failure.message
     assert 1 <= len(gate.begun) <= 2
 
 

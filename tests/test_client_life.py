@@ -197,8 +197,8 @@ def test_a_program_that_is_stopped_leaves_no_process(there: Place, how: signal.S
     until(lambda: len(marked(there)) == 2, "two agents work")
     workers = list(children(process.pid))
     process.send_signal(how)
-    _, err = process.communicate(timeout=30)
-    until(lambda: not any(map(alive, workers)), "the workers are gone", 20)
+    _, err = process.communicate(timeout=90)
+    until(lambda: not any(map(alive, workers)), "the workers are gone", 60)
     if how is signal.SIGINT:
         assert "KeyboardInterrupt" in err
         assert {there.state(session_id).phase for session_id in marked(there)}.isdisjoint({"open"})

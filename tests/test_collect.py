@@ -141,7 +141,7 @@ async def test_an_outcome_after_the_fence_is_refused(tmp_path: Path) -> None:
             b = Bench(tmp_path, up, transport, ledger, runtime)
             (group,) = await b.collect(rollouts=1, run_s=1.0, active_s=0.01, retries={})
             late.set()
-            for _ in range(200):
+            for _ in range(3000):
                 if answers:
                     break
                 await asyncio.sleep(0.02)

@@ -24,7 +24,7 @@ from fake_sglang import FakeSglang, serving_sglang
 from replay_sglang import replaying
 
 pytestmark = pytest.mark.anyio
-BOUND_S = 20
+BOUND_S = 90
 
 
 def a_call(**changes: Any) -> Call:

@@ -220,7 +220,7 @@ async def test_a_store_that_is_down_is_waited_for_and_nothing_is_lost(tmp_path: 
         assert "bucket" in error["message"]
         assert (await up.client.state("r.1")).phase == "completed"
         outlet.down = False
-        async with asyncio.timeout(10):  # nobody asks again
+        async with asyncio.timeout(60):  # nobody asks again
             while await outlet.decision(WAITING) is None:
                 await asyncio.sleep(0.05)
         assert (await told(up, at, reward=1.0))[0] == 200
@@ -235,7 +235,7 @@ async def test_what_was_not_delivered_is_when_a_gateway_starts_again(tmp_path: P
         outlet.down = False
         async with running(engine(), tmp_path):
             pass  # a gateway that passes nothing on forgets nothing
-        async with running(engine(), tmp_path, outlet=outlet), asyncio.timeout(10):
+        async with running(engine(), tmp_path, outlet=outlet), asyncio.timeout(60):
             while await outlet.decision(WAITING) is None:
                 await asyncio.sleep(0.02)
         tried = outlet.tried
@@ -271,7 +271,7 @@ async def test_an_outcome_survives_a_kill_between_kept_and_delivered(tmp_path: P
     assert died.returncode == -signal.SIGKILL
     async with FilesTransport(outcomes) as outlet:
         assert await outlet.decision(WAITING) is None
-        async with running(engine(), store, outlet=outlet), asyncio.timeout(20):
+        async with running(engine(), store, outlet=outlet), asyncio.timeout(60):
             while await outlet.decision(WAITING) is None:
                 await asyncio.sleep(0.02)
         found = await outlet.decision(WAITING)

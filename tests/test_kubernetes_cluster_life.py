@@ -153,7 +153,7 @@ async def test_a_job_that_gets_no_pod_for_want_of_quota_slows_us_down_and_is_gon
 ) -> None:
     kube.nodes.quota_pods = 0
     async with placed(kube, sink) as place:
-        with pytest.raises(Throttled, match="exceeded quota"), anyio.fail_after(20):
+        with pytest.raises(Throttled, match="exceeded quota"), anyio.fail_after(60):
             await place.launch({"do": "reward"})
         assert jobs(kube) == []
         kube.nodes.quota_pods = None

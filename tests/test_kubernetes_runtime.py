@@ -194,7 +194,7 @@ async def test_what_has_ended_is_gone_after_its_time_to_live_and_its_log_stays(
 async def test_an_image_that_cannot_be_pulled_is_known_early(kube: FakeKube, sink: Sink) -> None:
     async with placed(kube, sink, image="registry.example/nothing:1") as place:
         with pytest.raises(InfrastructureFailure, match=r"(?s)ErrImagePull.*nothing:1.*not found") as caught:
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 await place.launch({"do": "reward"})
         assert caught.value.reason is Reason.LAUNCH
         assert jobs(kube) == []
@@ -218,7 +218,7 @@ async def test_a_pod_that_no_node_takes_is_known_early(
     async with placed(kube, sink, unschedulable_s=1.0, **more) as place:
         with (
             pytest.raises(InfrastructureFailure, match=f"0/1 nodes are available.*{said}"),
-            anyio.fail_after(10),
+            anyio.fail_after(60),
         ):
             await place.launch({"do": "reward"})
         assert jobs(kube) == []

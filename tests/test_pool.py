@@ -17,7 +17,7 @@ from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 
 pytestmark = pytest.mark.anyio
-BOUND_S = 20
+BOUND_S = 90
 PROMPT = tuple(range(10, 30))
 
 
@@ -337,7 +337,7 @@ async def test_a_consumer_that_is_cancelled_while_its_call_is_cut_stays_cancelle
         await until(lambda: len(seen) >= 1)
         call.cancel()
         await pool.pause("resume")
-        await asyncio.wait([call], timeout=2)
+        await asyncio.wait([call], timeout=60)
         assert call.cancelled()
         assert pool.stats()["in_flight"] == 0
 

@@ -91,7 +91,7 @@ async def test_a_cancel_reaches_a_rollout_that_waits_for_a_place(tmp_path: Path)
         await asyncio.sleep(0.1)
         conductor.cancel("second", "no longer wanted")
         for name, task in (("second", second), ("third", third)):
-            note = await asyncio.wait_for(asyncio.shield(task), 5)
+            note = await asyncio.wait_for(asyncio.shield(task), 60)
             assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED, name
         assert not first.done()
         conductor.cancel("first", "enough")
@@ -109,7 +109,7 @@ async def test_the_queue_deadline_counts_over_all_refusals(tmp_path: Path) -> No
         Full(good, b.transport.deliver) as full,
         b.conducting(runtime=full, queue_s=0.5, retries={}) as (_, conductor),
     ):
-        note = await asyncio.wait_for(conductor.run(rollout()), 20)
+        note = await asyncio.wait_for(conductor.run(rollout()), 60)
     assert note.outcome.failure and "queue_s" in note.outcome.failure.message
 
 
@@ -288,7 +288,7 @@ async def test_a_gateway_that_hangs_does_not_stop_the_clock_of_agents_that_ended
 
         limits: dict[str, Any] = {"upload_s": 0.3, "watch_s": 0.05, "retries": {}}
         async with b.conducting(gateway=Hanging(), runtime=lost, **limits) as (_, conductor):
-            note = await asyncio.wait_for(conductor.run(rollout()), 20)
+            note = await asyncio.wait_for(conductor.run(rollout()), 60)
     assert note.outcome.failure and note.outcome.failure.kind is FailureKind.INFRASTRUCTURE
     assert "without an outcome" in note.outcome.failure.message
 

@@ -182,7 +182,7 @@ async def test_a_gateway_that_is_stopped_says_so_and_its_log_stays_json(tmp_path
         rest = (await reader.read()).decode()
         writer.close()
     finally:
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=90)
     assert '"code":"engine_unavailable"' in rest and "is being stopped" in rest
     assert [json.loads(line)["level"] for line in log.splitlines()]
 
@@ -263,7 +263,7 @@ async def half_an_answer(told: dict[str, Any]) -> tuple[asyncio.StreamReader, as
     body = json.dumps({"messages": [HI], "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-    await asyncio.wait_for(reader.readuntil(b"data: "), 10)
+    await asyncio.wait_for(reader.readuntil(b"data: "), 60)
     return reader, writer
 
 
@@ -272,5 +272,5 @@ async def half_an_answer(told: dict[str, Any]) -> tuple[asyncio.StreamReader, as
 )
 async def test_an_address_no_agent_could_use_is_refused(tmp_path: Path, url: str) -> None:
     words = ("--model", POLICY, "--engine", "scripted=x", "--port", 0, "--public-url", url)
-    code, _, error = await asyncio.to_thread(afield, tmp_path, "gateway", *words, timeout=30)
+    code, _, error = await asyncio.to_thread(afield, tmp_path, "gateway", *words, timeout=90)
     assert code == 2 and "--public-url" in error

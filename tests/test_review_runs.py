@@ -162,14 +162,14 @@ async def test_agents_never_begin_under_the_weights_of_another_run(tmp_path: Pat
         await asyncio.sleep(0.3)
         assert not waiting.done()
         await b.up.client.publish(Policy("ours", 8), "somewhere")
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
         b.ledger.done = 3
         waiting = asyncio.create_task(our_weights(b.ledger, b.up.client, frozen=False))
         await asyncio.sleep(0.3)
         assert not waiting.done()  # a gateway that has gone back to older weights
         await our_weights(b.ledger, b.up.client, frozen=True)
         await b.up.client.publish(Policy("ours", 12), "somewhere")  # and has not noted it yet
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_run_goes_on_after_another_one_used_its_gateway(tmp_path: Path) -> None:
@@ -227,6 +227,6 @@ async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -
             async with limiter.launching():
                 pass
         other.execute("ALTER TABLE away RENAME TO rhythms")
-    async with asyncio.timeout(5), limiter.launching():
+    async with asyncio.timeout(60), limiter.launching():
         pass
     limiter.close()

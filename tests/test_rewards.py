@@ -286,7 +286,7 @@ async def test_a_call_that_still_runs_may_be_rewarded_and_repeating_it_is_harmle
         calling.cancel()  # the call comes to nothing: there is no answered call 0 any more
         await asyncio.gather(calling, return_exceptions=True)
         go.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await up.client.state("r.1")).in_flight:
                 await asyncio.sleep(0.01)
         assert (await up.ask("POST", "/s/r.1/outcome", outcome, key))[0] == 200
@@ -304,7 +304,7 @@ async def test_an_agent_whose_outcome_is_refused_leaves_the_verifiers_failure_in
         ticket = await up.client.open(SPEC)
         at = invocation(outcome_url=f"{ticket.base_url}/outcome")
         at = structs.replace(at, base_url=ticket.base_url, api_key=ticket.api_key)
-        async with asyncio.timeout(20), InlineRuntime(agent) as agents:
+        async with asyncio.timeout(60), InlineRuntime(agent) as agents:
             await agents.launch(WAITING.attempt, payload({}, at))
             await agents.wait(WAITING.attempt)
         found = await outlet.decision(WAITING)

@@ -17,7 +17,7 @@ from afield.seams.engine import Call, Chunk, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 
 pytestmark = pytest.mark.anyio
-BOUND_S = 10
+BOUND_S = 90
 
 
 class Characters:

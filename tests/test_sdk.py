@@ -281,7 +281,7 @@ async def test_a_task_of_an_async_agent_that_exits_does_not_take_the_others_alon
 
     attempts = [Attempt(name, 1) for name in ("stays", "leaves")]
     async with MemoryTransport() as transport, InlineRuntime(agent, transport.deliver) as runtime:
-        with anyio.fail_after(30):
+        with anyio.fail_after(60):
             for attempt in attempts:
                 row = {"leave": attempt.rollout_id == "leaves"}
                 await runtime.launch(attempt, payload(row, invocation(attempt.rollout_id)))

@@ -50,7 +50,7 @@ async def state_of(up: Running, session_id: str = "r.1") -> SessionState:
     return (await up.client.states([session_id]))[session_id]
 
 
-async def until(true: Any, patience_s: float = 10.0) -> None:
+async def until(true: Any, patience_s: float = 60.0) -> None:
     async with asyncio.timeout(patience_s):
         while not await true():
             await asyncio.sleep(0.02)

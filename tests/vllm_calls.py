@@ -15,7 +15,7 @@ from afield.seams.engine import Call, Chunk, Engine
 from afield.types import Sampling
 from fake_vllm import FakeVllm, serving
 
-BOUND_S = 20
+BOUND_S = 90
 
 
 def a_call(**changes: Any) -> Call:

@@ -31,7 +31,7 @@ def act(task: dict, rollout: afield.Context) -> float:
         case "raise":
             raise RuntimeError("the agent broke")
         case "sleep":
-            time.sleep(task["seconds"])
+            _rest(task)
         case "beat":
             beat(task["tell"], rollout.session_id)
         case "brood":
@@ -84,6 +84,13 @@ def beat(url: str, session_id: str, what: str = "beat") -> None:
     while missed < 5:
         missed = 0 if tell(url, session_id, what) else missed + 1
         time.sleep(BEAT_S)
+
+
+def _rest(task: dict) -> None:
+    """So long, or until there is a file."""
+    time.sleep(task.get("seconds", 0.0))
+    while "until" in task and not Path(task["until"]).exists():
+        time.sleep(0.05)
 
 
 # --- what it does not come back from -------------------------------------------------------------

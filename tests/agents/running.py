@@ -18,7 +18,7 @@ async def run_inline(agent: Callable[..., Any], row: dict[str, Any] | None = Non
     attempt = Attempt("r", 1)
     async with MemoryTransport() as transport:
         async with InlineRuntime(agent, transport.deliver) as runtime:
-            with anyio.fail_after(30):
+            with anyio.fail_after(60):
                 await runtime.launch(attempt, payload(row or {}, invocation()))
                 await runtime.wait(attempt)
         record = await transport.decision(waiting_for(attempt))

@@ -112,7 +112,7 @@ async def rollout(up: Running, n: int) -> tuple[Visit, Record]:
 
 
 def to_group(collected: list[tuple[Visit, Record]]) -> Group:
-    """Most visits go alike: a little of each rollout's own tells their rewards apart, and gives a gradient."""
+    """Most visits go alike: a little of each one's own tells their rewards apart, for a gradient."""
     finished = [
         Finished(
             rollout=Rollout(id=f"r{n}", exp_id="exp", group_id="g", task=Task("lamp", {})),
