@@ -100,6 +100,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
         {"filesystemConfigurations": [{"sessionStorage": {"mountPath": "/mnt/a"}}]},
     ),
     ("environmentVariables", {"environmentVariables": {str(i): "x" for i in range(51)}}),
+    ("environmentVariables[...]", {"environmentVariables": {"A": "x\0"}}),
+    ("environmentVariables: Expected", {"environmentVariables": {"A=B": "x"}}),
+    ("containerUri: is required", {"agentRuntimeArtifact": {"containerConfiguration": {}}}),
 ]
 
 
@@ -135,6 +138,69 @@ async def test_a_name_is_taken_once_and_a_repeated_request_is_one() -> None:
         assert caught.value.response["reason"] == "IdempotentParameterMismatchException"
         with pytest.raises(caller.control.exceptions.ConflictException, match="math exists"):
             await caller.create()
+
+
+async def test_updates_and_endpoints_that_are_repeated_are_one_each() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        runtime, control = caller.arn.rpartition("/")[2], caller.control
+        wish = {"agentRuntimeId": runtime, "agentRuntimeArtifact": ARTIFACT, "roleArn": ROLE}
+        tokens = [str(uuid.uuid4()) for _ in range(3)]
+        for _ in range(2):
+            updated = await caller.call(control.update_agent_runtime, clientToken=tokens[0], **wish)
+            assert updated["agentRuntimeVersion"] == "2"
+            await caller.until_settled(runtime)
+        named = {"agentRuntimeId": runtime, "name": "prod", "clientToken": tokens[1]}
+        made = [await caller.call(control.create_agent_runtime_endpoint, **named) for _ in range(2)]
+        assert made[0]["createdAt"] == made[1]["createdAt"]
+        with pytest.raises(control.exceptions.ValidationException, match="another request"):
+            await caller.call(control.create_agent_runtime_endpoint, **{**named, "name": "test"})
+        with pytest.raises(control.exceptions.ConflictException, match="prod already"):
+            await caller.call(
+                control.create_agent_runtime_endpoint, **{**named, "clientToken": str(uuid.uuid4())}
+            )
+        with pytest.raises(control.exceptions.ValidationException, match="name: is required"):
+            await caller.call(
+                control.create_agent_runtime_endpoint, agentRuntimeId=runtime, tags={"name": "x"}
+            )
+        moved = {"agentRuntimeId": runtime, "endpointName": "prod", "agentRuntimeVersion": "1"}
+        for _ in range(2):
+            await caller.call(control.update_agent_runtime_endpoint, clientToken=tokens[2], **moved)
+        del moved["agentRuntimeVersion"]
+        told = await caller.call(control.update_agent_runtime_endpoint, description="stays", **moved)
+        assert (told["targetVersion"], told["liveVersion"]) == ("1", "1")
+
+
+async def test_a_token_is_free_again_when_its_runtime_is_gone() -> None:
+    token = str(uuid.uuid4())
+    async with acr() as caller:
+        first = (await caller.create(clientToken=token))["agentRuntimeId"]
+        await caller.until_settled(first)
+        await caller.call(caller.control.delete_agent_runtime, agentRuntimeId=first)
+        with anyio.fail_after(10):
+            while (await caller.call(caller.control.list_agent_runtimes))["agentRuntimes"]:
+                await anyio.sleep(0.02)
+        assert (await caller.create(clientToken=token))["agentRuntimeId"] != first
+
+
+async def test_an_endpoint_has_tags_of_its_own() -> None:
+    async with acr() as caller:
+        await caller.ready(tags={"of": "runtime"})
+        runtime, control = caller.arn.rpartition("/")[2], caller.control
+        made = await caller.call(
+            control.create_agent_runtime_endpoint, agentRuntimeId=runtime, name="prod", tags={"of": "prod"}
+        )
+        arn = made["agentRuntimeEndpointArn"]
+        await caller.call(control.tag_resource, resourceArn=arn, tags={"more": "1"})
+        tags = await caller.call(control.list_tags_for_resource, resourceArn=arn)
+        assert tags["tags"] == {"of": "prod", "more": "1"}
+        with pytest.raises(control.exceptions.ServiceQuotaExceededException, match="50 tags"):
+            await caller.call(control.tag_resource, resourceArn=arn, tags={str(n): "" for n in range(49)})
+        await caller.call(control.untag_resource, resourceArn=arn, tagKeys=["of", "more"])
+        assert (await caller.call(control.list_tags_for_resource, resourceArn=arn))["tags"] == {}
+        assert (await caller.call(control.list_tags_for_resource, resourceArn=caller.arn))["tags"]
+        with pytest.raises(control.exceptions.ResourceNotFoundException, match="nope"):
+            await caller.call(control.list_tags_for_resource, resourceArn=arn.replace("prod", "nope"))
 
 
 async def test_an_update_makes_a_version_and_running_sessions_keep_theirs() -> None:
@@ -204,7 +270,7 @@ async def test_a_deleted_runtime_is_gone_with_its_sessions() -> None:
         deleted = await caller.call(caller.control.delete_agent_runtime, agentRuntimeId=runtime)
         assert deleted["status"] == "DELETING"
         await caller.until_sessions(0)
-        with anyio.fail_after(10), pytest.raises(caller.control.exceptions.ResourceNotFoundException):
+        with anyio.fail_after(60), pytest.raises(caller.control.exceptions.ResourceNotFoundException):
             while True:
                 await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
         with pytest.raises(caller.data.exceptions.ResourceNotFoundException):

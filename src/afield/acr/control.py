@@ -1,7 +1,7 @@
 """The control plane: agent runtimes and their endpoints, created, read, changed and deleted.
 
-Repeating a create with its client token answers the same. Everything is checked before anything is
-changed. What it holds is forgotten when the server ends.
+Repeating a create or an update with its client token answers the same and does nothing. Everything is
+checked before anything is changed. What it holds is forgotten when the server ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from afield.acr.places import Broken, Places
 from afield.acr.problems import Problem, invalid, not_found
 from afield.acr.runtimes import Endpoint, Runtime, Version
 from afield.acr.sessions import Sessions
-from afield.acr.shapes import Create, EndpointWish, TagWish, Update, check, read
+from afield.acr.shapes import Create, EndpointChange, EndpointWish, TagWish, Update, check, read
 
 PAGE = 100
+MOST_TAGS = 50
 Reply = tuple[int, dict[str, Any]]
 
 
@@ -56,7 +57,7 @@ class Control:
         self._account, self._images, self._places = account, images, places
         self._sessions, self._luck = sessions, luck
         self._runtimes: dict[str, Runtime] = {}
-        self._tokens: dict[str, tuple[bytes, Reply]] = {}
+        self._tokens: dict[tuple[str, str], tuple[Any, Reply]] = {}
         self._work: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -76,11 +77,9 @@ class Control:
     def create(self, body: bytes) -> Reply:
         wish = read(body, Create)
         check(wish, body)
-        if (known := self._tokens.get(wish.client_token or "")) is not None:
-            if known[0] == body:
-                return known[1]
-            message = "this client token came with another request before"
-            raise Problem("ValidationException", message, reason="IdempotentParameterMismatchException")
+        return self._once("create", wish.client_token, body, lambda: self._create(wish))
+
+    def _create(self, wish: Create) -> Reply:
         if any(runtime.name == wish.agent_runtime_name for runtime in self._runtimes.values()):
             raise Problem("ConflictException", f"an agent named {wish.agent_runtime_name} exists already")
         image = image_of(wish.agent_runtime_artifact, self._images, self._account.code_root)
@@ -88,15 +87,29 @@ class Control:
         runtime.tags.update(wish.tags)
         self._runtimes[runtime.id] = runtime
         self._later(self._make_ready(runtime, runtime.newest))
-        reply = 202, self._made(runtime)
-        if wish.client_token:
-            self._tokens[wish.client_token] = (body, reply)
-        return reply
+        return 202, self._made(runtime)
+
+    def _once(self, what: str, token: str | None, body: bytes, do: Callable[[], Reply]) -> Reply:
+        asked = msgspec.json.decode(body or b"{}")
+        if (known := self._tokens.get((what, token or ""))) is None:
+            reply = do()
+            if token:
+                self._tokens[what, token] = asked, reply
+            return reply
+        if known[0] != asked:
+            message = "this client token came with another request before"
+            raise Problem("ValidationException", message, reason="IdempotentParameterMismatchException")
+        return known[1]
 
     def update(self, runtime_id: str, body: bytes) -> Reply:
         runtime = self.find(runtime_id)
         wish = read(body, Update)
         check(wish, body)
+        return self._once(
+            f"update {runtime.id}", wish.client_token, body, lambda: self._update(runtime, wish)
+        )
+
+    def _update(self, runtime: Runtime, wish: Update) -> Reply:
         image = image_of(wish.agent_runtime_artifact, self._images, self._account.code_root)
         version = runtime.update(wish, image)
         self._later(self._make_ready(runtime, version))
@@ -166,6 +179,9 @@ class Control:
     async def _forget(self, runtime: Runtime) -> None:
         await asyncio.sleep(self._account.ready_s)
         self._runtimes.pop(runtime.id, None)
+        of_it = [key for key, (_, told) in self._tokens.items() if told[1]["agentRuntimeArn"] == runtime.arn]
+        for key in of_it:
+            del self._tokens[key]
 
     def _later(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -176,16 +192,23 @@ class Control:
 
     def create_endpoint(self, runtime_id: str, body: bytes) -> Reply:
         runtime, wish = self.find(runtime_id), read(body, EndpointWish)
-        if b'"name"' not in body:
-            raise invalid("name", "is required")
-        endpoint = runtime.add_endpoint(wish)
-        more = {"agentRuntimeId": runtime.id, "endpointName": endpoint.name, "status": "CREATING"}
-        return 202, {**runtime.endpoint_view(endpoint), **more}
+
+        def make() -> Reply:
+            endpoint = runtime.add_endpoint(wish)
+            more = {"agentRuntimeId": runtime.id, "endpointName": endpoint.name, "status": "CREATING"}
+            return 202, {**runtime.endpoint_view(endpoint), **more}
+
+        return self._once(f"endpoint of {runtime.id}", wish.client_token, body, make)
 
     def update_endpoint(self, runtime_id: str, name: str, body: bytes) -> Reply:
         runtime = self.find(runtime_id)
-        endpoint = runtime.point_endpoint(name, read(body, EndpointWish))
-        return 202, {**runtime.endpoint_view(endpoint), "status": "UPDATING"}
+        wish = read(body, EndpointChange)
+
+        def point() -> Reply:
+            endpoint = runtime.point_endpoint(name, wish)
+            return 202, {**runtime.endpoint_view(endpoint), "status": "UPDATING"}
+
+        return self._once(f"endpoint {name} of {runtime.id}", wish.client_token, body, point)
 
     def get_endpoint(self, runtime_id: str, name: str) -> Reply:
         runtime = self.find(runtime_id)
@@ -204,17 +227,26 @@ class Control:
     # --- tags ------------------------------------------------------------------------------------
 
     def tags(self, arn: str) -> Reply:
-        return 200, {"tags": self.find(arn).tags}
+        return 200, {"tags": self._tagged(arn)}
 
     def tag(self, arn: str, body: bytes) -> Reply:
-        self.find(arn).tags.update(read(body, TagWish).tags)
+        tags, more = self._tagged(arn), read(body, TagWish).tags
+        if len(tags | more) > MOST_TAGS:
+            raise Problem("ServiceQuotaExceededException", f"{arn} would have more than {MOST_TAGS} tags")
+        tags.update(more)
         return 204, {}
 
     def untag(self, arn: str, names: Sequence[str]) -> Reply:
-        runtime = self.find(arn)
+        tags = self._tagged(arn)
         for name in names:
-            runtime.tags.pop(name, None)
+            tags.pop(name, None)
         return 204, {}
+
+    def _tagged(self, arn: str) -> dict[str, str]:
+        """Of a runtime, or of one of its endpoints."""
+        place, endpoint, name = arn.partition("/runtime-endpoint/")
+        runtime = self.find(place)
+        return runtime.endpoint(name).tags if endpoint else runtime.tags
 
 
 def _page(name: str, rows: Sequence[dict[str, object]], query: Mapping[str, str]) -> dict[str, Any]:
@@ -222,7 +254,9 @@ def _page(name: str, rows: Sequence[dict[str, object]], query: Mapping[str, str]
         size, start = int(query.get("maxResults", PAGE)), int(query.get("nextToken", 0))
     except ValueError as error:
         raise invalid("nextToken", str(error)) from error
-    if not 1 <= size <= PAGE or start < 0:
+    if start < 0:
+        raise invalid("nextToken", f"{start} is none that this server gave")
+    if not 1 <= size <= PAGE:
         raise invalid("maxResults", f"{size} must be from 1 to {PAGE}")
     page: dict[str, Any] = {name: rows[start : start + size]}
     if start + size < len(rows):

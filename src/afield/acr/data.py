@@ -79,7 +79,9 @@ class Data:
                 raise _failed("did not answer in time", session) from error
             except BROKEN as error:
                 await self._mourn(session)
-                raise _failed(f"broke off: {error}", session) from error
+                # What asyncio says of it counts bytes that nobody knows of.
+                why = "" if isinstance(error, asyncio.IncompleteReadError) else f": {error}"
+                raise _failed(f"broke off before it had answered{why}", session) from error
 
     @property
     def _stream_s(self) -> float:

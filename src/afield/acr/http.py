@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from afield.acr.problems import ConnectionCut, Problem
+from afield.acr.problems import ConnectionCut, Problem, invalid
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -39,7 +39,7 @@ class Request:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > MAX_BODY:
-                raise Problem("ValidationException", f"the payload is over {MAX_BODY} bytes")
+                raise invalid("payload", f"is over {MAX_BODY} bytes")
             if not message.get("more_body"):
                 return b"".join(parts)
 

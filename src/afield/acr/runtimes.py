@@ -14,7 +14,7 @@ from typing import Literal
 
 from afield.acr.images import Image
 from afield.acr.problems import Problem, not_found
-from afield.acr.shapes import EndpointWish, Settings
+from afield.acr.shapes import EndpointChange, EndpointWish, Settings
 
 Status = Literal["CREATING", "CREATE_FAILED", "UPDATING", "UPDATE_FAILED", "READY", "DELETING"]
 ALPHABET = string.ascii_letters + string.digits
@@ -49,6 +49,7 @@ class Endpoint:
         self.name, self.id = name, f"{name}-{made_up_id()}"
         self.live: str | None = None
         self.target, self.description = target, description
+        self.tags: dict[str, str] = {}
         self.status: Status = "CREATING"
         self.created = self.updated = now()
 
@@ -119,21 +120,24 @@ class Runtime:
     def add_endpoint(self, wish: EndpointWish) -> Endpoint:
         if wish.name in self.endpoints:
             raise Problem("ConflictException", f"agent {self.id} has an endpoint {wish.name} already")
-        endpoint = Endpoint(wish.name, self._ready(wish).number, wish.description)
+        version = self._ready(wish.agent_runtime_version or self.newest.number)
+        endpoint = Endpoint(wish.name, version.number, wish.description)
+        endpoint.tags.update(wish.tags)
         endpoint.point(endpoint.target)
         self.endpoints[wish.name] = endpoint
         return endpoint
 
-    def point_endpoint(self, name: str, wish: EndpointWish) -> Endpoint:
+    def point_endpoint(self, name: str, wish: EndpointChange) -> Endpoint:
+        """It stays at its version where none is named."""
         endpoint = self.endpoint(name)
         if name == DEFAULT:
             raise Problem("ConflictException", "DEFAULT follows the newest version and cannot be pointed")
-        endpoint.point(self._ready(wish).number)
+        endpoint.point(self._ready(wish.agent_runtime_version or endpoint.target).number)
         endpoint.description = wish.description or endpoint.description
         return endpoint
 
-    def _ready(self, wish: EndpointWish) -> Version:
-        version = self.version(wish.agent_runtime_version or self.newest.number)
+    def _ready(self, number: str) -> Version:
+        version = self.version(number)
         if version.status != "READY":
             raise Problem("ConflictException", f"version {version.number} is {version.status}, not READY")
         return version

@@ -17,6 +17,8 @@ from afield.acr.problems import Problem, invalid
 T = TypeVar("T")
 # The quotas page of the service; its wire model allows more, on compute that is not modelled here.
 SHORTEST_S, LONGEST_S = 60, 28_800
+NO_NUL = r"^[^\0]*$"
+MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 NAME = r"^[a-zA-Z][a-zA-Z0-9_]{0,47}$"
 ECR = re.compile(
     r"^(([0-9]{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?|public\.ecr\.aws)"
@@ -116,7 +118,10 @@ class Settings(Shape, frozen=True, kw_only=True):
     lifecycle_configuration: Lifecycle = Lifecycle()
     request_header_configuration: RequestHeaders | None = None
     environment_variables: Annotated[
-        dict[Annotated[str, Meta(min_length=1, max_length=100)], Annotated[str, Meta(max_length=5000)]],
+        dict[
+            Annotated[str, Meta(max_length=100, pattern=r"^[^=\0]+$")],
+            Annotated[str, Meta(max_length=5000, pattern=NO_NUL)],
+        ],
         Meta(max_length=50),
     ] = {}
 
@@ -131,13 +136,14 @@ class Update(Settings, frozen=True, kw_only=True):
     client_token: Token | None = None
 
 
-class EndpointWish(Shape, frozen=True, kw_only=True):
-    """To create (`name`) or to update an endpoint."""
-
-    name: Name = "DEFAULT"
+class EndpointChange(Shape, frozen=True, kw_only=True):
     agent_runtime_version: VersionName | None = None
     description: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     client_token: Token | None = None
+
+
+class EndpointWish(EndpointChange, frozen=True, kw_only=True):
+    name: Name
     tags: Tags = {}
 
 
@@ -146,7 +152,7 @@ class TagWish(Shape, frozen=True, kw_only=True):
 
 
 class Command(Shape, frozen=True, kw_only=True):
-    command: Annotated[str, Meta(min_length=1, max_length=65_536)]
+    command: Annotated[str, Meta(min_length=1, max_length=65_536, pattern=NO_NUL)]
     timeout: Annotated[int, Meta(ge=1, le=3600)] = 300
 
 
@@ -156,7 +162,10 @@ def read(body: bytes, into: type[T]) -> T:
         return msgspec.json.decode(body or b"{}", type=into)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
-        name = path.strip("`").removeprefix("$").lstrip(".") or "request"
+        missing = MISSING.match(message)
+        # A key's own path is said as "`key` in `$.place`".
+        path = path.rpartition("$")[2].strip("`") + (f".{missing[1]}" if missing else "")
+        name, message = path.lstrip(".") or "request", "is required" if missing else message
         raise invalid(name, message) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(
