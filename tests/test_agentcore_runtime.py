@@ -376,6 +376,15 @@ async def test_files_go_there_and_come_back(commands: AgentCoreSandbox, tmp_path
         await commands.download(str(tmp_path / "nothing"))
 
 
+async def test_files_with_relative_names_are_where_commands_start() -> None:
+    async with serving(isolation="sandbox") as url, AgentCoreSandbox("", options(url)) as place:
+        await place.upload("folder/-hello", b"hello")
+        assert (await place.exec("cat folder/-hello")).stdout == "hello"
+        assert await place.download("folder/-hello") == b"hello"
+        with pytest.raises(UsageError, match="NUL"):
+            await place.upload("a\0b", b"")
+
+
 async def test_a_sandbox_is_a_session_of_its_own_and_ends_with_its_block(tmp_path: Path) -> None:
     async with serving() as url:
         async with AgentCoreSandbox("", options(url)) as one, AgentCoreSandbox("", options(url)) as other:
