@@ -26,7 +26,7 @@ def start(cwd: Path, *args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*args), cwd=cwd, stdout=pipe, stderr=pipe, text=True)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 150) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -36,7 +36,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 150) -> tuple[int, s
     return process.returncode, out, err
 
 
-def afield(cwd: Path, *args: object, timeout: float = 150) -> tuple[int, str, str]:
+def afield(cwd: Path, *args: object, timeout: float = 400) -> tuple[int, str, str]:
     return finish(start(cwd, *args), timeout)
 
 
@@ -65,7 +65,7 @@ def train_arguments(cwd: Path, agent: str, rows: list[dict[str, Any]], *more: ob
     ]
 
 
-def until(ready: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+def until(ready: Callable[[], Any], what: str, seconds: float = 120) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := ready():

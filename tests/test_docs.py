@@ -115,7 +115,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run_there(gateway: str, words: list[str], code: str, folder: Path | None = None) -> str:
     environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
     command = [*words, code.replace(ADDRESS, gateway)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -386,7 +386,7 @@ from afield.engines import decoder, fused, graphs, sampler, slots
 print([name for name in sys.modules if name.startswith("afield.") and "engines" not in name])
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"

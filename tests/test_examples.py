@@ -85,7 +85,7 @@ def test_the_langgraph_agent_looks_up_and_learns(tmp_path: Path) -> None:
 def ask_the_served_policy(weights: Path, folder: Path) -> str:
     program = (sys.executable, EXAMPLES / "serve" / "serve.py", weights, "How much is the teal lamp?")
     command = [*map(str, program), str(free_ports(1)[0])]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunDir]:
     cwd = tmp_path_factory.mktemp("demo")
-    code, out, err = afield(cwd, "demo", "--seed", 3, timeout=170)
+    code, out, err = afield(cwd, "demo", "--seed", 3, timeout=500)
     assert code == 0, err
     return out, find_run(cwd / "runs", "latest")
 

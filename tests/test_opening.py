@@ -103,7 +103,7 @@ def test_the_code_of_the_page_runs(there: Place) -> None:
         cwd=there.root,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^[01] (?:lamp|chair) [01] \S+ s 0\.0 1$", done.stdout, re.M)) == 4
@@ -114,7 +114,7 @@ def test_the_example_runs_and_goes_on_where_it_was(there: Place) -> None:
     environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
     for rollouts in ("2", "3"):
         done = subprocess.run(
-            [*command, rollouts], env=environment, cwd=there.root, capture_output=True, text=True, timeout=120
+            [*command, rollouts], env=environment, cwd=there.root, capture_output=True, text=True, timeout=400
         )
         told = f": mean 0.00, best 0.00; {rollouts} of {rollouts} rollouts"
         assert done.returncode == 0 and done.stdout.count(told) == 2, done.stdout + done.stderr
