@@ -64,6 +64,8 @@ def longest_row(config: Any, *, tree: bool) -> int | None:
     layers = getattr(config, "layer_types", None)
     if tree and (layers is None or "sliding_attention" in layers):
         limits.append(getattr(config, "sliding_window", None))
+    if tree and "chunked_attention" in (layers or ()):
+        limits.append(getattr(config, "attention_chunk_size", None))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -148,6 +148,9 @@ def _is_plain(model: Any) -> bool:
         return False
     ids = torch.arange(3, device=head.weight.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    output = model.get_decoder()(input_ids=ids, use_cache=False)
+    hidden = getattr(output, "last_hidden_state", None)
+    if hidden is None:  # what it calls its decoder is the whole model
+        return False
     off = (head(hidden) - logits).abs().max() / logits.abs().max().clamp(min=1e-6)
     return bool(off <= (PROBE if logits.dtype == torch.float32 else 100 * PROBE))

@@ -1,0 +1,41 @@
+"""Models whose attention is cut into chunks, and models that call all of themselves their decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from afield.trainers.head import plain_head
+from afield.trainers.policy import PolicyModel
+from test_policy import CPU, apart, build, gradient
+
+CHUNKED = {
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 64,
+    "attention_chunk_size": 16,
+    "layer_types": ["chunked_attention", "full_attention"],
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_over_a_tree_rows_are_no_longer_than_the_chunks_of_attention(tmp_path: Path) -> None:
+    path = build(tmp_path / "model", "Llama4TextConfig", CHUNKED)
+    tree, padded = PolicyModel(path, device=CPU), PolicyModel(path, device=CPU, layout="padded")
+    assert (tree.layout, tree.context, padded.context) == ("tree", 16, 128)
+
+
+def test_a_model_that_is_its_own_decoder_is_asked_for_its_logits(tmp_path: Path) -> None:
+    path = build(tmp_path / "model", "Llama4TextConfig", CHUNKED | {"attention_chunk_size": 64})
+    tree, padded = PolicyModel(path, device=CPU), PolicyModel(path, device=CPU, layout="padded")
+    assert not plain_head(tree.model)
+    assert apart(gradient(tree), gradient(padded)) < 1e-5
