@@ -26,9 +26,9 @@ from afield.trainers.packing import pack
 from afield.trainers.passes import Pass, log_probabilities, to_passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import to_batch
-from afield.trainers.tinker import Reply, Tuner, taught
+from afield.trainers.tinker import Objective, Reply, Tuner, taught
 from afield.trainers.tree import Tree, walk
-from afield.types import FailureKind, Finished, Reason, Rollout, Sampling, Task
+from afield.types import FailureKind, Finished, Message, Reason, Rollout, Sampling, Task, ToolCall
 from collecting import ask_model, bench
 from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
@@ -192,6 +192,9 @@ def replies(tuner: Tuner) -> list[Reply]:
         ({"loss": lambda seen: torch.zeros_like(seen.logp)}, "has no gradient"),
         ({"loss": lambda seen: None}, "has no gradient"),
         ({"proximal": [[math.nan] * 4] * 2}, "proximal log-probability is not a finite number"),
+        ({"loss": "dr_grpo"}, "loss 'dr_grpo' divides by a constant; give aggregate='constant'"),
+        ({"loss": Objective(loss="dpo")}, "unknown loss 'dpo'; choose one of: ppo, "),  # pyright: ignore[reportArgumentType]
+        ({"loss": Objective(importance="is")}, "unknown importance 'is'; choose one of: token, "),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_a_loop_that_asks_for_what_cannot_be_is_told_so_and_adds_nothing_up(
@@ -227,6 +230,56 @@ def test_a_learning_rate_that_is_none_breaks_no_weights(
         tuner.optim_step(lr)
     tuner.updates.clear()
     assert all(bool(torch.isfinite(weight).all()) for weight in tuner.policy.trainable)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "has an empty prompt; it needs at least one id"),
+        ([99999], "has the id 99999; the vocabulary has "),
+        ([1, {"role": "user", "content": "hi"}], "a prompt is ids or messages; this one has both"),
+        ([{"role": "user", "text": "hi"}], "a message has 'text'; it may have: content, "),
+        ([{"role": "alien", "content": "hi"}], "message .*alien.* cannot be read"),
+        ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], "message .*tool_calls.* cannot be read"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_told_and_none_of_it_is_left_out(
+    tuner: Tuner, prompt: Any, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuner.sample(prompt, 1, Sampling(max_tokens=4))
+    with pytest.raises(UsageError, match="n = 0 must be at least 1"):
+        tuner.sample("hi", 0)
+
+
+def test_messages_may_be_those_of_the_openai_api(tuner: Tuner) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    asked = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+    ]
+    ours = [
+        Message(role="user", content="hi"),
+        Message(role="assistant", tool_calls=(ToolCall("a", "add", '{"x": 1}'),)),
+        Message(role="tool", tool_call_id="a", content="2"),
+    ]
+    short = Sampling(max_tokens=2)
+    assert tuner.sample(asked, 1, short)[0].prompt_ids == tuner.sample(ours, 1, short)[0].prompt_ids
+
+
+def test_an_advantage_may_be_a_number_of_torch(replies: list[Reply]) -> None:
+    assert replies[0].datum(torch.tensor(0.5)) == replies[0].datum(0.5)  # pyright: ignore[reportArgumentType]
+    assert replies[0].datum(torch.tensor([0.5])) == replies[0].datum([0.5])  # pyright: ignore[reportArgumentType]
+
+
+def test_after_a_gradient_that_is_not_finite_a_loop_goes_on(tuner: Tuner, replies: list[Reply]) -> None:
+    data = [reply.datum(1.0) for reply in replies]
+    tuner.forward_backward(data, lambda seen: seen.logp * math.inf)
+    with pytest.raises(UsageError, match="the gradient's norm is nan"):
+        tuner.optim_step()
+    tuner.forward_backward(data)
+    assert math.isfinite(tuner.optim_step())
 
 
 def test_nothing_to_imitate_is_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 from msgspec import Struct, structs
 
@@ -57,7 +58,8 @@ class Reply(Struct, frozen=True, kw_only=True):
         yield self
 
     def datum(self, advantage: float | Sequence[float]) -> Datum:
-        """The whole conversation as one sequence; with one advantage for all replies, or one for each."""
+        """The whole conversation as one sequence; with one advantage for all replies, or one for each.
+        Numbers may be those of numpy or torch."""
         replies = [reply for reply in self.conversation() if reply.token_ids]
         ids = self.ids
         mask, logprobs = [0] * len(ids), [0.0] * len(ids)
@@ -71,7 +73,8 @@ class Reply(Struct, frozen=True, kw_only=True):
             how = reply.sampling
             turns.append(TurnRange(reply.id, start, end, how.temperature, how.truncated))
             versions += [VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in reply.versions]
-        earned = [advantage] * len(turns) if isinstance(advantage, int | float) else list(advantage)
+        single = isinstance(advantage, int | float) or getattr(advantage, "ndim", None) == 0
+        earned = [advantage] * len(turns) if single else list(cast("Sequence[float]", advantage))
         if len(earned) != len(turns):
             raise UsageError(f"reply {self.id}: {len(earned)} advantages for {len(turns)} replies")
         trajectory = Trajectory(
@@ -82,7 +85,11 @@ class Reply(Struct, frozen=True, kw_only=True):
             turns=tuple(turns),
             weight=1.0,
         )
-        return Datum(rollout_id=self.id, trajectory=trajectory, advantages=tuple(map(float, earned)))
+        return Datum(
+            rollout_id=self.id,
+            trajectory=trajectory,
+            advantages=tuple(map(float, cast("list[float]", earned))),
+        )
 
 
 def taught(name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weight: float = 1.0) -> Datum:

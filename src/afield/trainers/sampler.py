@@ -7,6 +7,7 @@ ids and versions are the engine's; nothing is tokenised again. The same program 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -14,14 +15,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from afield.errors import UsageError
 from afield.seams.engine import Call, Chunk, Engine
 from afield.tokens import ChatTokens, Tool
 from afield.trainers.datum import Reply
-from afield.types import FinishReason, Message, Sampling, VersionSpan
+from afield.types import FinishReason, Message, Sampling, ToolCall, VersionSpan
 
 T = TypeVar("T")
 CLOSED = "the engine is not running; use `with Tuner.open(...) as tuner:`"
+KNOWN = {*Message.__struct_fields__, "reasoning_content"}
 Prompt = Sequence[int] | Sequence[Message | Mapping[str, Any]] | str
 
 
@@ -97,9 +101,11 @@ class Sampler:
     def _ids(self, prompt: Prompt, tools: Sequence[Tool], after: Reply | None) -> tuple[int, ...]:
         if isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
-        if all(isinstance(part, int) for part in prompt):
-            new = [part for part in prompt if isinstance(part, int)]
+        new = [part for part in prompt if isinstance(part, int)]
+        if len(new) == len(prompt):
             return (*after.ids, *new) if after else tuple(new)
+        if new:
+            raise UsageError(f"a prompt is ids or messages; this one has both, such as the id {new[0]}")
         messages = [_message(part) for part in prompt if not isinstance(part, int)]
         if after is None:
             return tuple(self.tokens.render(messages, tools))
@@ -120,7 +126,10 @@ class Sampler:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._reply(*one, sampling, tools, context)) for one in asked]
         except ExceptionGroup as broken:
-            raise broken.exceptions[0] from None  # the others were stopped because of it
+            first = broken.exceptions[0]  # the others were stopped because of it
+            if type(first) is ValueError:  # an engine that is asked what it cannot
+                raise UsageError(str(first)) from first
+            raise first from None
         return [task.result() for task in tasks]
 
     async def _reply(
@@ -176,7 +185,28 @@ def _spans(chunks: Sequence[Chunk]) -> list[VersionSpan]:
 
 
 def _message(given: Message | Mapping[str, Any]) -> Message:
-    return given if isinstance(given, Message) else Message(**given)
+    """As the OpenAI API has it, or one of ours."""
+    if isinstance(given, Message):
+        return given
+    if unknown := sorted(given.keys() - KNOWN):
+        raise UsageError(f"a message has {unknown[0]!r}; it may have: {', '.join(sorted(KNOWN))}")
+    told = {name: value for name, value in given.items() if value is not None}
+    if "reasoning_content" in told:
+        told["reasoning"] = told.pop("reasoning_content")
+    try:
+        told["tool_calls"] = [_call(call) for call in told.get("tool_calls", ())]
+        return msgspec.convert(told, Message)
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise UsageError(f"message {dict(given)!r} cannot be read: {error!r}") from error
+
+
+def _call(given: ToolCall | Mapping[str, Any]) -> ToolCall:
+    if isinstance(given, ToolCall):
+        return given
+    function = given.get("function", given)
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(given.get("id", ""), function["name"], text)
 
 
 def _tool(given: Mapping[str, Any]) -> Tool:

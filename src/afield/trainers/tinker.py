@@ -26,7 +26,17 @@ from afield.seams.engine import Engine
 from afield.trainers.audit import Audit
 from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
 from afield.trainers.directories import replaced
-from afield.trainers.losses import USUAL_CLIP, Aggregate, Loss, Objective, Tokens, loss_of, weights
+from afield.trainers.losses import (
+    USUAL_CLIP,
+    Aggregate,
+    Estimator,
+    Importance,
+    Loss,
+    Objective,
+    Tokens,
+    loss_of,
+    weights,
+)
 from afield.trainers.passes import LayoutName
 from afield.trainers.policy import Dtype, PolicyModel, device_of
 from afield.trainers.rows import Row, check_rows
@@ -128,6 +138,8 @@ class Tuner:
         """`n` replies to a prompt: ids, messages, or a text from a user. With `after`, the prompt is what
         follows that reply in its conversation, whose ids stay as they were sampled.
         """
+        if n < 1:
+            raise UsageError(f"n = {n} must be at least 1")
         return self.sample_all([(prompt, after)] * n, sampling, tools=tools)
 
     def sample_all(
@@ -174,6 +186,7 @@ class Tuner:
         if not rows:
             raise UsageError("there is nothing to learn from: no sequence has a token that was sampled")
         _check_sums(aggregate, length, of)
+        _check_loss(loss, aggregate)
         scores = None
         if proximal is not None:
             scores = {n: torch.tensor(row, device=self.policy.device) for n, row in enumerate(proximal)}
@@ -198,8 +211,10 @@ class Tuner:
             raise UsageError("there is no gradient; call forward_backward first")
         if lr is not None and not 0 <= lr < math.inf:
             raise UsageError(f"lr = {lr} must be 0 or positive")
-        norm = self.updates.apply(lr)
-        self.updates.clear()
+        try:
+            norm = self.updates.apply(lr)
+        finally:  # a gradient that is not finite stays with nobody
+            self.updates.clear()
         self.version += 1
         self._changed = True
         return norm
@@ -216,9 +231,6 @@ class Tuner:
             return partial(_costed, cost=loss), False
         if loss == "cross_entropy":
             return partial(_costed, cost=lambda seen: -seen.logp * seen.advantage), False
-        if loss not in USUAL_CLIP:
-            words = ", ".join((*USUAL_CLIP, "cross_entropy"))
-            raise UsageError(f"unknown loss {loss!r}; choose one of: {words}, or give a function")
         return partial(loss_of, objective=Objective(loss, USUAL_CLIP[loss])), False
 
     # --- keeping ----------------------------------------------------------------------------------
@@ -243,6 +255,24 @@ class Tuner:
         # Versions only grow: the engine may have served later ones.
         self.version = max(state["version"], self.sampler.version + 1)
         self.sampler.calls, self._changed = state["calls"], True
+
+
+def _check_loss(loss: LossWord | Objective | Cost, aggregate: Aggregate) -> None:
+    if not isinstance(loss, str | Objective):
+        return
+    word = loss if isinstance(loss, str) else loss.loss
+    words = (*USUAL_CLIP, "cross_entropy") if isinstance(loss, str) else tuple(USUAL_CLIP)
+    if word not in words:
+        raise UsageError(f"unknown loss {word!r}; choose one of: {', '.join(words)}, or give a function")
+    if word == "dr_grpo" and aggregate != "constant":
+        raise UsageError("loss 'dr_grpo' divides by a constant; give aggregate='constant' and a length")
+    if isinstance(loss, Objective):
+        for name, value, among in (
+            ("importance", loss.importance, get_args(Importance)),
+            ("kl_estimator", loss.kl_estimator, get_args(Estimator)),
+        ):
+            if value not in among:
+                raise UsageError(f"unknown {name} {value!r}; choose one of: {', '.join(among)}")
 
 
 def _check_sums(aggregate: Aggregate, length: int | None, of: int | None) -> None:

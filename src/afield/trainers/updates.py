@@ -41,6 +41,8 @@ class Updates:
         grad_clip: float = 1.0,
         max_tokens_per_pass: int = 16384,
     ) -> None:
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"lr = {lr} must be 0 or positive")
         self.policy = policy
         self.optimizer = torch.optim.AdamW(policy.trainable, lr=lr, eps=eps, weight_decay=weight_decay)
         self.grad_clip = grad_clip
