@@ -383,6 +383,9 @@ async def test_files_with_relative_names_are_where_commands_start() -> None:
         assert await place.download("folder/-hello") == b"hello"
         with pytest.raises(UsageError, match="NUL"):
             await place.upload("a\0b", b"")
+        with pytest.raises(InfrastructureFailure, match="folder was not written"):
+            await place.upload("folder", b"hello")
+        assert (await place.exec("ls -A . folder")).stdout.count("hello") == 1
 
 
 async def test_a_sandbox_is_a_session_of_its_own_and_ends_with_its_block(tmp_path: Path) -> None:

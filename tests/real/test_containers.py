@@ -379,6 +379,24 @@ async def test_files_go_in_and_come_out(here: Here) -> None:
             await sandbox.download("/tmp/none")
 
 
+async def test_what_is_no_plain_file_or_has_no_end_is_not_waited_for(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("afield.runtimes.container_exec.MOST_BYTES", 1_000_000)
+    async with here.sandbox() as sandbox:
+        assert (await sandbox.exec("mkfifo /tmp/pipe; truncate -s 1G /tmp/holes")).ok
+        for path in ("/tmp/pipe", "/tmp"):
+            with pytest.raises(InfrastructureFailure, match="no plain file"):
+                await sandbox.upload(path, b"x" * 100_000)
+            with pytest.raises(Missing):
+                await sandbox.download(path)
+        with pytest.raises(InfrastructureFailure, match="/tmp/holes in the sandbox has more than"):
+            await sandbox.download("/tmp/holes")
+        with pytest.raises(UsageError, match="NUL"):
+            await sandbox.exec("echo a\0b")
+        assert (await sandbox.exec("echo on")).stdout == "on\n"
+
+
 async def test_a_sandbox_has_no_rights_no_network_and_its_limits(here: Here) -> None:
     limits = Limits(memory_mb=128, pids=20, disk_mb=8, files=None)
     async with here.sandbox(limits=limits) as sandbox:

@@ -101,7 +101,7 @@ class AgentCoreSandbox:
         for start in range(0, len(data), PIECE):
             piece = base64.b64encode(data[start : start + PIECE]).decode()
             await self._done(f"printf %s {piece} | base64 -d >> {part}", path)
-        await self._done(f"mv {part} {name}", path)
+        await self._done(f"[ ! -d {name} ] && mv {part} {name} || {{ rm {part}; false; }}", path)
 
     async def download(self, path: str) -> bytes:
         name = shlex.quote(_named(path))

@@ -58,7 +58,13 @@ for round in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
   [ "$found" ] || exit 0
 done; :
 """
-WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+# Whoever writes to a pipe waits for a reader that may never come.
+WRITE = """
+if [ -e "$1" ] && [ ! -f "$1" ]; then
+  echo "it is there, and is no plain file" >&2; cat > /dev/null; exit 1
+fi
+mkdir -p -- "$(dirname -- "$1")" && cat > "$1"
+"""
 READ = '[ -f "$1" ] || exit 44; cat -- "$1"'
 NO_FILE = 44
 
@@ -97,6 +103,15 @@ class Output:
         self._trim()
         between = f"\n... {self.cut} bytes left out ...\n".encode() if self.cut else b""
         return (bytes(self._head) + between + bytes(self._tail)).decode("utf-8", "replace")
+
+
+class Whole(Output):
+    """One that is of use only if nothing is left out: what is longer is not read to its end."""
+
+    def add(self, data: bytes) -> None:
+        super().add(data)
+        if self.cut:
+            raise ConnectionAbortedError("there is more than is kept")
 
 
 class _Ended(Struct, frozen=True):
@@ -161,7 +176,8 @@ class ContainerSandbox:
         stdin: bytes = b"",
     ) -> Ran:
         argv = argv_of(command, timeout, cwd, env)
-        ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, self._keep_bytes)
+        out = Output(self._keep_bytes)
+        ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, out)
         stdout, stderr = ended.out.text, ended.err.text
         return Ran(
             exit_code=None if ended.timed_out else ended.exit_code,
@@ -174,21 +190,22 @@ class ContainerSandbox:
     async def upload(self, path: str, data: bytes) -> None:
         check_path(path)
         argv = ["/bin/sh", "-c", WRITE, "write", path]
-        ended = await self._exec(argv, 600.0, None, {}, data, KEPT)
+        ended = await self._exec(argv, 600.0, None, {}, data, Output(KEPT))
         if ended.exit_code != 0:
             raise InfrastructureFailure(f"{path} was not written: {ended.err.text.strip()}", Reason.UPLOAD)
 
     async def download(self, path: str) -> bytes:
         check_path(path)
         argv = ["/bin/sh", "-c", READ, "read", path]
-        ended = await self._exec(argv, 600.0, None, {}, b"", MOST_BYTES)
+        ended = await self._exec(argv, 600.0, None, {}, b"", Whole(MOST_BYTES))
+        content = ended.out.bytes
+        if ended.out.cut:
+            raise too_large(path, "the sandbox")
         if ended.exit_code == NO_FILE:
             raise Missing(f"there is no file {path} in the sandbox")
         if ended.exit_code != 0:
             raise InfrastructureFailure(f"{path} was not read: {ended.err.text.strip()}", Reason.UPLOAD)
-        if ended.out.cut:
-            raise too_large(path, "the sandbox")
-        return ended.out.bytes
+        return content
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -199,10 +216,10 @@ class ContainerSandbox:
         cwd: str | None,
         env: dict[str, str],
         stdin: bytes,
-        keep: int,
+        out: Output,
     ) -> _Ended:
         mark = uuid4().hex
-        out, err = Output(keep), Output(keep)
+        err = Output(self._keep_bytes)
         self._running += 1
         try:
             running = await self._engine.call(
