@@ -9,8 +9,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from afield import learn
 from afield.assembly import linear, per_turn
 from afield.errors import UsageError
+from afield.seams import StepReport
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.types import Exclusion, Finished, Group, Trajectory, VersionSpan
@@ -185,14 +187,15 @@ def test_how_much_of_what_was_sampled_is_trained_and_why_the_rest_is_not(model_p
         assert metrics["delivered_share"] == pytest.approx(trained / (trained + gone + 10))
 
 
-def test_how_stale_tokens_are_on_average_and_at_most(model_path):
-    trainer = GRPO(model_path, lr=1e-3, device="cpu")
-    trainer.steps = 5
+def test_how_stale_tokens_are_on_average_and_at_most():
     fresh, old = recorded("0", 1.0, 1, version=5), recorded("1", 0.0, 2, version=2)
-    metrics = trainer.step([group(fresh, old)]).metrics
+    lost = recorded("2", None, 3, version=0)
+    batch = learn.Batch([group(fresh, old, lost)], {}, version=5, wasted=0)
+    report = StepReport(rollouts=2, tokens=9)
+    line = learn.describe(step=1, version=6, batch=batch, report=report, seconds=(0.0, 0.0))
     tokens = [f.trajectories[0].owned for f in (fresh, old)]
-    assert metrics["staleness_max"] == 3
-    assert metrics["staleness"] == pytest.approx(3 * tokens[1] / sum(tokens))
+    assert line.staleness == 3
+    assert line.staleness_mean == pytest.approx(3 * tokens[1] / sum(tokens))
 
 
 def test_what_the_tree_saves_is_told(model_path):

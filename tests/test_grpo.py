@@ -190,10 +190,8 @@ def test_the_report_says_how_far_sampler_and_trainer_are_apart_before_the_update
     row = trained.finished[0].trajectories[0]
     for settings in ({}, {"minibatches": 2, "epochs": 3}):
         trainer = GRPO(model_path, lr=1e-3, device="cpu", **settings)
-        trainer.steps = 5
         metrics = trainer.step([trained]).metrics
         assert 0 < metrics["sampler_trainer_logprob_diff_mean"] <= metrics["sampler_trainer_logprob_diff_max"]
-        assert metrics["staleness"] == 2.0
         assert metrics["tokens"] == row.owned + trained.finished[1].trajectories[0].owned
         assert metrics["grad_norm"] > 0
         assert metrics["entropy"] > 0
@@ -231,10 +229,6 @@ def test_a_batch_that_does_not_line_up_is_refused_before_any_weight_changes(mode
 
     with pytest.raises(UsageError, match=r"rollout g-1, turn t7: token id 99999 is outside"):
         trainer.step([with_ids(1, 99999, 2)])
-    with pytest.raises(
-        UsageError, match=r"rollout g-1, turn t7: 200 tokens exceed the model's context of 128"
-    ):
-        trainer.step([with_ids(*range(200))])
     with pytest.raises(UsageError, match="more than once"):
         trainer.step([good, good])
     assert same(before, weights(trainer))

@@ -22,7 +22,7 @@ from afield.ledger import Entry, Ledger
 from afield.rundir import STATE, RunDir, StepState
 from afield.seams import Gateway, StepReport, Trainer
 from afield.spool import Spool
-from afield.types import Finished, Group, Policy
+from afield.types import Finished, Group, Policy, VersionSpan
 from afield.window import Window
 
 log = logging.getLogger("afield.loop")
@@ -43,8 +43,9 @@ class Recipe(Struct, frozen=True, kw_only=True):
 
 
 class StepLine(Struct, frozen=True, kw_only=True):
-    """One line of metrics.jsonl. `staleness` is how many versions ago the oldest trained token was sampled;
-    `wasted_tokens` were sampled by attempts that came to nothing, or by rollouts that carry no reward.
+    """One line of metrics.jsonl. `staleness` is how many versions ago the oldest trained token was sampled,
+    `staleness_mean` that of tokens on average; `wasted_tokens` were sampled by attempts that came to nothing,
+    or by rollouts that carry no reward; `too_long` rows exceed the trainer's context and were left out.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepLine(Struct, frozen=True, kw_only=True):
     rollouts: int
     trained: int
     failed: int
+    too_long: int = 0
     failures: dict[str, int]
     retried: int
     dropped_groups: dict[str, str]
@@ -61,6 +63,7 @@ class StepLine(Struct, frozen=True, kw_only=True):
     sampled_tokens: int
     wasted_tokens: int
     staleness: int
+    staleness_mean: float = 0.0
     collect_s: float
     train_s: float
     agent: dict[str, float]
@@ -72,7 +75,7 @@ class Batch(Struct, frozen=True):
 
     groups: list[Group]
     dropped: dict[str, str]
-    staleness: int
+    version: int  # of the policy that learns from it
     wasted: int
 
     @property
@@ -183,7 +186,6 @@ class Learner:
     def _read(self, entries: Sequence[Entry]) -> Batch:
         groups: list[Group] = []
         dropped: dict[str, str] = {}
-        oldest = 0
         for entry in entries:
             group = self._group(entry)
             groups.append(group)
@@ -192,10 +194,8 @@ class Learner:
                 dropped[group.id] = entry.dropped
             elif stale > self._window.staleness and self._recipe.stale == "drop":
                 dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
-            else:
-                oldest = max(oldest, stale)
         ids = [f.rollout.id for group in groups for f in everyone(group)]
-        return Batch(groups, dropped, oldest, self._ledger.wasted(ids) + wasted(groups, dropped))
+        return Batch(groups, dropped, self._version, self._ledger.wasted(ids) + wasted(groups, dropped))
 
     def _group(self, entry: Entry) -> Group:
         members, baseline = self._ledger.members(entry.id)
@@ -255,9 +255,20 @@ def everyone(group: Group) -> tuple[Finished, ...]:
 
 def staleness(group: Group, version: int) -> int:
     """How many versions ago the oldest token that would be trained was sampled."""
-    carrying = [f for f in group.finished if f.outcome.reward_or_floor(0.0) is not None]
-    spans = [span for f in carrying for t in f.trajectories for span in t.versions]
-    return max((version - span.low for span in spans), default=0)
+    return max((version - span.low for span in _spans([group])), default=0)
+
+
+def mean_staleness(groups: Sequence[Group], version: int) -> float:
+    """The same of all those tokens, on average."""
+    spans = _spans(groups)
+    total = sum(span.end - span.start for span in spans)
+    return sum((version - span.low) * (span.end - span.start) for span in spans) / max(total, 1)
+
+
+def _spans(groups: Sequence[Group]) -> list[VersionSpan]:
+    finished = [f for group in groups for f in group.finished]
+    carrying = [f for f in finished if f.outcome.reward_or_floor(0.0) is not None]
+    return [span for f in carrying for t in f.trajectories for span in t.versions]
 
 
 def wasted(groups: Sequence[Group], dropped: dict[str, str]) -> int:
@@ -284,6 +295,7 @@ def describe(
         reward=sum(rewards) / len(rewards) if rewards else None,
         rollouts=len(finished),
         trained=report.rollouts,
+        too_long=report.too_long,
         failed=len(finished) - len(rewards),
         failures=dict(kinds),
         retried=sum(f.attempts - 1 for f in finished),
@@ -292,7 +304,8 @@ def describe(
         tool_calls_per_rollout=sum(map(_tool_calls, finished)) / max(len(finished), 1),
         sampled_tokens=sum(t.owned for f in finished for t in f.trajectories),
         wasted_tokens=batch.wasted,
-        staleness=batch.staleness,
+        staleness=max((staleness(group, batch.version) for group in batch.usable), default=0),
+        staleness_mean=mean_staleness(batch.usable, batch.version),
         collect_s=round(seconds[0], 3),
         train_s=round(seconds[1], 3),
         agent=mean_metrics(finished),

@@ -247,7 +247,9 @@ async def training(
             gatherer = await parts.gatherer(gateway, places, watcher, val_tasks)
             halves.append(lambda: parts.gather(gatherer, gateway, places.carrier))
         if learning:
-            halves.append(parts.learner(gateway, await learning, on_step).run)
+            trainer = await learning
+            warn_of_length(config, await gateway.context(), trainer.context)
+            halves.append(parts.learner(gateway, trainer, on_step).run)
         yield Training(halves, child)
 
 
@@ -281,6 +283,21 @@ async def answers(config: TrainConfig, run: RunDir, admin_key: str | None) -> No
     delivers = config.delivery == "gateway"
     async with made(config.gateway, admin_key, patience_s=patience_s, delivers=delivers) as gateway:
         await gateway.version()
+
+
+def warn_of_length(config: TrainConfig, sampled: int | None, trained: int | None) -> None:
+    """What an engine may sample and the trainer cannot train is said before the first rollout."""
+    longest = min((limit for limit in (sampled, config.max_context) if limit is not None), default=None)
+    if config.freeze_weights or trained is None or longest is None:
+        return
+    if longest > trained:
+        log.warning(
+            "the engine takes rows of %d tokens, the trainer %d: longer ones will be sampled and not trained;"
+            " set max_context = %d",
+            longest,
+            trained,
+            trained,
+        )
 
 
 def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Validation | None:

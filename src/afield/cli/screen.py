@@ -150,6 +150,7 @@ class Screen:
 def describe(line: StepLine, steps: int) -> str:
     kinds = ", ".join(f"{kind} {count}" for kind, count in line.failures.items())
     failed = f"  failed {line.failed} ({kinds})" if kinds else ""
+    failed += f"  too long to train {line.too_long}" if line.too_long else ""
     return (
         f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"

@@ -31,6 +31,11 @@ class _States(Struct):
     sessions: dict[str, SessionState]
 
 
+class _Health(Struct):
+    outcomes: bool = True
+    context: int | None = None
+
+
 class HttpGateway:
     """With `delivers`, agents hand their outcomes to it: one that passes none on is refused at once."""
 
@@ -61,12 +66,19 @@ class HttpGateway:
 
     async def _passes_on(self) -> bool:
         """True if it cannot be known: that it does not answer is told by whoever asks it something."""
+        return (await self._health()).outcomes
+
+    async def context(self) -> int | None:
+        """How many tokens its engines take; None if that cannot be known."""
+        return (await self._health()).context
+
+    async def _health(self) -> _Health:
         try:
             limit = aiohttp.ClientTimeout(total=HEALTH_S)
             async with self._http.get(f"{self._url}/health", timeout=limit) as response:
-                return bool(msgspec.json.decode(await response.read()).get("outcomes", True))
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, AttributeError):
-            return True
+                return msgspec.json.decode(await response.read(), type=_Health)
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+            return _Health()
 
     async def open(self, spec: SessionSpec) -> SessionTicket:
         return await self._ask("POST", "/sessions", SessionTicket, spec)

@@ -138,7 +138,7 @@ class LocalGateway:
         ready = sum(worker["ready"] for worker in self.engine.stats()["workers"].values())
         status = "ok" if ready else "no engine is up"
         told = {"status": status, "version": info.version, "engine": info.kind, "workers": ready}
-        told["outcomes"] = self._outlet is not None
+        told |= {"context": info.max_context, "outcomes": self._outlet is not None}
         return (200 if ready else 503), told
 
     async def exposition(self) -> str:

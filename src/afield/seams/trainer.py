@@ -12,16 +12,25 @@ from afield.types import Group
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
-    """What one update did; `metrics` is written to metrics.jsonl as it is."""
+    """What one update did; `metrics` is written to metrics.jsonl as it is. `too_long` rows were left out."""
 
     rollouts: int
     tokens: int
+    too_long: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer(Protocol):
+    @property
+    def context(self) -> int | None:
+        """How many tokens a row may have; None is any number."""
+        ...
+
     def step(self, groups: Sequence[Group]) -> StepReport:
-        """One update from these groups. Raises before any weight changes when they do not line up."""
+        """One update from these groups. Raises before any weight changes when they do not line up.
+
+        A row longer than the trainer can run is left out and named; its rollout's reward still counts.
+        """
         ...
 
     def export(self, directory: Path) -> None:

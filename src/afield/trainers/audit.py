@@ -4,7 +4,7 @@ Before any weight changes: rows have to be what the recorded turns say, every tu
 and the policy has to give sampled tokens a finite log-probability, if wanted no further from the sampler's
 than a bound. What is not so is refused by rollout and turn.
 Every step tells how far sampler and trainer are apart, how much of what was sampled is trained and why
-the rest is not, how stale it is, and what the loss cut off.
+the rest is not, and what the loss cut off.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from afield.trainers.passes import Pass
 from afield.trainers.rows import Batch, Row
 from afield.types import Group
 
-__all__ = ["Apart", "Audit", "delivery", "line_up", "staleness"]
+__all__ = ["Apart", "Audit", "delivery", "line_up"]
+
+LONG = "too long"
 
 # --- what a step tells ---------------------------------------------------------------------------
 
 
 def delivery(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
     """The share of sampled tokens that reach training, and how many others there are, by reason."""
-    lost: Counter[str] = Counter()
+    lost: Counter[str] = Counter({LONG: sum(row.owned for row in batch.too_long)})
     trained = set(batch.rollout_ids)
     for finished in (f for group in groups for f in group.finished):
         for excluded in finished.excluded:
@@ -46,12 +48,6 @@ def delivery(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
         "delivered_share": batch.tokens / sampled if sampled else 1.0,
         **{f"undelivered_tokens.{_word(reason)}": float(n) for reason, n in lost.items() if n},
     }
-
-
-def staleness(batch: Batch, version: int) -> dict[str, float]:
-    """How many versions ago tokens were sampled, when the policy is at `version`."""
-    ages = [version - span.low for row in batch.rows for span in row.trajectory.versions]
-    return {"staleness": batch.staleness(version), "staleness_max": float(max(ages, default=0))}
 
 
 def _word(text: str) -> str:

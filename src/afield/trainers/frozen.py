@@ -28,15 +28,20 @@ class Frozen:
         if not config.is_file():
             raise UsageError(f"{model_path} is not a model directory: it has no config.json")
         self._config = json.loads(config.read_text())
+        self.context: int | None = self._config.get("max_position_embeddings")
 
     def step(self, groups: Sequence[Group]) -> StepReport:
         line_up(groups)
-        batch = to_batch(groups, advantages(groups, floor=self.floor))
-        context = self._config.get("max_position_embeddings")
-        check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=context)
+        batch = to_batch(groups, advantages(groups, floor=self.floor), self.context)
+        check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context)
         self.steps += 1
         metrics = {"tokens": float(batch.tokens), **delivery(groups, batch)}
-        return StepReport(rollouts=len(batch.rollout_ids), tokens=batch.tokens, metrics=metrics)
+        return StepReport(
+            rollouts=len(batch.rollout_ids),
+            tokens=batch.tokens,
+            too_long=len(batch.too_long),
+            metrics=metrics,
+        )
 
     def export(self, directory: Path) -> None:
         with replaced(directory) as fresh:

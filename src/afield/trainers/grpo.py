@@ -22,7 +22,7 @@ from afield.batches.rewards import turn_returns, weighed
 from afield.errors import Unavailable, UsageError
 from afield.options import LoraOptions
 from afield.seams.trainer import StepReport
-from afield.trainers.audit import Audit, delivery, line_up, staleness
+from afield.trainers.audit import Audit, delivery, line_up
 from afield.trainers.directories import copy_but_weights, replaced
 from afield.trainers.losses import (
     USUAL_AGGREGATE,
@@ -53,9 +53,9 @@ class GRPO:
 
     A step makes `epochs * minibatches` updates; with more than one, the policy is scored once before
     the first. A step in which nothing has a gradient leaves weights and optimiser as they are.
-    Policy versions are taken to count this trainer's steps, for staleness only. `length` is what aggregate
-    "constant" divides by; `rewards` are weights of named ones; credit "turns" gives each turn what came
-    after it, discounted; `thinking` is how reasoning was rendered while sampling, kept with checkpoints.
+    `length` is what aggregate "constant" divides by; `rewards` are weights of named ones; credit "turns"
+    gives each turn what came after it, discounted; `thinking` is how reasoning was rendered while sampling,
+    kept with checkpoints.
     """
 
     policy_kind = PolicyModel
@@ -140,6 +140,10 @@ class GRPO:
     def model(self) -> Any:
         return self.policy.model
 
+    @property
+    def context(self) -> int | None:
+        return self.policy.context
+
     def step(self, groups: Sequence[Group]) -> StepReport:
         try:
             return self._step(groups)
@@ -165,12 +169,16 @@ class GRPO:
         metrics = {
             **audit.summary(),
             "tokens": float(batch.tokens),
-            **staleness(batch, self.steps),
             **delivery(groups, batch),
             **self._weighed_reward(groups),
         }
         self.steps += 1
-        return StepReport(rollouts=len(batch.rollout_ids), tokens=batch.tokens, metrics=metrics)
+        return StepReport(
+            rollouts=len(batch.rollout_ids),
+            tokens=batch.tokens,
+            too_long=len(batch.too_long),
+            metrics=metrics,
+        )
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The rows to train on, all of them checked."""
@@ -180,8 +188,9 @@ class GRPO:
         returns = None
         if self.credit == "turns":
             returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
-        batch = to_batch(groups, advantages(groups, self.how, floor=self.floor, returns=returns))
-        check_rows(batch.rows, vocabulary=self.policy.vocabulary, context=self.policy.context)
+        earned = advantages(groups, self.how, floor=self.floor, returns=returns)
+        batch = to_batch(groups, earned, self.context)
+        check_rows(batch.rows, vocabulary=self.policy.vocabulary, context=self.context)
         return batch
 
     def _weighed_reward(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -305,8 +305,9 @@ def main(descriptor: int) -> None:
         device = join(begin)
         made: list[RankGRPO] = []
 
-        def make() -> None:
+        def make() -> int | None:
             made.append(RankGRPO(begin.model_path, device=str(device), **begin.settings))
+            return made[0].context
 
         told = answer(make)
         wire.send_bytes(pickle.dumps(told))

@@ -1,11 +1,14 @@
 """Groups to the rows a step trains on, each with what its rollout earned; and what is refused.
 
 A batch that does not line up is refused, naming rollout and turn: truncated or greedy sampling, ids
-outside the vocabulary, rows beyond the context, numbers that are not finite.
+outside the vocabulary, numbers that are not finite. A row longer than the model's context cannot be
+rescored and is never cut: it is left out and named, as data; the reward of its rollout was earned all the
+same and counts in every baseline.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,6 +17,8 @@ from typing import NamedTuple
 from afield.errors import UsageError
 from afield.types import Group, Trajectory
 
+log = logging.getLogger("afield.trainers")
+NAMED = 8  # rows that are too long are named one by one up to here
 Earned = Mapping[str, float | Mapping[str, float]]  # by rollout: one for all, or by turn
 
 
@@ -27,26 +32,39 @@ class Row(NamedTuple):
     advantages: tuple[float, ...]
 
 
+class TooLong(NamedTuple):
+    """A row that was left out: `turn` is the first one of it that ends beyond the limit."""
+
+    rollout_id: str
+    turn: str
+    tokens: int
+    limit: int
+    owned: int
+
+    def __str__(self) -> str:
+        return (
+            f"rollout {self.rollout_id}, turn {self.turn}: {self.tokens} tokens exceed the model's context of"
+            f" {self.limit}"
+        )
+
+
 class Batch(NamedTuple):
     """The rollouts that carry an advantage. One without rows still counts in the denominators."""
 
     rollout_ids: tuple[str, ...]
     rows: tuple[Row, ...]
+    too_long: tuple[TooLong, ...] = ()
 
     @property
     def tokens(self) -> int:
         return sum(row.trajectory.owned for row in self.rows)
 
-    def staleness(self, version: int) -> float:
-        """How many updates ago the tokens were sampled, on average, when the policy is at `version`."""
-        spans = [span for row in self.rows for span in row.trajectory.versions]
-        return sum((version - s.low) * (s.end - s.start) for s in spans) / max(self.tokens, 1)
 
-
-def to_batch(groups: Iterable[Group], earned: Earned) -> Batch:
-    """Rollouts that are not in `earned` stay out."""
+def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None) -> Batch:
+    """Rollouts that are not in `earned` stay out, and so do rows of more than `context` tokens."""
     ids: list[str] = []
     rows: list[Row] = []
+    too_long: list[TooLong] = []
     for group in groups:
         for finished in group.finished:
             rollout_id = finished.rollout.id
@@ -54,11 +72,27 @@ def to_batch(groups: Iterable[Group], earned: Earned) -> Batch:
                 continue
             ids.append(rollout_id)
             for trajectory in finished.trajectories:
+                if context is not None and len(trajectory.token_ids) > context:
+                    too_long.append(_too_long(rollout_id, trajectory, context))
+                    continue
                 advantages = _of_turns(earned[rollout_id], rollout_id, trajectory)
                 rows.append(Row(len(rows), rollout_id, group.id, trajectory, advantages))
     if repeated := [i for i, times in Counter(ids).items() if times > 1]:
         raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
-    return Batch(tuple(ids), tuple(rows))
+    _tell(too_long)
+    return Batch(tuple(ids), tuple(rows), tuple(too_long))
+
+
+def _too_long(rollout_id: str, row: Trajectory, context: int) -> TooLong:
+    turn = next((turn.id for turn in row.turns if turn.end > context), "(none)")
+    return TooLong(rollout_id, turn, len(row.token_ids), context, row.owned)
+
+
+def _tell(too_long: list[TooLong]) -> None:
+    for one in too_long[:NAMED]:
+        log.warning("%s; it is not trained, its reward counts; set max_context = %d", one, one.limit)
+    if len(too_long) > NAMED:
+        log.warning("and %d rows more that are too long", len(too_long) - NAMED)
 
 
 def _of_turns(

@@ -73,7 +73,7 @@ class Sharded:
         for rank, begin in zip(self._ranks, begins, strict=True):
             self._say(rank, pickle.dumps(begin))
         try:
-            self._hear()
+            self.context: int | None = self._hear()
         except AfieldError:
             self.close()
             raise
