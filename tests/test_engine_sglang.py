@@ -213,7 +213,18 @@ def adapter(path: Path, name: str) -> str:
 def slowly(call: Call) -> Scripted:
     """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
     first = call.prompt_ids[-1] + 1
-    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.02)
+    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
+
+
+async def begin(fake: FakeSglang, engine: Engine, call: Call) -> asyncio.Task[list[Chunk]]:
+    """Under way at the server, a few tokens of it sampled."""
+    before = len(fake.bodies)
+    begun = asyncio.create_task(answer(engine, call))
+    async with asyncio.timeout(BOUND_S):
+        while len(fake.bodies) == before:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.15)
+    return begun
 
 
 def versions(chunks: list[Chunk]) -> list[int]:
@@ -232,8 +243,7 @@ async def test_a_call_keeps_the_adapter_it_began_with(tmp_path: Path, stream: bo
             async with SglangEngine(engine.url) as other:  # of another process, and first
                 await other.load(version, path)
             await engine.load(version, path)
-            begun.append(asyncio.create_task(answer(engine, a_call(max_tokens=30, stream=stream))))
-            await asyncio.sleep(0.05)
+            begun.append(await begin(fake, engine, a_call(max_tokens=30, stream=stream)))
         assert (await engine.info()).version == 3
         for version, call in enumerate(begun, 1):
             chunks = await call
@@ -253,8 +263,7 @@ async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for
         begun = []
         for version in (1, 2, 3, 4):
             await engine.load(version, adapter(tmp_path, str(version)))
-            begun.append(asyncio.create_task(answer(engine, a_call(max_tokens=50, stream=stream))))
-            await asyncio.sleep(0.1)
+            begun.append(await begin(fake, engine, a_call(max_tokens=50, stream=stream)))
         answers = [await call for call in begun]
     assert fake.most_at_once == 2
     assert all(ids(chunks) == list(range(8, 58)) for chunks in answers)

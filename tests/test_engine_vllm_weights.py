@@ -11,10 +11,10 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.vllm import VllmEngine
 from afield.engines.vllm_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.seams.engine import Call, Chunk
+from afield.seams.engine import Call, Chunk, Engine
 from afield.types import FinishReason, VersionSpan
 from fake_vllm import FakeVllm
-from vllm_calls import a_call, answer, connected, counting, ids
+from vllm_calls import BOUND_S, a_call, answer, connected, counting, ids
 
 pytestmark = pytest.mark.anyio
 
@@ -42,8 +42,7 @@ async def test_weights_are_sent_while_calls_stand_still_and_the_gateway_is_told(
     async with connected(fake) as engine:
         transfer = VllmTransfer(engine.url)
         await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
-        call = asyncio.create_task(answer(engine, a_call(max_tokens=40)))
-        await asyncio.sleep(0.1)
+        call = await begin(fake, engine, a_call(max_tokens=40))
         await asyncio.to_thread(send, transfer, 3, "a", "b")
         await engine.load(3, "")
         chunks = await call
@@ -101,7 +100,18 @@ def adapters(tmp_path: Path) -> list[str]:
 def slowly(call: Call) -> Scripted:
     """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
     first = call.prompt_ids[-1] + 1
-    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.02)
+    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
+
+
+async def begin(fake: FakeVllm, engine: Engine, call: Call) -> asyncio.Task[list[Chunk]]:
+    """Under way at the server, a few tokens of it sampled."""
+    before = len(fake.served)
+    begun = asyncio.create_task(answer(engine, call))
+    async with asyncio.timeout(BOUND_S):
+        while len(fake.served) == before:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.15)
+    return begun
 
 
 def versions(chunks: list[Chunk]) -> list[int]:
@@ -121,8 +131,7 @@ async def test_a_call_keeps_the_adapter_it_began_with(
         for version in (1, 2, 3):
             await engine.load(version, adapters[version])
             await engine.load(version, adapters[version])
-            begun.append(asyncio.create_task(answer(engine, a_call(max_tokens=30, stream=stream))))
-            await asyncio.sleep(0.05)
+            begun.append(await begin(fake, engine, a_call(max_tokens=30, stream=stream)))
         assert (await engine.info()).version == 3
         with pytest.raises(Conflict, match="version 2 is older"):
             await engine.load(2, adapters[2])
@@ -145,12 +154,10 @@ async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for
     fake, others = FakeVllm(ScriptedEngine(slowly), loras=2), []
     async with connected(fake) as engine:
         await engine.load(1, adapters[1])
-        call = asyncio.create_task(answer(engine, a_call(max_tokens=60, stream=stream)))
-        await asyncio.sleep(0.1)
+        call = await begin(fake, engine, a_call(max_tokens=60, stream=stream))
         for version in (2, 3, 4):
             await engine.load(version, adapters[version])
-            others.append(asyncio.create_task(answer(engine, a_call(max_tokens=40, stream=stream))))
-            await asyncio.sleep(0.1)
+            others.append(await begin(fake, engine, a_call(max_tokens=40, stream=stream)))
         chunks = await call
         for other in others:
             assert ids(await other) == list(range(8, 48))
@@ -166,8 +173,7 @@ async def test_a_version_that_another_process_has_loaded_is_taken_up(adapters: l
     fake = FakeVllm(ScriptedEngine(slowly), loras=2)
     async with connected(fake) as engine, VllmEngine(engine.url) as other:
         await engine.load(1, adapters[1])
-        call = asyncio.create_task(answer(engine, a_call(max_tokens=60)))
-        await asyncio.sleep(0.1)
+        call = await begin(fake, engine, a_call(max_tokens=60))
         for version in (2, 3):
             await other.load(version, adapters[version])
             assert ids(await answer(engine, a_call(max_tokens=2))) == [8, 9]
@@ -182,8 +188,7 @@ async def test_whole_weights_after_adapters_take_over_every_call(adapters: list[
     fake = FakeVllm(ScriptedEngine(slowly), loras=2)
     async with connected(fake) as engine:
         await engine.load(1, adapters[1])
-        call = asyncio.create_task(answer(engine, a_call(max_tokens=30)))
-        await asyncio.sleep(0.1)
+        call = await begin(fake, engine, a_call(max_tokens=30))
         await engine.load(2, str(weights))
         chunks = await call
         assert fake.served[-2:] == ["tiny-v1", "tiny"]

@@ -191,7 +191,7 @@ async def test_the_sdk_keeps_its_sessions_alive_until_they_are_delivered(tmp_pat
 
         @afield.agent
         def agent(task: dict) -> float:
-            go_on.wait(10)
+            go_on.wait(60)
             return 1.0
 
         def bring(*_: object) -> bool:
@@ -206,14 +206,20 @@ async def test_the_sdk_keeps_its_sessions_alive_until_they_are_delivered(tmp_pat
             return (await state_of(up)).unseen_s is not None
 
         await until(seen)
-        await asyncio.sleep(0.3)
-        unseen = (await state_of(up)).unseen_s
-        assert unseen is not None and unseen < 0.3
+        loop = asyncio.get_running_loop()
+        for _ in range(4):  # and again, and again
+            since = loop.time()
+
+            async def seen_later(since: float = since) -> bool:
+                now, unseen = loop.time(), (await state_of(up)).unseen_s
+                return unseen is not None and now - unseen > since
+
+            await until(seen_later)
         go_on.set()
-        await asyncio.to_thread(posted.wait, 10)
+        assert await asyncio.to_thread(posted.wait, 60)
         while runner.active:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)
         before = await state_of(up)
         await asyncio.sleep(0.3)
         after = await state_of(up)
@@ -229,7 +235,12 @@ async def test_an_agent_that_was_given_up_is_told_once(
         alive = Alive(first_s=0.0, every_s=0.05)
         with caplog.at_level(logging.WARNING, logger="afield.sdk"):
             alive.keep(structs.replace(invocation(), base_url=ticket.base_url, api_key=ticket.api_key))
-            await asyncio.sleep(0.5)
+
+            async def told() -> bool:
+                return any("given up" in record.getMessage() for record in caplog.records)
+
+            await until(told)
+            await asyncio.sleep(0.5)  # in which it would be told again
         assert [r.getMessage() for r in caplog.records if "given up" in r.getMessage()] == [
             "r.1 was given up; its outcome comes too late"
         ]
@@ -257,7 +268,12 @@ async def test_a_server_that_does_not_know_the_route_is_left_alone(status: int, 
     try:
         base = f"http://127.0.0.1:{server.server_port}/llm"
         alive.keep(structs.replace(invocation(), base_url=base))
-        await asyncio.sleep(0.5)
+
+        async def enough() -> bool:
+            return len(asked) > again
+
+        await until(enough)
+        await asyncio.sleep(0 if again else 0.5)  # in which it would be asked again
         assert set(asked) == {"/llm/alive"}
         assert (len(asked) > 1) is again
     finally:
