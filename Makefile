@@ -24,9 +24,9 @@ demo: .venv/.ready
 AGAIN = --last-failed --last-failed-no-failures none -rap
 SECOND = echo "the tests listed as PASSED above needed a second chance"
 
-# Four at a time, since most of them wait.
+# Four at a time, since most of them wait, in the order of tests/conftest.py.
 test: .venv/.ready
-	@$(BIN)/python -m pytest -n 4 --dist loadfile || \
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder || \
 	  { echo "again, one after the other:"; $(BIN)/python -m pytest $(AGAIN) && $(SECOND); }
 
 lint: .venv/.ready

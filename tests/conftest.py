@@ -1,15 +1,22 @@
-from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 pytest.register_assert_rewrite("contracts.runtime_contract")
 
-if find_spec("hypothesis"):  # not in the environments of trainers
-    from hypothesis import HealthCheck, settings
+# Files are handed out whole and in this order. One that takes a minute or more must not begin when the
+# others have ended, since it would then have the machine to itself.
+LONGEST_FIRST = (
+    *("test_crashes", "test_examples", "test_bounded", "test_commands", "test_learning", "test_docs"),
+    *("test_bad_agents", "test_hostile", "test_review_user", "test_exactness", "test_agentcore_runtime"),
+    *("test_kill", "test_runtime", "test_lora", "test_batches_export", "test_tokens_render"),
+    *("test_engine_graphs", "test_torch_engine", "test_bad_input", "test_acr_life", "test_invariants"),
+)
 
-    # A law does not break because the machine is slow.
-    settings.register_profile("afield", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("afield")
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: n for n, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(Path(item.path).stem, len(rank)))
 
 
 @pytest.fixture
