@@ -30,46 +30,28 @@ def python() -> Path:
         pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
 
 
-def test_trl_takes_rollouts_and_gives_weights_as_its_protocols_say(python: Path) -> None:
-    command = [python, "-m", "pytest", SUITE, "-m", "real", "-q", "--timeout", "400", "-W", "default"]
+def told(command: list[str | Path], cwd: Path) -> str:
+    """What a program there prints, if it ends well."""
+    environment = trl_environment()
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=trl_environment(),
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=RUN_S, check=False
     )
-    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= LEAST, done.stdout[-2000:]
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_trl_takes_rollouts_and_gives_weights_as_its_protocols_say(python: Path) -> None:
+    output = told(
+        [python, "-m", "pytest", SUITE, "-m", "real", "-q", "--timeout", "400", "-W", "default"], ROOT
+    )
+    passed = re.search(r"(\d+) passed", output)
+    assert passed and int(passed[1]) >= LEAST, output[-2000:]
 
 
 def test_the_example_trains_with_the_samplers_own_log_probabilities(python: Path, tmp_path: Path) -> None:
     lines = tmp_path / "steps.jsonl"
-    command = [
-        python,
-        "-m",
-        "trl_cpu",
-        "--measure",
-        lines,
-        EXAMPLE,
-        "--steps",
-        "3",
-        "--out",
-        tmp_path / "out",
-    ]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=trl_environment(),
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    measured = [python, "-m", "trl_cpu", "--measure", lines, EXAMPLE]
+    told([*measured, "--steps", "3", "--out", tmp_path / "out"], tmp_path)
     steps = [line for line in map(json.loads, lines.read_text().splitlines()) if "loss" in line]
     assert len(steps) == 3
     assert steps[0]["logprob_diff_max"] < 1e-4 and steps[0]["logprob_diff_mean"] < 1e-5
@@ -81,18 +63,8 @@ def test_the_example_trains_with_the_samplers_own_log_probabilities(python: Path
 
 
 def test_the_example_of_the_limited_mode_trains(python: Path, tmp_path: Path) -> None:
-    command = [python, LIMITED, "--steps", "1", "--out", tmp_path / "out"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=trl_environment(),
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert re.search(r"'rewards/afield_reward/mean': '0\.\d+'", done.stdout), done.stdout[-2000:]
+    output = told([python, LIMITED, "--steps", "1", "--out", tmp_path / "out"], tmp_path)
+    assert re.search(r"'rewards/afield_reward/mean': '0\.\d+'", output), output[-2000:]
 
 
 def test_the_page_shows_lines_of_the_examples() -> None:
