@@ -47,6 +47,8 @@ def state(**known: Any) -> SessionState:
         ({"silence_s": 5}, {"launched": 0}, {"idle_s": 5.5}, 50, INFRA, "no model call for"),
         ({"run_s": 5}, {"launched": 0}, {"idle_s": 1}, 6, POLICY, "still being called"),
         ({"run_s": 5}, {"launched": 0}, {"idle_s": 70}, 6, INFRA, "70 s ago"),
+        ({"run_s": 5}, {"launched": 0, "waited": 3}, {"idle_s": 1}, 8.1, POLICY, "still being called"),
+        ({"run_s": 5}, {"launched": 0, "waited": 50}, {"idle_s": 1}, 10.1, INFRA, "stood in line for 50 s"),
         ({"run_s": 5}, {"launched": 0}, {"calls": 0}, 6, INFRA, "never called"),
         ({"run_s": 5}, {"launched": 0}, None, 6, INFRA, "gateway cannot say"),
         ({"grade_s": 5}, {"launched": 0, "completed": 1}, {}, 7, INFRA, "after the session was completed"),
@@ -68,6 +70,36 @@ def test_each_deadline_is_kept_and_says_so(
     failure = overdue(limits, where, looked, now)
     assert failure and failure.kind is kind and words in failure.message
     assert overdue(Deadlines(run_s=1000.0), where, state(), 4.0) is None
+
+
+def test_time_in_line_is_not_held_against_an_agent_up_to_its_deadline_once_more() -> None:
+    limits, where = Deadlines(run_s=5.0), Progress(born=0.0, launched=0.0)
+    for told in (1.0, 3.0, 0.5):  # the gateway was started anew, and counts from nought
+        where.look(state(waited_s=told))
+    assert where.waited == 3.5
+    assert overdue(limits, where, state(), 8.4) is None
+    assert overdue(limits, where, state(), 8.6) is not None
+    where.look(state(waited_s=100.0))
+    assert overdue(limits, where, state(), 9.9) is None
+    assert overdue(limits, where, state(), 10.1) is not None
+
+
+async def test_an_agent_whose_call_waits_for_new_weights_is_not_the_policys_failure(tmp_path: Path) -> None:
+    run_s = 3.0
+    async with (
+        bench(tmp_path, good) as b,
+        b.conducting(run_s=run_s, watch_s=0.1, retries={}) as (_, conductor),
+    ):
+        await b.up.ask("POST", "/policy/pause", {})
+        running = conductor.start(rollout())
+        waited_s = 0.0
+        while waited_s < run_s and not running.done():
+            await asyncio.sleep(0.1)
+            waited_s = max([s.waited_s for s in (await b.up.client.states(["r.1"])).values()], default=0.0)
+        await b.up.ask("POST", "/policy/resume", {})
+        note = await running
+        assert note.outcome.reward == 1.0 and note.outcome.failure is None
+        assert waited_s >= run_s
 
 
 def test_an_agent_in_the_middle_of_a_model_call_is_neither_silent_nor_dead() -> None:

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Missing, Unavailable, UsageError
+from afield.gateway.line import Line
 from afield.gateway.pool import Pool
 from afield.gateway.workers import Standing
 from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Image
@@ -275,6 +276,22 @@ async def test_new_calls_wait_at_the_gate_while_paused() -> None:
         assert pool.stats()["waiting"] == 0
 
 
+def test_calls_side_by_side_stand_in_line_together() -> None:
+    clock = iter([10.0, 12.0, 15.0])
+    line = Line(lambda: next(clock))
+    line.enter("s", "a")
+    line.enter("s", "b")
+    assert line.waited_s("s") == 2.0
+    line.leave("s", "a")
+    line.leave("s", "b")
+    line.leave("s", "b")
+    assert line.waited_s("s") == 5.0
+    line.stood("s", 14.0, 16.0)  # one of its seconds was counted
+    assert (line.waited_s("s"), line.waited_s("other")) == (6.0, 0.0)
+    line.forget("s")
+    assert line.waited_s("s") == 0.0
+
+
 async def test_draining_waits_for_the_calls_in_flight() -> None:
     async with pool_of(a=ScriptedEngine(slowly)) as pool:
         call = asyncio.create_task(answer(pool, a_call()))
@@ -297,7 +314,10 @@ async def test_kept_calls_stand_still_and_go_on_with_the_new_weights() -> None:
         assert len(seen) == still
         await pool.load(4, "weights-4")
         await pool.resume()
+        stood = pool.line.waited_s("s.1")
+        assert stood > 0.08
         await call
+        assert pool.line.waited_s("s.1") == stood
     assert ids(seen) == UNDISTURBED
     assert [(low, high) for _, low, high in spans(seen)] == [(0, 0), (4, 4)]
     assert len(engine.ledger) == 1

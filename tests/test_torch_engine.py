@@ -477,3 +477,17 @@ async def test_the_ledger_file_says_what_was_served_and_what_was_abandoned(
     assert (whole.token_ids, whole.logprobs, whole.finish) == (chunk.token_ids, chunk.logprobs, chunk.finish)
     assert (abandoned.call_id, abandoned.served, abandoned.finish) == ("cut", Served.ABANDONED, None)
     assert abandoned.token_ids[: len(begun.token_ids)] == begun.token_ids
+
+
+async def test_a_call_says_how_long_there_was_no_slot_for_it(model: Path) -> None:
+    async with asyncio.timeout(BOUND_S), TorchEngine(model, max_slots=1) as engine:
+        loop = asyncio.get_running_loop()
+        async with aclosing(engine.generate(a_call("a", [5, 6], max_tokens=ENDLESS, stream=True))) as first:
+            assert (await anext(first)).queued_s < 5.0
+            asked = loop.time()
+            second = asyncio.create_task(answer(engine, a_call("b", [7, 8], max_tokens=4, stop_ids=())))
+            await asyncio.sleep(0.3)
+        freed = loop.time() - asked
+        chunks = await second
+    assert sum(chunk.queued_s for chunk in chunks) >= min(0.25, freed - 0.05)
+    assert all(chunk.queued_s == 0.0 for chunk in chunks[1:])

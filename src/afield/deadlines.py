@@ -17,8 +17,9 @@ class Deadlines(Struct, frozen=True, kw_only=True):
     outcome; `teardown_s` for ending it; `life_s` for the rollout with all its attempts.
 
     An attempt that reaches `run_s` is the policy's failure when the model was called within the last
-    `active_s`, and the infrastructure's otherwise. An agent whose SDK sent signs of life is taken for
-    dead after `dead_s` without one.
+    `active_s`, and the infrastructure's otherwise. Time that its calls stand in line is not held against it,
+    up to `run_s` once more; if even that is used up, the failure is the infrastructure's. An agent whose SDK
+    sent signs of life is taken for dead after `dead_s` without one.
     """
 
     queue_s: float | None = None
@@ -52,6 +53,18 @@ class Progress(Struct):
     completed: float | None = None  # when its session was first seen completed
     ended: float | None = None  # when its agent, or then its verifier, had ended, and nothing was wrong
     grading: bool = False  # it is in its verifier's hands
+    waited: float = 0.0  # how long its calls have stood in line
+    looked: float = 0.0  # what the gateway said of that last; it counts from nought when it starts
+
+    def look(self, state: SessionState) -> None:
+        more = state.waited_s - self.looked
+        self.waited += more if more >= 0 else state.waited_s
+        self.looked = state.waited_s
+
+    def ran_s(self, now: float, run_s: float) -> float:
+        """How long it has run, without what it stood in line for."""
+        began = now if self.launched is None else self.launched
+        return now - began - min(self.waited, run_s)
 
 
 def overdue(
@@ -72,18 +85,17 @@ def overdue(
                 " with --deliver gateway it must write to where the collector looks (--outcomes)"
             )
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
-    if now - progress.launched > deadlines.run_s:
-        return _ran_out(deadlines, state)
+    if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
+        return _ran_out(deadlines, progress, state)
     return _silent(deadlines, progress, state, now) if state else None
 
 
 def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
     """A verifier's time is not the policy's, and not the agent's. `judge` sees to each verifier's own."""
-    assert progress.launched is not None
     told = ""
     if _over(deadlines.upload_s, progress.ended, now):
         told = f"the verdict that the gateway has was not in the store after {deadlines.upload_s:g} s"
-    elif now - progress.launched > deadlines.run_s:
+    elif progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
         told = f"no verdict within {deadlines.run_s:g} s of the launch; the agent had handed in"
     return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told) if told else None
 
@@ -104,8 +116,11 @@ def _silent(deadlines: Deadlines, progress: Progress, state: SessionState, now: 
     return None
 
 
-def _ran_out(deadlines: Deadlines, state: SessionState | None) -> Failure:
+def _ran_out(deadlines: Deadlines, progress: Progress, state: SessionState | None) -> Failure:
     late = f"no outcome within {deadlines.run_s:g} s; "
+    if progress.waited > deadlines.run_s:
+        stood = f"its calls stood in line for {progress.waited:.0f} s"
+        return _late(f"{late}{stood}; have more engines, or less concurrency")
     if state is None:
         return _late(late + "the gateway cannot say what it did")
     if state.calls and state.idle_s <= deadlines.active_s:

@@ -153,6 +153,8 @@ class Noticer:
                 self._excuse(now - before)
             for session_id, running in list(self.running.items()):
                 state = states.get(session_id)
+                if state:
+                    running.progress.look(state)
                 if state and state.phase == "completed" and running.progress.completed is None:
                     running.progress.completed = now
                     running.news.set()

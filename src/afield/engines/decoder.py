@@ -11,6 +11,7 @@ those, and the next step is launched before the host looks at what the last one 
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -53,12 +54,13 @@ class Ask(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Tokens that one version drew, with their log-probabilities."""
+    """Tokens that one version drew, with their log-probabilities; the first say how long it had no slot."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int
     finish: Finish | None
+    queued_s: float = 0.0
 
 
 class Sink(Protocol):
@@ -83,10 +85,12 @@ class Request:
         self.logprobs: list[float] = []
         self.stop_ids = frozenset(ask.stop_ids)
         self.uniform = random.Random(ask.seed).random
+        self.asked = time.monotonic()
+        self.queued_s = 0.0
 
     def hand_over(self, finish: Finish | None) -> None:
-        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), self.version, finish)
-        self.tokens, self.logprobs = [], []
+        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), self.version, finish, self.queued_s)
+        self.tokens, self.logprobs, self.queued_s = [], [], 0.0
         self.sink.put(sampled)
 
 
@@ -174,6 +178,7 @@ class Decoder:
         while self._waiting and (taken := self._slots.take(self._waiting[0].ask.prompt_ids)):
             request = self._waiting.popleft()
             request.slot, reused = taken
+            request.queued_s = time.monotonic() - request.asked
             self._running.append(request)
             admitted.append((request.length, reused))
         return admitted

@@ -74,6 +74,7 @@ class _Mailbox:
             low=sampled.version,
             high=sampled.version,
             finish=None if sampled.finish is None else FinishReason(sampled.finish),
+            queued_s=sampled.queued_s,
         )
         self._outbox.setdefault(self.loop, []).append((self, chunk))
 
@@ -105,6 +106,7 @@ class _Mailbox:
             low=first.low,
             high=first.high,
             finish=chunks[-1].finish,
+            queued_s=first.queued_s,
         )
 
 

@@ -49,6 +49,10 @@ class Flight:
         self.failures: list[str] = []
 
     @property
+    def session_id(self) -> str:
+        return self._call.session_id
+
+    @property
     def sampled(self) -> int:
         return len(self._ids)
 

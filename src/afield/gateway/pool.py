@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any, Literal, Self
 
 from afield.errors import Unavailable, UsageError
 from afield.gateway.flight import Flight
+from afield.gateway.line import Line
 from afield.gateway.roster import Roster
 from afield.gateway.workers import Standing, Worker, WorkerInfo
 from afield.seams import Call, Chunk, Engine, EngineInfo, Freezing
@@ -55,6 +57,7 @@ class Pool:
         self._watched = 0  # how many wait for calls to end
         self.waiting = 0
         self.failovers = 0
+        self.line = Line()
 
     async def __aenter__(self) -> Self:
         await self._roster.start()
@@ -127,12 +130,16 @@ class Pool:
                     yield end
                     return
                 flight.board(worker.engine)
+                boarded = time.monotonic()
                 while (chunk := await self._step(worker, flight)) is not None:
+                    if chunk.queued_s and call.session_id in self._homes:
+                        self.line.stood(call.session_id, boarded, boarded + chunk.queued_s)
                     yield chunk
                     if chunk.finish is not None:
                         return
             finally:
                 worker.flights.discard(flight)
+                self.line.leave(call.session_id, flight)
                 await flight.leave()
                 if self._watched:
                     await self._roster.tell()
@@ -175,10 +182,12 @@ class Pool:
         self._check_running()
         if not self._open.is_set() or self._choice(call) is None:
             self.waiting += 1
+            self.line.enter(call.session_id, flight)
             try:
                 await self._wait_for_worker(call, flight)
             finally:
                 self.waiting -= 1
+                self.line.leave(call.session_id, flight)
         worker = self._choice(call)
         assert worker is not None
         self._settle(call.session_id, worker)
@@ -224,6 +233,7 @@ class Pool:
 
     def forget(self, session_id: str) -> None:
         """The session is over and needs no worker."""
+        self.line.forget(session_id)
         home = self._homes.pop(session_id, None)
         if home is not None:
             home.sessions -= 1
@@ -273,6 +283,8 @@ class Pool:
         for worker in self._workers:
             if worker.frozen and isinstance(worker.engine, Freezing):
                 worker.frozen, worker.thawing = False, True
+                for flight in worker.flights:
+                    self.line.leave(flight.session_id, flight)
                 try:
                     await worker.thaw()
                     if worker.unheard:
@@ -288,6 +300,8 @@ class Pool:
         try:
             await worker.engine.pause()
             worker.frozen = True
+            for flight in worker.flights:
+                self.line.enter(flight.session_id, flight)
         except UsageError as error:
             log.warning("worker %s goes on while paused: %s", worker.id, error)
         except Unavailable as error:

@@ -74,7 +74,12 @@ class LocalGateway:
         self.keys = Keys(store.secret, self._admin_key)
         self.metrics = Metrics()
         delivers = self._outlet is not None
-        self.sessions = Sessions(store, self._clock, self.shard, delivers=delivers, left=self._forget)
+        self.sessions = Sessions(
+            *(store, self._clock, self.shard),
+            delivers=delivers,
+            left=self._forget,
+            waited_s=self.engine.line.waited_s,
+        )
         if self.shard:
             await self._stack.enter_async_context(self.shard)
         self.calls = Calls(

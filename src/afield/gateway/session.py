@@ -39,9 +39,16 @@ class Session:
     `closed` comes before the phase that is stored: from then on no call is taken.
     """
 
-    def __init__(self, row: SessionRow, rows: list[TurnRow], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        row: SessionRow,
+        rows: list[TurnRow],
+        clock: Callable[[], float] = time.time,
+        waited_s: Callable[[str], float] = lambda _: 0.0,
+    ) -> None:
         self.row = row
         self._clock = clock
+        self._waited_s = waited_s
         self.lock = asyncio.Lock()
         self.closed = row.phase != Phase.OPEN
         self.deleted = False
@@ -196,6 +203,7 @@ class Session:
             in_flight=len(self.in_flight),
             idle_s=0.0 if self.in_flight else max(0.0, now - self._quiet_since),
             unseen_s=None if self._seen is None else max(0.0, now - self._seen),
+            waited_s=self._waited_s(self.id),
         )
 
 

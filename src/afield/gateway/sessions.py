@@ -22,7 +22,7 @@ from afield.gateway.outcomes import Statement, Turns
 from afield.gateway.refusal import conflict
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
-from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, to_its_end
+from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, TurnRow, to_its_end
 from afield.seams import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
@@ -53,14 +53,17 @@ class Sessions:
         *,
         delivers: bool = False,
         left: Callable[[str], None] = lambda _: None,
+        waited_s: Callable[[str], float] = lambda _: 0.0,
     ) -> None:
         """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that.
 
-        `left` is told the id of a session that is over, as often as it is.
+        `left` is told the id of a session that is over, as often as it is; `waited_s` says how long one has
+        stood in line.
         """
         self._store = store
         self._delivers = delivers
         self._left = left
+        self._waited_s = waited_s
         self._clock = clock
         self._shard = shard
         self._live: dict[str, Session] = {}
@@ -91,7 +94,7 @@ class Sessions:
                 nonce=secrets.token_hex(4),
             )
             await self._store.put_session(row)
-            session = self._live[session_id] = self._known[session_id] = Session(row, [], self._clock)
+            session = self._live[session_id] = self._known[session_id] = self._session(row, [])
             return session, True
 
     def get(self, session_id: str) -> Session:
@@ -120,10 +123,13 @@ class Sessions:
         row = self._store.session(session_id)
         if row is None:
             return None
-        session = self._known[session_id] = Session(row, self._store.turns(session_id), self._clock)
+        session = self._known[session_id] = self._session(row, self._store.turns(session_id))
         if not session.closed:
             self._live[session_id] = session
         return session
+
+    def _session(self, row: SessionRow, rows: list[TurnRow]) -> Session:
+        return Session(row, rows, self._clock, self._waited_s)
 
     async def reward(self, session: Session, entry: dict[str, Any]) -> None:
         """Take a reward. The same again is fine; another value for the same name and turn is refused."""

@@ -79,6 +79,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     a `finish`. When the engine made another prompt of the call's (images expanded), the first chunk
     has it in `prompt_ids`. An engine that learns the exact versions only at the end tells them with the
     last chunk: `versions` covers all tokens of the call, from the first, and replaces the intervals.
+    `queued_s`, of the first chunk, is how long the engine had no room for the call, where it says so.
     """
 
     token_ids: tuple[int, ...]
@@ -88,6 +89,7 @@ class Chunk(Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     prompt_ids: tuple[int, ...] | None = None
     versions: tuple[VersionSpan, ...] | None = None
+    queued_s: float = 0.0
 
 
 class Engine(Protocol):

@@ -66,7 +66,8 @@ class SessionState(Struct, frozen=True, kw_only=True):
     """`idle_s` is how long no model call has run (0 while one does), `unseen_s` how long its agent's SDK has
     sent no sign of life (None if it never did), both by the gateway's clock. `dangling` calls are those
     a gateway before this one died under. `graded`: its verifier, or whoever gives the reward, has spoken;
-    `failed_verdicts` came before that and do not count.
+    `failed_verdicts` came before that and do not count. `waited_s` is how long its calls have stood in line,
+    as far as the gateway knows.
     """
 
     id: str
@@ -88,6 +89,7 @@ class SessionState(Struct, frozen=True, kw_only=True):
     in_flight: int = 0
     idle_s: float = 0.0
     unseen_s: float | None = None
+    waited_s: float = 0.0
 
 
 class Record(Struct, frozen=True, kw_only=True):
