@@ -233,11 +233,12 @@ async def test_what_an_attempt_cost_that_a_restart_gave_up_is_counted(tmp_path: 
 
 async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Path) -> None:
     """Nor is it the policy's failure."""
-    away = asyncio.Event()
+    away, asked, back = asyncio.Event(), threading.Event(), threading.Event()
 
     async def agent(task: dict[str, Any], context: Context) -> float:
         reward = float(await ask_model(context) == "Yes.")
-        await asyncio.sleep(2.0)
+        asked.set()
+        await asyncio.to_thread(back.wait, 60)
         await ask_model(context, "again")
         return reward
 
@@ -247,12 +248,13 @@ async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Pa
             def __getattr__(self, name: str) -> Any:
                 return _unavailable if name == "states" and away.is_set() else getattr(b.up.client, name)
 
-        async with b.conducting(gateway=Away(), run_s=1.5, watch_s=0.1, retries={}) as (_, conductor):
+        async with b.conducting(gateway=Away(), run_s=4.0, watch_s=0.1, retries={}) as (_, conductor):
             running = conductor.start(rollout())
-            await asyncio.sleep(0.3)
+            assert await asyncio.to_thread(asked.wait, 60)
             away.set()
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(4.5)
             away.clear()
+            back.set()
             note = await running
     assert note.outcome.failure is None and note.outcome.reward == 1.0
 
