@@ -115,7 +115,7 @@ async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_aga
             await asyncio.sleep(3600)
         return 1.0
 
-    async with bench(tmp_path, agent) as b, b.conducting(silence_s=0.4) as (_, conductor):
+    async with bench(tmp_path, agent) as b, b.conducting(silence_s=3.0) as (_, conductor):
         note = await conductor.run(rollout())
         assert note.outcome.reward == 1.0 and note.attempts == 2
         (first, _) = b.ledger.attempts("r")
@@ -158,7 +158,7 @@ async def test_a_launch_that_hangs_is_cut_at_its_deadline(tmp_path: Path) -> Non
     async with (
         bench(tmp_path, good) as b,
         Slow(good, deliver=b.transport.deliver) as slow,
-        b.conducting(runtime=slow, start_s=0.3) as (_, conductor),
+        b.conducting(runtime=slow, start_s=3.0) as (_, conductor),
     ):
         note = await conductor.run(rollout())
     assert note.outcome.reward == 1.0 and note.attempts == 2
