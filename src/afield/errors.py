@@ -65,6 +65,7 @@ class Fruitless(AfieldError):
 
 class RolloutFailure(AfieldError):
     kind: ClassVar[FailureKind]
+    stands_for: BaseException | None = None  # of foreign code; its traceback is told, not how it got here
 
     def __init__(self, message: str, reason: Reason = Reason.RAISED) -> None:
         super().__init__(message)
@@ -72,7 +73,8 @@ class RolloutFailure(AfieldError):
 
     @property
     def failure(self) -> Failure:
-        text = "".join(traceback.format_exception(self)) if self.__traceback__ else ""
+        told = self.stands_for or self
+        text = "".join(traceback.format_exception(told)) if told.__traceback__ else ""
         return Failure(self.kind, self.reason, str(self), text)
 
 

@@ -119,7 +119,8 @@ class RunDir:
                     self.path.mkdir(parents=True, exist_ok=True)
                     lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
                 except OSError as error:
-                    raise UsageError(f"a run cannot be kept in {self.path}: {error}") from error
+                    told = f"a run cannot be kept in {self.path}: {error}"
+                    raise UsageError(f"{told}; AFIELD_RUNS names another place for runs") from error
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError as error:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.cli.train import add_run_arguments, start
+from afield.cli.flags import add_run_arguments
+from afield.cli.train import start
 from afield.config import TrainConfig, agent_environment, lend
 from afield.demo import cloud
 from afield.errors import UsageError
@@ -40,6 +41,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "demo",
         help="watch an agent learn in about a minute",
+        usage="afield demo [options]",
         description="Watch a real agent learn, on this machine, offline.",
     )
     command.add_argument("--agent", help=f"which agent: {', '.join(AGENTS)} (default: openai)")

@@ -42,24 +42,24 @@ class Ended(Struct, frozen=True):
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "kill", help="end sessions", description="End sessions; their controller, if any, may try them again."
+        "kill", help="end sessions", description="End sessions; their collector, if any, may try them again."
     )
     command.add_argument("session", nargs="*", metavar="SESSION")
     command.add_argument("--run", dest="name", metavar="RUN", help="those of this run; alone: all of them")
-    command.add_argument("--orphans", action="store_true", help="all whose controller is dead")
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--orphans", action="store_true", help="all whose collector is dead")
+    command.add_argument("--json", action="store_true", help="the same as JSON")
     command.set_defaults(run=kill)
     command = commands.add_parser(
         "reap",
-        help="end what dead controllers left running",
-        description="End the sessions whose controller is dead, of all runs or of one.",
+        help="end what dead collectors left running",
+        description="End the sessions whose collector is dead, of all runs or of one.",
     )
     command.add_argument("name", nargs="?", metavar="RUN", help="id, path, or latest")
     command.add_argument("--when-stdin-ends", action="store_true", help="wait for that first, then --grace-s")
     command.add_argument(
-        "--grace-s", type=float, default=20.0, metavar="S", help="for another controller to take over"
+        "--grace-s", type=float, default=20.0, metavar="S", help="for another collector to take over"
     )
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--json", action="store_true", help="the same as JSON")
     command.set_defaults(run=reap)
 
 
@@ -182,7 +182,7 @@ async def _end_process(session: Session) -> Ended:
     entry, run = session.entry, session.part.run.id
     process = entry.process
     if process is None or process == entry.owner:
-        said = f"it runs inside its controller: stop that, pid {entry.owner.pid} on {entry.owner.host}"
+        said = f"it runs inside its collector: stop that, pid {entry.owner.pid} on {entry.owner.host}"
         return Ended(run, session.id, False, said)
     if process.alive is None:
         return Ended(run, session.id, False, f"it runs on {process.host}: kill it there")
@@ -211,7 +211,7 @@ def _beside(session: Session) -> str:
     if not others:
         return ""
     told = ", ".join(others[:10]) + (" and more" if len(others) > 10 else "")
-    return f", and with it what it served beside: {told}; their controller tries those again"
+    return f", and with it what it served beside: {told}; their collector tries those again"
 
 
 def _signal(pid: int, number: int) -> None:

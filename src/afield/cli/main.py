@@ -11,11 +11,12 @@ import sys
 
 from afield import __version__
 from afield.cli import acr, certify, conformance, demo, export, gateway, sessions, show, train
+from afield.cli.flags import Parser
 from afield.errors import AfieldError, UsageError, first_cause
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="afield",
         description="Rollouts from any agent, anywhere. Train the agent you have, where it already runs.",
     )
@@ -23,11 +24,19 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (demo, train, gateway, show, export, sessions, acr, conformance, certify):
         module.add(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if not words:
+        parser().print_help(sys.stderr)
+        return 2
+    args, extra = parser().parse_known_args(words)
+    if extra:
+        args.parser.refuse(extra)
     try:
         return args.run(args)
     except BaseExceptionGroup as errors:

@@ -15,8 +15,9 @@ from afield.rundir import RunDir
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """`first` is the mean reward of the first two steps, `last` of the last three. `staleness` is the
-    greatest, in policy versions; `late` outcomes came after their attempt had been given up.
+    """`first` is the mean reward of the first two steps, `last` of the last three, or fewer where these would
+    be the same ones. `staleness` is the greatest, in policy versions; `late` outcomes came after their
+    attempt had been given up.
     """
 
     run: str
@@ -42,6 +43,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
     lines = run.read_metrics()
     rollouts = sum(line["rollouts"] for line in lines)
+    begin = min(2, len(lines) // 2)
 
     def per_rollout(name: str) -> float:
         return round(sum(line[name] * line["rollouts"] for line in lines) / max(rollouts, 1), 3)
@@ -50,8 +52,8 @@ def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
         run=str(run.path),
         seed=config.seed,
         agent=config.agent,
-        first=_mean(lines[:2]),
-        last=_mean(lines[-3:]),
+        first=_mean(lines[: begin or 1]),
+        last=_mean(lines[begin:][-3:]),
         steps=len(lines),
         rollouts=rollouts,
         trained=sum(line["trained"] for line in lines),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -20,9 +21,10 @@ from afield.cli.report import Summary, chart, me, short
 from afield.config import TrainConfig
 from afield.learn import StepLine
 from afield.rundir import RunDir
-from afield.types import Finished, Outcome, Rollout
+from afield.types import FailureKind, Finished, Outcome, Rollout
 
-SHOWN_FAILURES = 5
+SHOWN_FAILURES = 5  # of a kind; the same words once
+SHOWN_WIDTH = 200
 
 
 class Screen:
@@ -30,11 +32,15 @@ class Screen:
         self._config = config
         self._run = run
         self._console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
-        self._rewards = [line["reward"] for line in run.read_metrics() if line["reward"] is not None]
-        self._steps_done = len(run.read_metrics())
+        lines = run.read_metrics()
+        self._rewards = [line["reward"] for line in lines if line["reward"] is not None]
+        self._steps_done = len(lines)
+        self._learnt = any(_has_learnt(line["trainer"]) for line in lines)
         self._in_step = 0
         self._finished = 0
         self._failures: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._failed = ""  # a rollout that came to nothing, to look at
         self._line: StepLine | None = None
         self._began = time.monotonic()
         self._live: Live | None = None
@@ -70,10 +76,13 @@ class Screen:
             return
         what = f"{failure.kind}/{failure.reason}"
         self._failures[what] += 1
-        if self._failures[what] <= SHOWN_FAILURES:
-            then = "retried" if will_retry else "kept as data"
-            first = _printable((failure.message.strip().splitlines() or ["no message"])[0][:160])
-            self._say(f"[yellow]{escape(f'{outcome.session_id}: {what}: {first} ({then})')}[/]")
+        self._failed = self._failed if will_retry else rollout.id
+        told = f"{what}: {_first_line(failure.message)}"
+        if told in self._told or sum(one.startswith(what) for one in self._told) == SHOWN_FAILURES:
+            return
+        self._told.add(told)
+        then = "retried" if will_retry else "trained" if failure.kind is FailureKind.POLICY else "left out"
+        self._say(f"[yellow]{escape(f'{outcome.session_id}: {told} ({then}; the same again is counted)')}[/]")
 
     def rollout_finished(self, finished: Finished) -> None:
         self._in_step += 1
@@ -84,14 +93,30 @@ class Screen:
         self._steps_done = line.step
         self._in_step = 0 if line.step < self._config.steps else self._in_step
         self._line = line
-        if line.turns_per_rollout == 0 and line.failed < line.rollouts:
-            self._say("[red]no model call came through: use rollout.openai_base_url and rollout.api_key[/]")
+        self._learnt = self._learnt or _has_learnt(line.trainer)
+        for warning in self._warnings(line):
+            if warning not in self._told:
+                self._told.add(warning)
+                self._say(f"[red]{warning}[/]")
         if line.reward is not None:
             self._rewards.append(line.reward)
         if self._live:
             self._refresh()
         else:
             self._say(escape(describe(line, self._config.steps)))
+
+    def _warnings(self, line: StepLine) -> Iterator[str]:
+        asked = line.failed < line.rollouts and FailureKind.POLICY not in line.failures
+        if line.turns_per_rollout == 0 and (asked or self._failures["infrastructure/engine"]):
+            yield (
+                "no model call came through: agents find their model at rollout.openai_base_url,"
+                " with rollout.api_key"
+            )
+        elif line.trained and not self._learnt and not self._config.freeze_weights:
+            yield (
+                "nothing to learn from so far: in no group do rewards differ."
+                " More rollouts of a task, a higher temperature or other tasks may help"
+            )
 
     def collected(self) -> None:
         """The end of a process that only collects."""
@@ -105,18 +130,20 @@ class Screen:
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
         for number, what in (
-            (summary.dropped_groups, "groups were dropped; metrics.jsonl says why"),
+            (summary.dropped_groups, f"groups were dropped; {short(self._run.metrics)} says why"),
             (summary.late, "outcomes came after their attempt had been given up, and were refused"),
         ):
             if number:
                 say(f"[yellow]{number} {what}[/]")
         if not summary.trained:
             say("[red]nothing was trained: no group had enough rewards[/]")
+        if self._failed:
+            say(f"a failure with its traceback: {me()} show {self._run.id} {self._failed}")
         say(f"everything is in {short(self._run.path)}")
         say(f"  curve      {short(self._run.plot)}")
         say(f"  look at it {me()} show {self._run.id}")
         if self._run.id.startswith("demo"):
-            say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
+            say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR  (README.md)")
 
     def _say(self, text: str) -> None:
         """Lines are never broken: a path stays one word for whoever copies or greps it."""
@@ -148,14 +175,26 @@ class Screen:
 
 
 def describe(line: StepLine, steps: int) -> str:
-    kinds = ", ".join(f"{kind} {count}" for kind, count in line.failures.items())
+    trained = line.failures.get(FailureKind.POLICY, 0)
+    kinds = ", ".join(f"{k} {count}" for k, count in line.failures.items() if k != FailureKind.POLICY)
     failed = f"  failed {line.failed} ({kinds})" if kinds else ""
+    failed += f"  policy failures {trained}" if trained else ""
     failed += f"  too long to train {line.too_long}" if line.too_long else ""
     return (
         f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
         f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
     )
+
+
+def _has_learnt(measures: Mapping[str, float]) -> bool:
+    """Where no rollout has an advantage there is no update, and so no norm of one."""
+    return "grad_norm" in measures
+
+
+def _first_line(message: str) -> str:
+    first = _printable((message.strip().splitlines() or ["no message"])[0])
+    return first if len(first) <= SHOWN_WIDTH else f"{first[: SHOWN_WIDTH - 4]} ..."
 
 
 def _printable(text: str) -> str:

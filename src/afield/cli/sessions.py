@@ -100,7 +100,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--all", action="store_true", help="ask the places too: also sessions that are in no roster"
     )
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--json", action="store_true", help="the same as JSON")
     command.set_defaults(run=ps)
     command = commands.add_parser(
         "logs", help="what a session printed", description="What a session printed, or prints."
@@ -266,7 +266,7 @@ def _print_file(file: Path, args: argparse.Namespace) -> None:
 async def _print_logs(session: Session, args: argparse.Namespace) -> int:
     runtime = session.part.runtime()
     if not runtime.capabilities.reaches:
-        said = f"{session.id} prints nothing that is kept; its controller is pid {session.entry.owner.pid}"
+        said = f"{session.id} prints nothing that is kept; its collector is pid {session.entry.owner.pid}"
         raise UsageError(said)
     async with runtime:
         told = await runtime.logs(session.attempt)

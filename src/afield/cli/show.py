@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     command.add_argument("session", nargs="?", metavar="SESSION", help="a rollout or session id of it")
     command.add_argument("--rollouts", action="store_true", help="a line for every rollout")
     command.add_argument("--tokens", action="store_true", help="every sampled token and its log-probability")
-    command.add_argument("--json", action="store_true")
+    command.add_argument("--json", action="store_true", help="the same as JSON")
     command.set_defaults(run=run)
 
 

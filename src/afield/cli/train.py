@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from afield.cli.flags import add_run_arguments
 from afield.cli.report import draw, me, summarise
 from afield.config import (
     ELSEWHERE,
@@ -36,7 +37,6 @@ from afield.rundir import RunDir, find_run, write_whole
 from afield.training import Part, training
 from afield.types import Task, check_id
 
-RUNTIMES = "process, sandbox, container=IMAGE, agentcore=ARN, kubernetes=IMAGE, ray, inline, served=URL,URL"
 OVERRIDABLE = (
     *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
     *("cold_start_s", "patience_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
@@ -46,7 +46,10 @@ WHERE = ("device", "devices", "max_tokens_per_pass", "checkpointing")  # of `lea
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "train", help="train your agent", description="Train your own agent on your own tasks."
+        "train",
+        help="train your agent",
+        usage="afield train FILE.py:NAME --tasks FILE --model DIR [options]",
+        description="Train your own agent on your own tasks.",
     )
     command.add_argument(
         "agent", nargs="?", metavar="FILE.py:NAME", help="your agent; or package.module:name"
@@ -55,74 +58,6 @@ def add(commands: Any) -> None:
     command.add_argument("--model", metavar="DIR", help="a Hugging Face model directory to start from")
     add_run_arguments(command, {})
     command.set_defaults(run=run)
-
-
-def add_run_arguments(command: argparse.ArgumentParser, recipe: dict[str, Any]) -> None:
-    defaults = {field.name: field.default for field in structs.fields(TrainConfig)} | recipe
-    command.add_argument("--config", type=Path, metavar="FILE", help="TOML with a [train] table")
-    command.add_argument("--resume", nargs="?", const="latest", metavar="RUN", help="go on with a run")
-    command.add_argument(
-        "--run", dest="name", metavar="NAME", help="name of the run; made if it is not there"
-    )
-    command.add_argument(
-        "--part",
-        choices=("all", "collect", "learn"),
-        default="all",
-        help="do one half here and the other elsewhere; both meet in --run and use one --gateway",
-    )
-    command.add_argument("--json", action="store_true", help="end with one line of JSON; progress on stderr")
-    command.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", help="any key of [train], e.g. container.network=host"
-    )
-    number = {int: "N", float: "X"}
-    for name, kind, text in (
-        ("steps", int, "training steps"),
-        ("epochs", int, "times every task is attempted, instead of --steps"),
-        ("tasks-per-step", int, "tasks attempted in each step"),
-        ("rollouts", int, "rollouts of each task (the group)"),
-        ("seed", int, "order of tasks, sampling, learning"),
-        ("workers", int, "agent processes"),
-        ("concurrency", int, "rollouts at once"),
-        ("deadline-s", float, "seconds one attempt may take"),
-        ("silence-s", float, "seconds between model calls"),
-        ("launch-rate", float, "launches and stops of agents per second"),
-        ("cold-start-s", float, "seconds an agent takes to start; with the rate, how many start at once"),
-        ("max-staleness", int, "policy versions between sampling and training, in mode async"),
-        ("temperature", float, "of sampling"),
-        ("max-tokens", int, "per model call"),
-        ("max-calls", int, "model calls per rollout"),
-        ("max-context", int, "tokens of context"),
-        ("lr", float, "learning rate"),
-        ("minibatches", int, "updates per step"),
-        ("kl", float, "weight of the KL penalty to the starting policy"),
-        ("grad-clip", float, "largest norm of the gradient"),
-        ("adam-eps", float, "AdamW's epsilon"),
-        ("keep-weights", int, "versions kept on disk"),
-    ):
-        default = defaults[name.replace("-", "_")]
-        text += "" if default is None else f" (default: {default})"
-        command.add_argument(f"--{name}", type=kind, metavar=number[kind], help=text)
-    for name, text in (
-        ("mode", "sync, one-step-off or async: whether collecting waits for learning (default: sync)"),
-        ("on-stale", "drop or correct groups that are staler than allowed (default: drop)"),
-        ("runtime", f"{RUNTIMES} (default: process)"),
-        ("verifier", "FILE.py:NAME that gives the rewards, in a place of its own"),
-        ("verifier-runtime", "where the verifier runs (default: sandbox)"),
-        ("transport", "files, memory, or an address such as s3://BUCKET?sqs=URL"),
-        ("deliver", "store, or gateway: agents post their outcomes there (default: what they can reach)"),
-        ("gateway", "address of a gateway that is running; the admin key is AFIELD_ADMIN_KEY"),
-        ("trainer", "grpo"),
-        ("advantage", "grpo, dr_grpo, rloo, reinforce_plus_plus, remax: what a reward is measured against"),
-        ("engine", "torch, or scripted=FILE"),
-        ("val-tasks", "JSONL of tasks to validate on, every val_every steps"),
-    ):
-        command.add_argument(f"--{name}", help=text)
-    for name, text in (
-        ("fresh-process", "a new process for every rollout"),
-        ("freeze-weights", "collect only, learn nothing"),
-        ("engine-ledger", "write down every engine call"),
-    ):
-        command.add_argument(f"--{name}", action="store_true", default=None, help=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -34,7 +34,9 @@ def attributed(default: type[RolloutFailure] = TaskFailure) -> Iterator[None]:
     except RolloutFailure:
         raise
     except BaseException as error:
-        raise attribute(error, default) from error
+        failure = attribute(error, default)
+        failure.stands_for = error
+        raise failure from error
 
 
 def attribute(error: BaseException, default: type[RolloutFailure] = TaskFailure) -> RolloutFailure:

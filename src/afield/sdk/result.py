@@ -47,6 +47,8 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 def read_result(value: object, aggregate: Aggregate = None) -> Result:
+    if value is None:
+        raise VerifierFailure("the agent returned nothing; it has to return its reward", Reason.REWARD)
     if not isinstance(value, Mapping):
         return Result(reward=number(value, "the reward"))
     if "reward" not in value and "rewards" not in value:
