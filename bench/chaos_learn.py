@@ -24,6 +24,8 @@ from afield.types import Group
 
 
 class Remembering:
+    context: int | None = None
+
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._learnt: list[str] = []
