@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from afield.errors import UsageError
 from afield.trainers import losses
 from afield.trainers.losses import Loss, Objective, Tokens, loss_of
 
@@ -225,3 +227,18 @@ def test_a_loss_of_nothing_is_nothing():
         loss = loss_of(seen, Objective(loss=name, importance="sequence"))
         assert isinstance(loss, Loss)
         assert float(loss.total) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"loss": "dpo"}, "unknown loss 'dpo'; choose one of: ppo, cispo, gspo, dr_grpo"),
+        ({"importance": "is"}, "unknown importance 'is'; choose one of: token, sequence, masked, off"),
+        ({"kl": 0.1, "kl_estimator": "k4"}, "unknown KL estimator 'k4'; choose one of: k1, k2, k3"),
+    ],
+)
+def test_a_word_that_nobody_knows_is_never_taken_for_another(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        loss_of(tokens(reference=True), Objective(**given))
+    with pytest.raises(UsageError, match="unknown aggregate 'mean'; choose one of: rollout, token, constant"):
+        losses.weights(torch.ones(3), "mean", rollouts=1, tokens=3, length=3)  # pyright: ignore[reportArgumentType]

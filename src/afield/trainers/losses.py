@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+from afield.errors import UsageError
 
 LossName = Literal["ppo", "cispo", "gspo", "dr_grpo"]
 Aggregate = Literal["rollout", "token", "constant"]
@@ -76,7 +78,13 @@ class Surrogate(NamedTuple):
     clipped: Tensor
 
 
+def among(word: str, words: Any, what: str) -> None:
+    if word not in get_args(words):
+        raise UsageError(f"unknown {what} {word!r}; choose one of: {', '.join(get_args(words))}")
+
+
 def loss_of(tokens: Tokens, objective: Objective) -> Loss:
+    among(objective.loss, LossName, "loss")
     surrogate = SURROGATES[objective.loss](tokens, objective.clip)
     importance, truncated = staleness_weight(
         tokens.proximal.detach() - tokens.sampler, tokens.row, objective.importance, objective.importance_cap
@@ -145,6 +153,7 @@ def staleness_weight(apart: Tensor, row: Tensor, kind: Importance, cap: float) -
     """
     if kind == "off":
         return torch.ones_like(apart), torch.zeros_like(apart, dtype=torch.bool)
+    among(kind, Importance, "importance")
     raw = torch.exp(row_sum(apart, row)[row] if kind == "sequence" else apart)
     if kind == "masked":
         outside = (raw > cap) | (raw < 1 / cap)
@@ -158,6 +167,7 @@ def divergence(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative. k1's
     gradient teaches nothing as a loss (its mean is 0): it is differentiated as k2.
     """
+    among(estimator, Estimator, "KL estimator")
     away = logp - reference
     if estimator == "k2":
         return 0.5 * away.square()
@@ -185,6 +195,7 @@ def weights(
     tokens, so that a long rollout counts more. "constant": the sum of a rollout's tokens by `length`,
     which is the same for all, and the mean over rollouts.
     """
+    among(aggregate, Aggregate, "aggregate")
     if aggregate == "rollout":
         return weight, float(rollouts)
     if aggregate == "token":

@@ -66,6 +66,14 @@ class PolicyModel:
         config = self.model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.context = longest_row(config, tree=self.layout == "tree")
+        if self.context != (own := longest_row(config, tree=False)):
+            log.warning(
+                "%s: its attention has a window, so over trees rows have at most %s tokens; layout ="
+                ' "padded" trains rows of up to %s',
+                self.path,
+                self.context,
+                own,
+            )
 
     def _load(self) -> Any:
         # Weights that never change need no more precision than the arithmetic has.

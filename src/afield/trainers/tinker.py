@@ -34,6 +34,7 @@ from afield.trainers.losses import (
     Loss,
     Objective,
     Tokens,
+    among,
     loss_of,
     weights,
 )
@@ -267,12 +268,8 @@ def _check_loss(loss: LossWord | Objective | Cost, aggregate: Aggregate) -> None
     if word == "dr_grpo" and aggregate != "constant":
         raise UsageError("loss 'dr_grpo' divides by a constant; give aggregate='constant' and a length")
     if isinstance(loss, Objective):
-        for name, value, among in (
-            ("importance", loss.importance, get_args(Importance)),
-            ("kl_estimator", loss.kl_estimator, get_args(Estimator)),
-        ):
-            if value not in among:
-                raise UsageError(f"unknown {name} {value!r}; choose one of: {', '.join(among)}")
+        among(loss.importance, Importance, "importance")
+        among(loss.kl_estimator, Estimator, "KL estimator")
 
 
 def _check_sums(aggregate: Aggregate, length: int | None, of: int | None) -> None:
