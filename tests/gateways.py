@@ -14,6 +14,7 @@ import msgspec
 import openai
 
 from afield.gateway.client import HttpGateway
+from afield.gateway.outcomes import USUAL, Limits
 from afield.gateway.pool import Pool
 from afield.gateway.server import serve
 from afield.gateway.service import LocalGateway
@@ -70,6 +71,7 @@ async def running(
     tries: int = 1,
     outlet: Transport | None = None,
     listener: socket.socket | None = None,
+    limits: Limits = USUAL,
 ) -> AsyncIterator[Running]:
     """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listener or listen("127.0.0.1", 0)
@@ -77,7 +79,13 @@ async def running(
     tokens = ChatTokens.load(model)
     pool = Pool({"engine": engine}, tries=tries)
     gateway = LocalGateway(
-        tokens=tokens, engine=pool, store=store, admin_key=ADMIN, public_url=url, outlet=outlet
+        tokens=tokens,
+        engine=pool,
+        store=store,
+        admin_key=ADMIN,
+        public_url=url,
+        outlet=outlet,
+        limits=limits,
     )
     async with pool, gateway:
         ready = asyncio.Event()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from afield.batches.groups import from_groups, to_groups
 from afield.batches.rewards import turn_returns, turn_rewards, weighed
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
+from afield.gateway.outcomes import Limits
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.deliver import deliver
 from afield.seams import Call, Chunk, SessionSpec, Waiting
@@ -347,3 +350,47 @@ async def test_the_sdk_brings_rewards_of_turns_through_the_gateway(tmp_path: Pat
         )
         assert turn_rewards(finished) == {record.turns[1].id: 0.5}
         assert len(record.turns) == 2
+
+
+# --- how much ------------------------------------------------------------------------------------
+
+
+async def test_a_session_hands_in_so_much_and_no_more(tmp_path: Path) -> None:
+    limits = Limits(submission_bytes=1000, rewards=2)
+    async with running(ScriptedEngine([]), tmp_path, limits=limits) as up:
+        key = (await up.client.open(SPEC)).api_key
+        large = {"reward": 1.0, "artifacts": {"patch": "x" * 1000}}
+        packed = {"authorization": f"Bearer {key}", "content-encoding": "gzip"}
+        bomb = gzip.compress(msgspec.json.encode(large))
+        for status, answer in (
+            await up.ask("POST", "/s/r.1/outcome", large, key),
+            await up.ask("POST", "/s/r.1/outcome", bomb, headers=packed),
+        ):
+            assert status == 413 and "1000 are allowed" in answer["error"]["message"]
+            assert "--max-submission-mb" in answer["error"]["hint"]
+        for name in ("a", "b", "a"):  # the same again is not another
+            assert (await up.ask("POST", "/s/r.1/reward", {"reward": 1.0, "name": name}, key))[0] == 200
+        status, answer = await up.ask("POST", "/s/r.1/reward", {"reward": 1.0, "name": "c"}, key)
+        assert status == 429 and "2 rewards" in answer["error"]["message"]
+        assert (await up.ask("POST", "/s/r.1/outcome", {"rewards": {"c": 1.0, "d": 1.0}}, key))[0] == 429
+        state = await up.client.state("r.1")
+        assert (state.phase, len(state.rewards)) == ("open", 2)
+
+
+async def test_an_agent_that_hands_in_too_much_has_failed_with_that_as_the_reason(tmp_path: Path) -> None:
+    @afield.agent
+    def agent(task: dict) -> dict:
+        return {"reward": 1.0, "patch": "x" * 5000}
+
+    engine, limits = ScriptedEngine([]), Limits(submission_bytes=4000)
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet, limits=limits) as up:
+        ticket = await up.client.open(SPEC)
+        at = invocation(outcome_url=f"{ticket.base_url}/outcome")
+        at = structs.replace(at, base_url=ticket.base_url, api_key=ticket.api_key)
+        async with asyncio.timeout(20), InlineRuntime(agent) as agents:
+            await agents.launch(WAITING.attempt, payload({}, at))
+            await agents.wait(WAITING.attempt)
+        found = await outlet.decision(WAITING)
+        assert isinstance(found, OutcomeRecord) and found.outcome.failure
+        assert (found.outcome.failure.kind, found.outcome.failure.reason) == (FailureKind.TASK, Reason.UPLOAD)
+        assert "413" in found.outcome.failure.message

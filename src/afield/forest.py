@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 
@@ -23,7 +23,7 @@ _RESPONSE = re.compile(r".*[-_](t\d+)")  # the id of a response ends with the tu
 _DIGITS = 9  # of a call's number; no session has more calls
 
 
-def turn_named(name: str, known: Sequence[str], answered: Sequence[str]) -> str | None:
+def turn_named(name: str, known: Container[str], answered: Sequence[str]) -> str | None:
     """The id of the turn that this names: by its id, by that of the response to it, or by the number of the
     answered call, from 0. None if there is none.
     """

@@ -58,6 +58,10 @@ def add(commands: Any) -> None:
     command.add_argument("--slots", type=int, default=64, help="calls the embedded engine runs at once")
     command.add_argument("--seed", type=int, default=0, help="of the embedded engine (default: 0)")
     command.add_argument("--engine-ledger", type=Path, metavar="FILE", help="write every engine call here")
+    command.add_argument(
+        "--max-submission-mb", type=int, default=16, help="of one outcome or reward (default: 16)"
+    )
+    command.add_argument("--max-rewards", type=int, default=10_000, help="of one session (default: 10000)")
     command.add_argument("--durable", action="store_true", help="survive power cuts too (fsync per commit)")
     command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
@@ -99,6 +103,9 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> None:
     if args.processes < 1:
         raise UsageError(f"--processes {args.processes} must be at least 1")
+    for name in ("max_submission_mb", "max_rewards"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.public_url and not re.match(r"https?://[^/?#\s]+[^?#\s]*$", args.public_url):
         raise UsageError(f"--public-url {args.public_url!r} is no address; like https://gateway.example:8400")
     if args.outcomes == "memory":
@@ -144,6 +151,9 @@ async def serve(
             durable=args.durable,
             shard=shard,
             outlet=outlet,
+            limits=wiring.load("gateway.outcomes:Limits")(
+                submission_bytes=args.max_submission_mb * 1024 * 1024, rewards=args.max_rewards
+            ),
         )
         await stack.enter_async_context(gateway)
         spare_the_collector()
@@ -191,6 +201,7 @@ def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
     words = ["gateway", "--model", args.model, "--store", str(args.store), "--public-url", args.public_url]
     words += [word for engine in args.engine for word in ("--engine", engine)]
     words += ["--processes", str(args.processes), "--shard-sockets", sockets]
+    words += ["--max-submission-mb", str(args.max_submission_mb), "--max-rewards", str(args.max_rewards)]
     words += ["--log-format", args.log_format, "--json", "--exit-with-parent"]
     told = args.outcomes != Environment.read().outcomes  # what the environment says, shards find there
     words += ["--outcomes", args.outcomes] if args.outcomes and told else []

@@ -46,6 +46,9 @@ _BARE = re.compile(
 _DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
 LARGE = 512 * 1024  # bytes of a body that are read off the event loop
 _AGENT = ("/v1/", "/v1beta/")
+HAND_IN_LESS = (
+    "keep large files elsewhere and hand in their names, or start the gateway with --max-submission-mb"
+)
 
 
 class _Answer:
@@ -132,7 +135,7 @@ class App:
             await send_json(send, 200, listed)
         elif (method, path) in control.REPORTS:
             session = self._session(session_id, scope, control.REPORTS[method, path].needs)
-            body = await read_body(scope, receive)
+            body = await read_body(scope, receive, self._gateway.limits.submission_bytes, HAND_IN_LESS)
             grant = self._gateway.keys.check(key_of(scope))
             await send_json(send, 200, await control.report(self._gateway, session, grant, scope, path, body))
         else:

@@ -24,10 +24,13 @@ class ClientGone(Exception):
     """The client closed the connection before its request was read."""
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes:
+async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY, hint: str = "") -> bytes:
+    def too_large(size: str) -> Refusal:
+        return Refusal(413, "request_too_large", f"the body {size} bytes; {most} are allowed", hint)
+
     declared = int(header(scope, b"content-length") or 0)
-    if declared > MAX_BODY:
-        raise Refusal(413, "request_too_large", f"the body has {declared} bytes; {MAX_BODY} are allowed")
+    if declared > most:
+        raise too_large(f"has {declared}")
     parts: list[bytes] = []
     size = 0
     while True:
@@ -36,26 +39,27 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
             raise ClientGone
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > MAX_BODY:
-            raise Refusal(413, "request_too_large", f"the body has more than {MAX_BODY} bytes")
+        if size > most:
+            raise too_large(f"has over {most}")
         if not message.get("more_body"):
-            return _plain(b"".join(parts), header(scope, b"content-encoding"))
+            plain = _plain(b"".join(parts), header(scope, b"content-encoding"), most)
+            if plain is None:
+                raise too_large(f"unpacks to over {most}")
+            return plain
 
 
-def _plain(body: bytes, encoding: str) -> bytes:
-    """A body that the client packed, unpacked."""
+def _plain(body: bytes, encoding: str, most: int) -> bytes | None:
+    """A body that the client packed, unpacked; None if it is too large."""
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "deflate"):
         raise Refusal(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
     unpacking = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
-        plain = unpacking.decompress(body, MAX_BODY)
+        plain = unpacking.decompress(body, most)
     except zlib.error as error:
         raise bad_request(f"the body is not {encoding}: {error}") from error
-    if unpacking.unconsumed_tail:
-        raise Refusal(413, "request_too_large", f"the body unpacks to more than {MAX_BODY} bytes")
-    return plain
+    return None if unpacking.unconsumed_tail else plain
 
 
 def header(scope: Scope, name: bytes) -> str:

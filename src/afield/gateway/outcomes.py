@@ -20,13 +20,28 @@ from afield import wire
 from afield.errors import WireError
 from afield.forest import call_number, listed, turn_named
 from afield.gateway.http import json_body
-from afield.gateway.refusal import bad_request, conflict
+from afield.gateway.refusal import Refusal, bad_request, conflict
 from afield.gateway.store import FailedVerdict, SessionRow
 from afield.seams import SessionSpec
 from afield.types import Failure, FailureKind, Outcome, Reason
 from afield.wire import OutcomeRecord
 
 NEEDED = ("input_id", "rollout_id", "attempt")
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What a session may hand in: bytes of one message, and rewards in all."""
+
+    submission_bytes: int = 16 * 1024 * 1024
+    rewards: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"limit {name} = {getattr(self, name)} must be at least 1")
+
+
+USUAL = Limits()
 
 
 class OutcomeBody(Struct):
@@ -147,7 +162,7 @@ def _check_addressee(record: OutcomeRecord, row: SessionRow, verdict: bool) -> N
 class Turns(Struct, frozen=True, kw_only=True):
     """The turns a reward may name: all ids, those answered in their order, and how many calls still run."""
 
-    known: tuple[str, ...]
+    known: dict[str, None]  # for its order, and for looking up
     answered: tuple[str, ...]
     running: int = 0
 
@@ -159,7 +174,7 @@ class Turns(Struct, frozen=True, kw_only=True):
         number = call_number(name)
         coming = number is not None and number < len(self.answered) + self.running
         if not coming and self.named(name) is None:
-            has = f"it has: {listed(self.known)}"
+            has = f"it has: {listed(list(self.known))}"
             numbered = f"; calls are numbered from 0 to {len(self.answered) - 1}" if self.answered else ""
             raise bad_request(
                 f"session {session_id} has no turn {name!r}; {has}{numbered}",
@@ -168,7 +183,7 @@ class Turns(Struct, frozen=True, kw_only=True):
 
 
 def with_rewards(
-    row: SessionRow, entries: Sequence[dict[str, Any]], turns: Turns
+    row: SessionRow, entries: Sequence[dict[str, Any]], turns: Turns, limits: Limits = USUAL
 ) -> tuple[dict[str, Any], ...]:
     """The row's rewards and these. The same again is fine; another value for the same thing is refused."""
 
@@ -176,23 +191,31 @@ def with_rewards(
         turn = reward.get("turn")
         return reward.get("name"), turn and (turns.named(turn) or turn)
 
-    rewards = row.rewards
+    known = {about(old): old["reward"] for old in row.rewards}
+    made: list[dict[str, Any]] = []
     for entry in entries:
         value = entry["reward"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise bad_request(f"reward {value!r} is not a finite number")
-        made = {key: entry[key] for key in ("name", "turn") if entry.get(key) is not None}
-        made = {"reward": float(value), **made}
-        known = next((old for old in rewards if about(old) == about(made)), None)
-        if known is None:
-            if row.phase == "finalized":
-                raise conflict(f"session {row.id} is finalized", "rewards come before finalize")
-            if "turn" in made:
-                turns.check(row.id, made["turn"])
-            rewards = (*rewards, made)
-        elif known["reward"] != made["reward"]:
-            raise conflict(f"session {row.id} already has reward {known['reward']}, not {made['reward']}")
-    return rewards
+        named = {key: entry[key] for key in ("name", "turn") if entry.get(key) is not None}
+        new = {"reward": float(value), **named}
+        if about(new) not in known:
+            made.append(new)
+            _check_new(row, new, len(row.rewards) + len(made), turns, limits)
+        elif known[about(new)] != new["reward"]:
+            raise conflict(f"session {row.id} already has reward {known[about(new)]}, not {new['reward']}")
+        known[about(new)] = new["reward"]
+    return (*row.rewards, *made)
+
+
+def _check_new(row: SessionRow, new: dict[str, Any], count: int, turns: Turns, limits: Limits) -> None:
+    if row.phase == "finalized":
+        raise conflict(f"session {row.id} is finalized", "rewards come before finalize")
+    if count > limits.rewards:
+        told = f"session {row.id} has {limits.rewards} rewards, and takes no more"
+        raise Refusal(429, "too_many_rewards", told, "give fewer, or start the gateway with --max-rewards")
+    if "turn" in new:
+        turns.check(row.id, new["turn"])
 
 
 def submission(row: SessionRow) -> wire.Submission | None:
@@ -265,11 +288,11 @@ def due(row: SessionRow) -> bool:
     return rewarded or not judged(row.spec) or _failure(row, _read_again(row.outcome), None) is not None
 
 
-def late(row: SessionRow, statement: Statement, turns: Turns) -> SessionRow | None:
+def late(row: SessionRow, statement: Statement, turns: Turns, limits: Limits) -> SessionRow | None:
     """The row as it would be had an outcome come before the session's record was taken; None if it did."""
     if row.phase != "finalized" or row.outcome is not None:
         return None
-    rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries, turns)
+    rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries, turns, limits)
     made = structs.replace(row, outcome=statement.said, rewards=rewards)
     return made if due(made) else None
 

@@ -19,7 +19,7 @@ from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
 from afield.gateway.metrics import Metrics, Snapshot, exposition
 from afield.gateway.outbox import Outbox
-from afield.gateway.outcomes import Statement
+from afield.gateway.outcomes import USUAL, Limits, Statement
 from afield.gateway.pool import Pool
 from afield.gateway.refusal import bad_request
 from afield.gateway.session import Phase, Session
@@ -54,6 +54,7 @@ class LocalGateway:
         durable: bool = False,
         shard: Shard | None = None,
         outlet: Transport | None = None,
+        limits: Limits = USUAL,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokens = tokens
@@ -63,6 +64,7 @@ class LocalGateway:
         self._durable = durable
         self.shard = shard
         self._outlet = outlet
+        self.limits = limits
         self._admin_key = admin_key
         self._clock = clock
         self._stack = AsyncExitStack()
@@ -79,6 +81,7 @@ class LocalGateway:
             delivers=delivers,
             left=self._forget,
             waited_s=self.engine.line.waited_s,
+            limits=self.limits,
         )
         if self.shard:
             await self._stack.enter_async_context(self.shard)
@@ -273,7 +276,7 @@ class LocalGateway:
             raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
         late = None
         if self._outbox and not verdict:
-            late = outcomes.late(session.row, statement, turns_of(session))
+            late = outcomes.late(session.row, statement, turns_of(session), self.limits)
         if self._outbox and late is not None:
             await self._outbox.bring_late(session, late)
             return

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from afield.errors import Conflict, Missing
 from afield.gateway import outcomes
-from afield.gateway.outcomes import Statement, Turns
+from afield.gateway.outcomes import USUAL, Limits, Statement, Turns
 from afield.gateway.refusal import conflict
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
@@ -38,7 +38,9 @@ def turns_of(session: Session) -> Turns:
     rows = sorted(session.rows.values(), key=lambda row: (row.seq, row.n))
     answered = (row.turn.id for row in rows if row.turn.status is TurnStatus.COMMITTED)
     return Turns(
-        known=tuple(row.turn.id for row in rows), answered=tuple(answered), running=len(session.running)
+        known=dict.fromkeys(row.turn.id for row in rows),
+        answered=tuple(answered),
+        running=len(session.running),
     )
 
 
@@ -54,6 +56,7 @@ class Sessions:
         delivers: bool = False,
         left: Callable[[str], None] = lambda _: None,
         waited_s: Callable[[str], float] = lambda _: 0.0,
+        limits: Limits = USUAL,
     ) -> None:
         """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that.
 
@@ -64,6 +67,7 @@ class Sessions:
         self._delivers = delivers
         self._left = left
         self._waited_s = waited_s
+        self._limits = limits
         self._clock = clock
         self._shard = shard
         self._live: dict[str, Session] = {}
@@ -134,7 +138,7 @@ class Sessions:
     async def reward(self, session: Session, entry: dict[str, Any]) -> None:
         """Take a reward. The same again is fine; another value for the same name and turn is refused."""
         async with session.lock:
-            rewards = outcomes.with_rewards(session.row, [entry], turns_of(session))
+            rewards = outcomes.with_rewards(session.row, [entry], turns_of(session), self._limits)
             if rewards != session.row.rewards:
                 await self._save(session, rewards=rewards)
 
@@ -213,7 +217,9 @@ class Sessions:
                 return
             if known is None:
                 self._check_settles(session, what)
-                rewards = outcomes.with_rewards(session.row, statement.entries, turns_of(session))
+                rewards = outcomes.with_rewards(
+                    session.row, statement.entries, turns_of(session), self._limits
+                )
                 session.closed = True
                 changes: dict[str, Any] = {what: statement.said, "settled": self._clock()}
                 if session.phase is Phase.OPEN:
