@@ -97,7 +97,7 @@ class Run:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command(*words), cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
         canaries.watch(process.pid)
-        self.out, self.err = process.communicate(timeout=240)
+        self.out, self.err = process.communicate(timeout=700)
         self.code, self.pid = process.returncode, process.pid
         self.path = folder / "runs" / "r"
         self.gateway_log = (self.path / "logs" / "gateway.log").read_text()
@@ -134,7 +134,7 @@ def run(canaries: Canaries) -> Run:
 
 
 @needs_bubblewrap
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(800)
 def test_a_run_with_hostile_agents_goes_on_and_honest_ones_get_their_rewards(run: Run) -> None:
     assert run.code == 0, run.err
     assert [outcome["reward"] for outcome in run.outcomes("none")] == [1.0, 1.0]
@@ -201,7 +201,7 @@ def test_nothing_is_left_behind(run: Run, canaries: Canaries) -> None:
     assert [pid for pid in canaries.born if alive(pid)] == []
     assert not any(canaries.mark.encode() in line for line in arguments_of_all())
     ours = (run.pid, *canaries.born)
-    deadline = time.monotonic() + 10  # a keeper cleans up after its controller has ended
+    deadline = time.monotonic() + 60  # a keeper cleans up after its controller has ended
     while any(map(left_of, ours)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [left for pid in ours for left in left_of(pid)] == []
@@ -211,7 +211,7 @@ def test_nothing_is_left_behind(run: Run, canaries: Canaries) -> None:
 # --- that these checks can fail ------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(800)
 def test_where_nothing_is_kept_apart_the_same_attacks_succeed() -> None:
     attacks = ["secrets", "network", "outside", "signals", "forks", "disk", "reward_file"]
     with watched() as canaries:
