@@ -167,6 +167,40 @@ def test_too_little_memory_says_what_to_do(model_path: Path) -> None:
         trainer.step([group_of([1.0, 0.0])])
 
 
+# --- what a step says and refuses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_that_teaches_nothing_tells_how_far_sampler_and_trainer_are_apart(
+    model_path: Path, minibatches: int
+) -> None:
+    flat = group_of([0.5, 0.5])
+    told = GRPO(model_path, lr=1e-2, device="cpu", minibatches=minibatches).step([flat]).metrics
+    assert told["sampler_trainer_logprob_diff_max"] >= told["sampler_trainer_logprob_diff_mean"] > 0
+    assert "grad_norm" not in told
+    with pytest.raises(UsageError, match=r"rollout \S+, turn \S+: sampler and trainer are .* apart"):
+        GRPO(model_path, lr=1e-2, device="cpu", max_logprob_diff=1e-6).step([flat])
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"loss": "dpo"}, "unknown loss 'dpo'; choose one of: ppo, "),
+        ({"aggregate": "mean"}, "unknown aggregate 'mean'; choose one of: rollout, "),
+        ({"importance": "is"}, "unknown importance 'is'; choose one of: token, "),
+        ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'; choose one of: k1, "),
+        ({"minibatches": 0}, "minibatches = 0 must be at least 1"),
+        ({"epochs": -1}, "epochs = -1 must be at least 1"),
+        ({"lr": -1.0}, r"lr = -1\.0 must be 0 or positive"),
+    ],
+)
+def test_a_trainer_of_words_that_nobody_knows_is_not_made(
+    model_path: Path, choice: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        GRPO(model_path, **{"lr": 1e-2, "device": "cpu", **choice})
+
+
 # --- a loop of one's own -------------------------------------------------------------------------
 
 

@@ -123,9 +123,9 @@ class Audit:
             self.tokens.setdefault(name, []).append(value.detach())
 
     def summary(self) -> dict[str, float]:
-        if not self.updates:
-            return {}
         seen = {name: torch.cat(values) for name, values in self.tokens.items()}
+        if not self.updates:
+            return self._compared(seen["entropy"], seen["diff"]) if "diff" in seen else {}
         return {
             **{name: sum(values) / len(values) for name, values in self.updates.items()},
             "ratio_mean": float(seen["ratio"].mean()),

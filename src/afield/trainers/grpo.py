@@ -32,6 +32,7 @@ from afield.trainers.losses import (
     Importance,
     LossName,
     Objective,
+    among,
     loss_of,
     weights,
 )
@@ -96,6 +97,10 @@ class GRPO:
         max_logprob_diff: float | None = None,
         thinking: Thinking = "preserve",
     ) -> None:
+        among(loss, LossName, "loss")
+        for name, value in (("minibatches", minibatches), ("epochs", epochs)):
+            if value < 1:
+                raise UsageError(f"{name} = {value} must be at least 1")
         self.model_path = Path(model_path)
         self.device = device_of(device)
         self.lora = lora if lora and lora.rank else None
@@ -119,6 +124,9 @@ class GRPO:
         bounds = (clip[0], clip[1]) if clip else USUAL_CLIP[loss]
         self.objective = Objective(loss, bounds, importance, importance_cap, kl, kl_estimator, entropy)
         self.aggregate: Aggregate = USUAL_AGGREGATE[loss] if aggregate == "auto" else aggregate
+        among(self.aggregate, Aggregate, "aggregate")
+        among(importance, Importance, "importance")
+        among(kl_estimator, Estimator, "KL estimator")
         self.length = length
         if self.aggregate == "constant" and length is None:
             raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
@@ -163,6 +171,8 @@ class GRPO:
         rows = [row for row in batch.rows if row.trajectory.owned and (pulled or any(row.advantages))]
         audit = Audit(self.max_logprob_diff)
         proximal = self.updates.score(rows, audit) if self.minibatches * self.epochs > 1 else None
+        if not rows:  # nothing to learn, and to see whether sampler and trainer agree all the same
+            self.updates.score([row for row in batch.rows if row.trajectory.owned], audit)
         audit.settle()
         for rollouts in self._minibatches(batch.rollout_ids):
             self._update(batch, rows, rollouts, proximal, audit)
