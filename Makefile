@@ -39,8 +39,8 @@ check: lint test
 
 test-real: .venv/.ready
 	@bash scripts/services.sh
-	@$(BIN)/python -m pytest tests/real -m real --timeout 900 || \
-	  { echo "again, what failed:"; $(BIN)/python -m pytest tests/real -m real --timeout 900 $(AGAIN) && $(SECOND); }
+	@$(BIN)/python -m pytest tests/real -m real --timeout 1800 || \
+	  { echo "again, what failed:"; $(BIN)/python -m pytest tests/real -m real --timeout 1800 $(AGAIN) && $(SECOND); }
 
 accept: .venv/.ready
 	@$(BIN)/python bench/accept.py $(PART)

@@ -15,7 +15,7 @@ from afield.config import Environment
 from afield.conformance.clients import CLIENTS
 from afield.conformance.suite import check
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("name", CLIENTS)

@@ -19,7 +19,7 @@ import containers
 from processes import afield, summary
 from servers import CACHE, Server
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 BASE = "docker.io/library/python:3.12-slim"

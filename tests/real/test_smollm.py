@@ -29,7 +29,7 @@ from afield.trainers.grpo import GRPO
 from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Split, Task, Trajectory
 from gateways import Running, running
 
-pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(1800)]
 log = logging.getLogger("afield.tests")
 ROOT = Path(__file__).parent.parent.parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "models"

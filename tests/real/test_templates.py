@@ -22,7 +22,7 @@ from afield.tokens.battery import TOOL, conversations
 from afield.tokens.delta import ANCHOR
 from templates.models import write_template
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 PACKAGE = "trl==1.16.0"
 # Literals that look like control tokens; what the tokenizers of these families list as added tokens.

@@ -14,7 +14,7 @@ from afield.advantage import How
 from afield.errors import Unavailable
 from verl_env import verl_environment, verl_python
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SCRIPT = Path(__file__).parent / "verl_algos.py"
 
 

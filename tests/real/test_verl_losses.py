@@ -12,7 +12,7 @@ import pytest
 from afield.errors import Unavailable
 from verl_env import verl_environment, verl_python
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SCRIPT = Path(__file__).parent / "verl_losses.py"
 
 
