@@ -143,7 +143,7 @@ class Screen:
         say(f"  curve      {short(self._run.plot)}")
         say(f"  look at it {me()} show {self._run.id}")
         if self._run.id.startswith("demo"):
-            say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR  (README.md)")
+            say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
 
     def _say(self, text: str) -> None:
         """Lines are never broken: a path stays one word for whoever copies or greps it."""
