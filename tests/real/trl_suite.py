@@ -156,6 +156,8 @@ def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
         assert sample.metrics["reward"] == finished.outcome.reward
         assert math.copysign(1, sample.advantage) == math.copysign(1, earned[finished.rollout.id])
     assert {f.name for f in fields(RolloutSample)} == {*RolloutSample.__slots__}
+    # One for a whole row: the reason that rewards by turn are refused.
+    assert {f.name: f.type for f in fields(RolloutSample)}["advantage"] in (float, "float")
 
 
 def test_rollouts_weigh_the_same_whatever_their_length_and_branches() -> None:
@@ -410,6 +412,13 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         Rollouts(arguments(tmp_path), rollouts=8, **how)
     with pytest.raises(UsageError, match="minibatches does nothing here"):
         Rollouts(arguments(tmp_path), minibatches=2, **how)
+    shared = tmp_path / "shared.toml"
+    shared.write_text('[train]\nminibatches = 2\n[train.learn]\ncredit = "turns"\n')
+    with pytest.raises(UsageError, match=r"learn\.credit = 'turns' .* one advantage for a whole row"):
+        Rollouts(arguments(tmp_path), config=shared, **how)
+    shared.write_text("[train.learn.rewards]\nfound = 1.0\n")
+    with pytest.raises(UsageError, match=r"learn\.rewards are not weighed"):
+        Rollouts(arguments(tmp_path), config=shared, **how)
     with pytest.raises(UsageError, match="needs the whole batch"):
         Rollouts(arguments(tmp_path), advantage="reinforce_plus_plus", **how)
     with pytest.raises(UsageError, match="was used before"):

@@ -116,6 +116,7 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
     """The values of `afield train`: given here, else from the file; the trainer's own from its arguments."""
     said = from_file(Path(file)) if file else {}
     given = {k: located(k, v, Path.cwd()) if k in PATHS else v for k, v in values.items()}
+    check_credit(merged(said, given).get("learn", {}))
     for name in given:
         if name in TAKEN:
             raise UsageError(f"{name} is the trainer's: give it as {TAKEN[name]} in its arguments")
@@ -131,6 +132,21 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
     config = build(merged({"seed": args.seed, **kept}, from_trainer), str(file or "Rollouts"))
     wiring.check_choices(config)
     return config
+
+
+def check_credit(learn: Any) -> None:
+    """A file may have settings for other trainers; these say what is learned, so they are not passed over."""
+    told = learn if isinstance(learn, Mapping) else {}
+    if told.get("credit", "outcome") != "outcome":
+        raise UsageError(
+            f"learn.credit = {told['credit']!r} cannot be had with TRL, which takes one advantage for a whole"
+            " row; leave it out, and rollouts learn from their reward, or train with `afield train`"
+        )
+    if told.get("rewards"):
+        raise UsageError(
+            "learn.rewards are not weighed where TRL trains; leave them out, and let agents give the reward"
+            " that counts"
+        )
 
 
 def advantage_of(config: TrainConfig) -> How:

@@ -183,6 +183,9 @@ class RolloutWorker:
                 "rollout/rows_per_rollout": (len(given), max(len(rewards), 1)),
                 "rollout/attempts_per_rollout": (sum(f.attempts for f in group.finished), count),
                 "rollout/excluded_tokens_total": float(_excluded(group.finished)),
+                "rollout/unused_turn_rewards_total": float(
+                    sum(len(f.outcome.turn_rewards) for f in group.finished)
+                ),
             }
         )
         self._barren = 0 if rewards else self._barren + 1
