@@ -193,7 +193,8 @@ class Calls:
                 self._metrics.retries += 1
                 started = Started(session.id, turn.id, place.prompt_ids, turn.started, owed=missed)
                 piece = Piece(turn.token_ids, turn.logprobs, self._named(events, turn.id))
-                return [started, piece, Done(turn, reply, len(place.prompt_ids), stops.found)]
+                thought = await _thought(tokens, turn, reply)
+                return [started, piece, Done(turn, reply, len(place.prompt_ids), stops.found, thought)]
         return []
 
     def _readers(self, tokens: ChatTokens, request: ModelRequest) -> tuple[Parser, StopStrings]:
@@ -250,8 +251,9 @@ class Calls:
                 if not turn.sent_ids:
                     session.forest.keep(turn.id, place.prompt_ids)
                 await self._supersede(session, turn)
+                thought = await _thought(tokens, turn, reply)
                 yield Piece(chunk.token_ids, chunk.logprobs, self._named(events, intent.id))
-                yield Done(turn, reply, len(place.prompt_ids), stops.found)
+                yield Done(turn, reply, len(place.prompt_ids), stops.found, thought)
                 return
             raise Unavailable("the engine's stream ended without a finish")
         except ValueError as error:
@@ -425,6 +427,14 @@ async def _off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.
     return (
         await asyncio.to_thread(work, *args, **kwargs) if size > INLINE_CHARACTERS else work(*args, **kwargs)
     )
+
+
+async def _thought(tokens: ChatTokens, turn: Turn, reply: Message) -> int:
+    """Counted id by id, and only where something was thought."""
+    if not reply.reasoning:
+        return 0
+    parser = tokens.parser(tools=())
+    return await _off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
 
 
 def _size(message: Message) -> int:

@@ -63,12 +63,14 @@ class Piece(Struct, frozen=True):
 
 
 class Done(Struct, frozen=True):
-    """`stop` is the client's stop string that ended the reply, if one did."""
+    """`stop` is the client's stop string that ended the reply, if one did; `thought` the sampled tokens of it
+    that are reasoning."""
 
     turn: Turn
     reply: Message
     prompt_tokens: int
     stop: str | None = None
+    thought: int = 0
 
 
 Item = Started | Piece | Done

@@ -53,6 +53,10 @@ class HarmonyReader:
     def reply(self) -> Message:
         return self._out.message
 
+    @property
+    def thinking(self) -> bool:
+        return self._header is None and self._call is None and self._channel == "analysis"
+
     def _read_header(self) -> bool:
         head, found, rest = self._held.partition(MESSAGE)
         if not found:

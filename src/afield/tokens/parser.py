@@ -40,6 +40,15 @@ class Parser:
     def feed(self, ids: Sequence[int]) -> list[Event]:
         return self._reader.feed(self._utf8.decode(b"".join(map(self._spell, ids))))
 
+    def thought(self, ids: Sequence[int]) -> int:
+        """How many of these ids are reasoning: from the first one of it to the one that closes it. A fresh
+        parser is used up by this."""
+        count = 0
+        for token in ids:
+            count += self._reader.thinking
+            self.feed((token,))
+        return count
+
     def finish(self) -> list[Event]:
         """What was held back. Nothing may be fed afterwards."""
         return self._reader.feed(self._utf8.decode(b"", final=True)) + self._reader.finish()

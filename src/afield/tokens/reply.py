@@ -30,6 +30,11 @@ class Reader(Protocol):
         """What is known so far; calls appear when they are closed, with the ids their format spells."""
         ...
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is reasoning, or the end of it."""
+        ...
+
 
 class Reply:
     """What was read so far, and the events that tell it."""
@@ -175,6 +180,10 @@ class ReplyReader:
     @property
     def reply(self) -> Message:
         return self._out.message
+
+    @property
+    def thinking(self) -> bool:
+        return self._state == "reasoning"
 
     def _step(self) -> bool:
         """Takes from what is held; False when more text is needed first."""

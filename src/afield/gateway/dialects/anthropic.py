@@ -79,11 +79,12 @@ def stopped(done: Done) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if done.reply.tool_calls else "end_turn", "stop_sequence": None}
 
 
-def usage(done: Done) -> dict[str, int]:
-    return _usage(done.prompt_tokens, len(done.turn.token_ids))
+def usage(done: Done) -> dict[str, Any]:
+    told = _usage(done.prompt_tokens, len(done.turn.token_ids))
+    return told | {"output_tokens_details": {"thinking_tokens": done.thought}}
 
 
-def _usage(prompt: int, sampled: int) -> dict[str, int]:
+def _usage(prompt: int, sampled: int) -> dict[str, Any]:
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 

@@ -260,6 +260,7 @@ def usage(done: Done) -> dict[str, Any]:
         "completion_tokens": sampled,
         "total_tokens": total,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": done.thought},
     }
 
 

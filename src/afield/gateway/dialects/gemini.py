@@ -96,17 +96,19 @@ def chunk(
         "candidates": [{"content": content, "index": 0, **(candidate or {})}],
         "modelVersion": wish.model,
         "responseId": item_id("resp", started.turn_id),
-        "usageMetadata": _usage(done.prompt_tokens, len(done.turn.token_ids))
+        "usageMetadata": _usage(done.prompt_tokens, len(done.turn.token_ids), done.thought)
         if done
-        else _usage(len(started.prompt_ids), 0),
+        else _usage(len(started.prompt_ids), 0, 0),
     }
     if done and wish.token_ids:
         shown |= {"prompt_token_ids": started.prompt_ids, "token_ids": done.turn.token_ids}
     return shown
 
 
-def _usage(prompt: int, sampled: int) -> dict[str, int]:
-    counted = {"candidatesTokenCount": sampled} if sampled else {}
+def _usage(prompt: int, sampled: int, thought: int) -> dict[str, int]:
+    """What was thought is not among a candidate's tokens here."""
+    counted = {"candidatesTokenCount": sampled - thought} if sampled else {}
+    counted |= {"thoughtsTokenCount": thought} if thought else {}
     return {"promptTokenCount": prompt, **counted, "totalTokenCount": prompt + sampled}
 
 

@@ -112,7 +112,7 @@ def usage(done: Done) -> Json:
         "input_tokens": done.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": done.thought},
         "total_tokens": done.prompt_tokens + sampled,
     }
 
