@@ -3,7 +3,7 @@
 Groups come out complete, every rollout with its outcome: a reward, or a typed failure that masks this one
 rollout and no other. Nothing is padded, and what broke is never a reward of 0. A group with fewer than
 `quorum` rewards is dropped with a reason. The work on one rollout is `conduct`'s; which group begins
-when, and which step takes it, is `loop`'s.
+when, and which step takes it, is `window`'s.
 """
 
 from __future__ import annotations

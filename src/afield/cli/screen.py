@@ -160,7 +160,9 @@ class Screen:
         width = min(100, self._console.width)
         bars = Table.grid(padding=(0, 1))
         bars.add_row(
-            "steps", ProgressBar(self._config.steps, self._steps_done, width=30), f"{self._steps_done}"
+            "steps",
+            ProgressBar(self._config.steps, self._steps_done, width=30),
+            f"{self._steps_done}/{self._config.steps}",
         )
         bars.add_row(
             "rollouts", ProgressBar(per_step, self._in_step, width=30), f"{self._in_step}/{per_step}"
