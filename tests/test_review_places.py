@@ -36,6 +36,8 @@ ROWS = [{"id": "q", "question": "Why?", "seconds": 0}]
         ("sandbox", "sandbox=5", "sandbox = 5 must be a table"),
         ("sandbox", "sandbox.without_bubblewrap=maybe", "must be one of: refuse, process"),
         ("container=i", "container.pull=sometimes", "must be one of: missing, always, never"),
+        ("sandbox", "sandbox.env={'A=B'='c'}", "sandbox: env: 'A=B' is no name of a variable"),
+        ("container=i", "container.env={''='c'}", "container: env: '' is no name of a variable"),
         ("sandbox", "sandbox.limits.memory=5", "did you mean 'sandbox.limits.memory_mb'?"),
         ("sandbox", "container.image=i", "choose --runtime container"),
         ("process", "sandbox.env={A='b'}", "choose --runtime sandbox"),

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,12 +21,20 @@ import msgspec
 import pytest
 
 from afield import wiring
+from afield.acr.cell_places import CellPlaces
+from afield.acr.faults import Luck
+from afield.acr.images import Image
+from afield.acr.places import Places, PlainPlaces
+from afield.acr.problems import Problem
+from afield.acr.quotas import Counts, Quotas
 from afield.acr.sessions import Pace as Cold
+from afield.acr.sessions import Sessions, Wanted
+from afield.acr.shapes import Lifecycle
 from afield.cli.main import main
 from afield.config import Environment, TrainConfig, assigned, build
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.limiter import Unlimited
-from afield.options import SandboxOptions
+from afield.options import Limits, SandboxOptions
 from afield.rundir import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
@@ -178,6 +187,22 @@ async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path:
 
 
 @needs_bubblewrap
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=needs_bubblewrap)])
+async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alone(
+    tmp_path: Path, isolation: str
+) -> None:
+    cells = CellPlaces(tmp_path, Limits(), allow=(), mounts=(), warm=(), init_s=30)
+    places: Places = PlainPlaces(tmp_path) if isolation == "none" else cells
+    luck, counts = Luck({}, 0), Counts(time.monotonic)
+    wanted = Wanted(image=Image(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
+    async with places, Sessions(places, Quotas(), Cold(), luck, counts) as sessions:
+        with no_more_files(), pytest.raises(Problem, match="Too many open files"):
+            await sessions.enter(("runtime", "DEFAULT", "first"), wanted)
+        second = await sessions.enter(("runtime", "DEFAULT", "second"), wanted)
+        assert len(sessions) == 1
+        await sessions.stop(second)
+
+
 async def test_a_keeper_that_hangs_does_not_keep_a_run_from_ending(sink: Sink, tmp_path: Path) -> None:
     async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
         await Place(runtime, sink.transport, sink).launch({"do": "beat"})

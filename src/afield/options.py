@@ -26,6 +26,14 @@ class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} = {value} must be positive")
 
 
+def _check_env(env: Mapping[str, str]) -> None:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(f"env: {name!r} is no name of a variable; it must not be empty nor have an '='")
+        if "\0" in value:
+            raise ValueError(f"env: the value of {name} has a NUL character, which no system takes")
+
+
 class SandboxOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Agents in sandboxes of this machine. `mounts` are paths they may read beside the system, the Python
     environment and their own folder; `allow` are HOST:PORT they may reach beside the gateway.
@@ -36,6 +44,9 @@ class SandboxOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     allow: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     without_bubblewrap: Literal["refuse", "process"] = "refuse"
+
+    def __post_init__(self) -> None:
+        _check_env(self.env)
 
 
 class ContainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +74,7 @@ class ContainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_env(self.env)
         if not 0 < self.port < 65536:
             raise ValueError(f"port = {self.port} must be from 1 to 65535")
         for mount in self.mounts:
@@ -96,6 +108,7 @@ class AgentCoreOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ready_s: float = 600.0
 
     def __post_init__(self) -> None:
+        _check_env(self.env)
         for name in ("rate", "stop_rate", "sessions", "ready_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive")
@@ -130,6 +143,7 @@ class KubernetesOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     unschedulable_s: float = 60.0
 
     def __post_init__(self) -> None:
+        _check_env(self.env)
         for name, least in (("port", 1), ("ttl_s", 0), ("deadline_s", 1), ("unschedulable_s", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")

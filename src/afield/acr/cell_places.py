@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -73,17 +72,18 @@ class CellPlaces:
             mounts=self._mounts,
             warm=self._warm,
         )
-        directory = Path(tempfile.mkdtemp(prefix=f"afield-acr-{os.getpid()}-"))
         try:
-            async with Nest(program, self._limits, directory=directory, log_dir=self._logs) as nest:
-                opening.set_result(nest)
-                await self._closing.wait()
-        except AfieldError as error:
+            with tempfile.TemporaryDirectory(
+                prefix=f"afield-acr-{os.getpid()}-", ignore_cleanup_errors=True
+            ) as made:
+                nest = Nest(program, self._limits, directory=Path(made), log_dir=self._logs)
+                async with nest:
+                    opening.set_result(nest)
+                    await self._closing.wait()
+        except (AfieldError, OSError) as error:
             if opening.done():
                 raise
             opening.set_exception(Broken(f"{image} cannot be started: {error}"))
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
 
     async def start(self, image: Image, name: str, env: Mapping[str, str]) -> CellPlace:
         nest = await self._nest(image)

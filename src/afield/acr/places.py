@@ -97,23 +97,26 @@ class PlainPlaces:
         check_file(image)
 
     async def start(self, image: Image, name: str, env: Mapping[str, str]) -> PlainPlace:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-            if image.argv:  # a command can only be told its port
-                listener.close()
-            else:
-                listener.listen(128)
-            environment = {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env}
-            place = PlainPlace(self._logs / f"{name}.log", port, environment)
-            await place.start(_command(image, listener), listener)
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+                place = await self._started(image, listener, self._logs / f"{name}.log", env)
         except OSError as error:
             raise Broken(f"{image} cannot be started: {error}") from error
-        finally:
-            listener.close()
         self._alive.add(place)
         place.gone.add_done_callback(lambda _: self._alive.discard(place))
+        return place
+
+    async def _started(
+        self, image: Image, listener: socket.socket, log: Path, env: Mapping[str, str]
+    ) -> PlainPlace:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        if image.argv:  # a command can only be told its port
+            listener.close()
+        else:
+            listener.listen(128)
+        place = PlainPlace(log, port, {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env})
+        await place.start(_command(image, listener), listener)
         return place
 
 
@@ -171,9 +174,12 @@ class PlainPlace:
 
     async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
         argv = [sys.executable, "-m", "afield.acr.program", "--command", "sh", "-c", command]
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=self._env, start_new_session=True
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=self._env, start_new_session=True
+            )
+        except OSError as error:
+            raise Broken(f"no command can be started: {error}") from error
         self._commands.add(process)
         try:
             async for said in told(process, timeout_s):

@@ -213,6 +213,8 @@ class Sessions:
             said = tail(session.place.log) if session.place else ""
             message = f"Runtime initialization time exceeded: no /ping within {pace.init_s:g} s. {said}"
             return Problem("RuntimeClientError", message.strip())
+        except OSError as error:  # of this machine: too many open files, say; the other sessions go on
+            return Problem("InternalServerException", f"the session cannot be started: {error}")
         await asyncio.sleep(began + pace.cold_start_s - asyncio.get_running_loop().time())
         return problem
 
