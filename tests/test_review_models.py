@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from afield.errors import UsageError
+from afield.options import LoraOptions
 from afield.trainers.head import plain_head
 from afield.trainers.policy import PolicyModel
 from test_policy import CPU, apart, build, gradient
@@ -39,3 +41,19 @@ def test_a_model_that_is_its_own_decoder_is_asked_for_its_logits(tmp_path: Path)
     tree, padded = PolicyModel(path, device=CPU), PolicyModel(path, device=CPU, layout="padded")
     assert not plain_head(tree.model)
     assert apart(gradient(tree), gradient(padded)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")  # peft's, of what is refused
+def test_adapters_that_no_engine_could_get_are_refused_before_training(tmp_path: Path) -> None:
+    experts = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    path = build(tmp_path / "model", "Qwen3MoeConfig", experts)
+    with pytest.raises(UsageError, match=r"experts' cannot be merged: .* such as q_proj"):
+        PolicyModel(path, device=CPU, lora=LoraOptions(rank=2))
+    policy = PolicyModel(path, device=CPU, lora=LoraOptions(rank=2, targets=("q_proj", "o_proj")))
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.add_(0.1)
+    policy.export(tmp_path / "whole")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    again = PolicyModel(tmp_path / "whole", device=CPU)
+    assert apart(again.model(ids).logits, policy.model(ids).logits) < 1e-5

@@ -48,7 +48,12 @@ def attach(model: Any, options: LoraOptions, path: Path) -> None:
             peft.inject_adapter_in_model(config, model, adapter_name=NAME)
         except ValueError as error:
             raise UsageError(f"adapters for {list(options.targets)} cannot be made: {error}") from error
-    for _, layer in _layers(model):
+    for name, layer in _layers(model):
+        if not hasattr(layer.get_base_layer(), "weight"):  # experts whose weights are one tensor
+            raise UsageError(
+                f"adapters in {name!r} cannot be merged: its weights are no linear layer; name those that are"
+                " in the LoRA targets, such as q_proj, k_proj, v_proj, o_proj"
+            )
         layer.lora_A[NAME].float()
         layer.lora_B[NAME].float()
     model.eval()
