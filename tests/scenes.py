@@ -20,6 +20,7 @@ from msgspec import structs
 from afield.engines.ledger import Ledger
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway.app import App
+from afield.gateway.outcomes import USUAL, Limits
 from afield.gateway.pool import Pool
 from afield.gateway.service import LocalGateway
 from afield.seams import Call, Engine, SessionSpec
@@ -89,7 +90,7 @@ class Place:
 
 
 @asynccontextmanager
-async def place(store: Path, engine: Engine) -> AsyncIterator[Place]:
+async def place(store: Path, engine: Engine, limits: Limits = USUAL) -> AsyncIterator[Place]:
     ledger = Ledger(engine)
     pool = Pool({"engine": ledger}, tries=1)
     gateway = LocalGateway(
@@ -98,6 +99,7 @@ async def place(store: Path, engine: Engine) -> AsyncIterator[Place]:
         store=store,
         admin_key=ADMIN,
         public_url="http://gateway",
+        limits=limits,
     )
     async with pool, gateway:
         yield Place(gateway, ledger)

@@ -13,6 +13,7 @@ import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway import http
+from afield.gateway.outcomes import Limits
 from afield.seams import Call, Chunk, SessionSpec
 from afield.types import FinishReason, Message
 from gateways import ADMIN, Running, running
@@ -107,15 +108,13 @@ async def test_several_choices_are_refused(client: Client, dialect: str, several
 
 
 @pytest.mark.parametrize("dialect", ALL)
-async def test_an_oversize_body_is_refused_with_413(
-    client: Client, dialect: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_oversize_body_is_refused_with_413(client: Client, dialect: str, tmp_path: Path) -> None:
     declared = {"content-length": str(http.MAX_BODY + 1)}
     status, body = await send(client, dialect, BODIES[dialect], headers=declared)
     assert status == 413
     native(dialect, status, body)
-    monkeypatch.setattr(http, "MAX_BODY", 1000)
-    status, body = await send(client, dialect, b" " * 2000)
+    async with place(tmp_path / "small", ScriptedEngine([]), Limits(request_bytes=1000)) as there:
+        status, body = await send(await there.client(), dialect, b" " * 2000)
     assert status == 413
 
 

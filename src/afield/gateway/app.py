@@ -122,7 +122,7 @@ class App:
         match = self._dialects.match(path) if method == "POST" else None
         if match is not None:
             session = self._session(session_id, scope, KeyScope.INFER)
-            body = await read_body(scope, receive)
+            body = await read_body(scope, receive, self._gateway.limits.request_bytes)
             asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo, session.id)
             request, wish = await _decode(match.dialect, asked)
             if match.verb == "count":
@@ -173,7 +173,7 @@ class App:
             return
         if not self._gateway.keys.is_admin(key_of(scope)):
             raise unauthorized("this needs the admin key", "the gateway printed it, or it was given one")
-        body = await read_body(scope, receive)
+        body = await read_body(scope, receive, self._gateway.limits.request_bytes)
         try:
             if self._gateway.shard is not None:
                 await self._gateway.shard.tell_others(scope, body)

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from afield import wire
 from afield.errors import WireError
 from afield.forest import call_number, listed, turn_named
-from afield.gateway.http import json_body
+from afield.gateway.http import MAX_BODY, json_body
 from afield.gateway.refusal import Refusal, bad_request, conflict
 from afield.gateway.store import FailedVerdict, SessionRow
 from afield.seams import SessionSpec
@@ -30,8 +30,9 @@ NEEDED = ("input_id", "rollout_id", "attempt")
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What a session may hand in: bytes of one message, and rewards in all."""
+    """Bytes of one request, fewer of what is handed in, and the rewards of a session in all."""
 
+    request_bytes: int = MAX_BODY
     submission_bytes: int = 16 * 1024 * 1024
     rewards: int = 10_000
 
