@@ -32,3 +32,7 @@ VERL = (
     *("rich==15.0.0", "uvloop==0.23.0", "openai==2.54.0"),
     *("anyio==4.16.0", "pytest==9.2.0", "pytest-timeout==2.4.0"),
 )
+TRITON = (
+    *("triton==3.9.0", "torch==2.13.0", "transformers==5.22.2", "msgspec==0.22.0", "numpy==2.4.6"),
+    *("pytest==9.2.0", "pytest-timeout==2.4.0"),
+)
