@@ -43,7 +43,7 @@ def test_a_model_that_is_its_own_decoder_is_asked_for_its_logits(tmp_path: Path)
     assert apart(gradient(tree), gradient(padded)) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")  # peft's, of what is refused
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
 def test_adapters_that_no_engine_could_get_are_refused_before_training(tmp_path: Path) -> None:
     experts = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     path = build(tmp_path / "model", "Qwen3MoeConfig", experts)
@@ -56,4 +56,5 @@ def test_adapters_that_no_engine_could_get_are_refused_before_training(tmp_path:
     policy.export(tmp_path / "whole")
     ids = torch.tensor([[5, 6, 7, 8]])
     again = PolicyModel(tmp_path / "whole", device=CPU)
-    assert apart(again.model(ids).logits, policy.model(ids).logits) < 1e-5
+    with torch.no_grad():
+        assert apart(again.model(ids).logits, policy.model(ids).logits) < 1e-5
