@@ -166,7 +166,7 @@ async def test_rollouts_of_a_lost_node_finish_on_the_other(cluster: Cluster, tmp
                 bench.conducting(rollouts=8, start_s=300.0) as (plan, conductor),
                 anyio.create_task_group() as group,
             ):
-                group.start_soon(_lose_one, cluster, marks, lost_one)
+                group.start_soon(_lose_one, cluster, marks, bench, lost_one)
                 collector = Collector(plan, conductor, bench.spool)
                 (grouped,) = await collector.collect([GroupWish("exp-e0-t", task, 0)])
     assert [f.outcome.reward for f in grouped.finished] == [1.0] * 8
@@ -177,11 +177,12 @@ async def test_rollouts_of_a_lost_node_finish_on_the_other(cluster: Cluster, tmp
     cluster.add_node(num_cpus=1, **NODE)
 
 
-async def _lose_one(cluster: Cluster, marks: Path, lost_one: Path) -> None:
-    """One of the two, as soon as all rollouts run; none of them ends before."""
+async def _lose_one(cluster: Cluster, marks: Path, bench: Bench, lost_one: Path) -> None:
+    """One of the two, as soon as all rollouts run; the others end when those there are known to be lost."""
     await until(lambda: marks.exists() and len(marks.read_text().split()) == 8)
     (node,) = cluster.worker_nodes
     await anyio.to_thread.run_sync(lambda: cluster.remove_node(node, allow_graceful=False))
+    await until(lambda: sum(retried for _, retried in bench.seen.ended) == 4)
     await anyio.Path(lost_one).touch()
 
 
