@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import UsageError
+from afield.trainers.padded import Padded
 from afield.trainers.passes import log_probabilities, to_passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
+from afield.trainers.tree import Tree
 from afield.types import Trajectory, TurnRange, VersionSpan
 from tiny_model import build_tiny_model
 
@@ -102,9 +104,17 @@ def trajectory(ids: list[int], turns: list[TurnRange]) -> Trajectory:
     )
 
 
-def gradient(policy: PolicyModel, layout=None) -> torch.Tensor:
+def begun(row: Row) -> Row:
+    """Its first turn alone."""
+    turn = row.trajectory.turns[0]
+    ids = list(row.trajectory.token_ids[: turn.end])
+    return row._replace(trajectory=trajectory(ids, [turn]), advantages=row.advantages[:1])
+
+
+def gradient(policy: PolicyModel, layout=None, given: list[Row] | None = None) -> torch.Tensor:
     policy.model.zero_grad()
-    for batch in to_passes(rows(), 1000, CPU, layout or policy.layout):
+    for batch in to_passes(given or rows(), 1000, CPU, layout or policy.layout, policy.tree_context):
+        policy.attend(policy.model, batch.layout)
         with policy.autocast():
             logp = log_probabilities(policy.model, batch)
         (-logp * batch.advantage * batch.weight).sum().backward()
@@ -135,6 +145,20 @@ def test_a_family_that_no_tree_fits_is_padded_and_that_is_said(tmp_path, family,
     plain = PolicyModel(path, device=CPU, layout="padded")
     assert policy.model.config._attn_implementation == plain.model.config._attn_implementation
     assert torch.equal(gradient(policy), gradient(plain))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["MistralConfig", "Gemma3TextConfig"])
+def test_rows_that_outgrow_a_window_are_padded_beside_the_tree_of_the_others(tmp_path, kind, checkpointing):
+    path = build(tmp_path / "model", kind, {"head_dim": 8, "sliding_window": 16})
+    given = [*rows(), *(begun(row) for row in rows()[:2])]
+    mixed = PolicyModel(path, device=CPU, checkpointing=checkpointing)
+    passes = to_passes(given, 1000, CPU, mixed.layout, mixed.tree_context)
+    assert [(type(made.layout), len(made.rows)) for made in passes] == [(Tree, 2), (Padded, 4)]
+    padded = PolicyModel(path, device=CPU, layout="padded")
+    assert apart(gradient(mixed, given=given), gradient(padded, given=given)) < 1e-5
+    wide = PolicyModel(build(tmp_path / "wide", kind, {"head_dim": 8, "sliding_window": 64}), device=CPU)
+    assert apart(gradient(mixed, given=given), gradient(wide, given=given)) > 1e-3, "the window matters"
 
 
 @pytest.mark.parametrize("layout", ["tree", "padded"])
@@ -169,9 +193,8 @@ def test_checkpointing_that_would_switch_dropout_on_is_refused(tmp_path):
 def test_rows_may_be_as_long_as_their_numbers_are_exact(tmp_path, caplog):
     window = build(tmp_path / "window", "MistralConfig", {"sliding_window": 64})
     with caplog.at_level(logging.WARNING, "afield.trainers"):
-        assert PolicyModel(window, device=CPU).context == 64
-    assert 'at most 64 tokens; layout = "padded" trains rows of up to 128' in caplog.text
-    assert PolicyModel(window, device=CPU, layout="padded").context == 128
+        assert PolicyModel(window, device=CPU).context == 128
+    assert "rows of more than 64 tokens are padded" in caplog.text
     stretched = {
         "rope_type": "dynamic",
         "factor": 4.0,

@@ -30,10 +30,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def test_over_a_tree_rows_are_no_longer_than_the_chunks_of_attention(tmp_path: Path) -> None:
+def test_rows_longer_than_the_chunks_of_attention_are_padded(tmp_path: Path) -> None:
     path = build(tmp_path / "model", "Llama4TextConfig", CHUNKED)
     tree, padded = PolicyModel(path, device=CPU), PolicyModel(path, device=CPU, layout="padded")
-    assert (tree.layout, tree.context, padded.context) == ("tree", 16, 128)
+    assert (tree.layout, tree.tree_context, tree.context) == ("tree", 16, 128)
+    assert apart(gradient(tree), gradient(padded)) < 1e-5
 
 
 def test_a_model_that_is_its_own_decoder_is_asked_for_its_logits(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 All that a loss needs is flat, one entry per sampled token, row after row: how the model was run does
 not matter to it. A tree computes every token that rows share once; padded rows are for models that
-cannot be run over one. No row is ever split.
+cannot be run over one, and for rows longer than a tree may have. No row is ever split.
 """
 
 from __future__ import annotations
@@ -38,13 +38,25 @@ class Pass(NamedTuple):
 
 
 def to_passes(
-    rows: Sequence[Row], max_tokens: int, device: torch.device, layout: LayoutName = "tree"
+    rows: Sequence[Row],
+    max_tokens: int,
+    device: torch.device,
+    layout: LayoutName = "tree",
+    longest: int | None = None,
 ) -> list[Pass]:
-    """Passes over at most `max_tokens` tokens each, unless one row alone has more."""
+    """Passes over at most `max_tokens` tokens each, unless one row alone has more. With a `longest` row for
+    trees, longer ones are padded."""
     rows = [row for row in rows if row.trajectory.owned]
-    if layout == "tree":
-        parts = split([row.trajectory.token_ids for row in rows], max_tokens)
-        return [_tree([rows[number] for number in part], device) for part in parts]
+    if layout == "padded":
+        return _side_by_side(rows, max_tokens, device)
+    short = [row for row in rows if longest is None or len(row.trajectory.token_ids) <= longest]
+    long = [row for row in rows if longest is not None and len(row.trajectory.token_ids) > longest]
+    parts = split([row.trajectory.token_ids for row in short], max_tokens)
+    trees = [_tree([short[number] for number in part], device) for part in parts]
+    return [*trees, *_side_by_side(long, max_tokens, device)]
+
+
+def _side_by_side(rows: Sequence[Row], max_tokens: int, device: torch.device) -> list[Pass]:
     passes: list[Pass] = []
     pending: list[Row] = []
     for row in sorted(rows, key=lambda r: len(r.trajectory.token_ids)):

@@ -23,7 +23,9 @@ from afield.seams.witness import Witness, write_witness
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
 from afield.trainers.fitness import fit_for_trees, longest_row, settled
+from afield.trainers.padded import Padded
 from afield.trainers.passes import LayoutName
+from afield.trainers.tree import ATTENTION, Tree
 from afield.trainers.witness import witness_of
 
 log = logging.getLogger("afield.trainers")
@@ -35,7 +37,8 @@ class PolicyModel:
     """`model` is what is called, `trainable` what an optimiser moves. A rank of 0 in `lora` is none.
 
     `layout` is how it is run: padded where a tree was wanted that the model cannot be run over. Rows may be
-    `context` tokens long.
+    `context` tokens long, and those over a tree `tree_context`: longer ones outgrow a window of the model's
+    own attention, with which they are run.
     """
 
     _start: Any = None
@@ -65,19 +68,19 @@ class PolicyModel:
             checkpoint(self.model)
         config = self.model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
-        self.context = longest_row(config, tree=self.layout == "tree")
-        if self.context != (own := longest_row(config, tree=False)):
+        self.context = longest_row(config, tree=False)
+        self.tree_context = longest_row(config, tree=True)
+        if self.layout == "tree" and self.tree_context != self.context:
             log.warning(
-                "%s: its attention has a window, so over trees rows have at most %s tokens; layout ="
-                ' "padded" trains rows of up to %s',
+                "%s: its attention has a window, so rows of more than %s tokens are padded",
                 self.path,
-                self.context,
-                own,
+                self.tree_context,
             )
 
     def _load(self) -> Any:
         # Weights that never change need no more precision than the arithmetic has.
         model = load_model(self.path, "cpu", self.dtype if self.lora else "float32")
+        self._attention: str = model.config._attn_implementation
         if self.layout == "tree" and (unfit := fit_for_trees(model)):
             log.warning(
                 "%s: %s cannot be run over a tree (%s); rows are padded instead",
@@ -87,6 +90,12 @@ class PolicyModel:
             )
             self.layout = "padded"
         return model.to(self.device)
+
+    def attend(self, model: Any, layout: Padded | Tree) -> None:
+        """Padded rows have the model's own attention, trees ours; set until the gradient of the pass is there."""
+        wanted = ATTENTION if isinstance(layout, Tree) else self._attention
+        if model.config._attn_implementation != wanted:
+            model.set_attn_implementation(wanted)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:

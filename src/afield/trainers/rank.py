@@ -29,7 +29,7 @@ from afield.trainers.audit import Apart, Audit
 from afield.trainers.grpo import GRPO
 from afield.trainers.head import plain_head
 from afield.trainers.packing import common
-from afield.trainers.passes import Pass, log_probabilities, to_passes
+from afield.trainers.passes import Pass, log_probabilities
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
 from afield.trainers.sharded import Begin, Told
@@ -213,7 +213,7 @@ class ShardedUpdates(Updates):
         if shortest is None:
             return
         for _ in range(self._behind):
-            (batch,) = to_passes([shortest], self.max_tokens_per_pass, self.policy.device, self.policy.layout)
+            (batch,) = Updates.passes(self, [shortest])
             with torch.set_grad_enabled(backward):
                 logp = self._logp(self.policy.model, batch)
             if reference:
@@ -222,6 +222,7 @@ class ShardedUpdates(Updates):
                 (0.0 * logp.sum()).backward()
 
     def _logp(self, model: Any, batch: Pass) -> Tensor:
+        self.policy.attend(model, batch.layout)
         with self.policy.autocast():
             return self.policy.log_probabilities(model, batch)
 

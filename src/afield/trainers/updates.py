@@ -55,7 +55,8 @@ class Updates:
     def passes(self, rows: Sequence[Row]) -> list[Pass]:
         if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
-        return to_passes(rows, self.max_tokens_per_pass, self.policy.device, self.layout)
+        policy = self.policy
+        return to_passes(rows, self.max_tokens_per_pass, policy.device, self.layout, policy.tree_context)
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], audit: Audit) -> Scores:
@@ -123,6 +124,7 @@ class Updates:
         return norm
 
     def _logp(self, model: Any, batch: Pass) -> Tensor:
+        self.policy.attend(model, batch.layout)
         with self.policy.autocast():
             return log_probabilities(model, batch)
 
