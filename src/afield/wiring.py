@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,12 +75,28 @@ LIBRARIES = {
 }
 TRANSPORTS = {"files": "transports.files:FilesTransport", "memory": "transports.memory:MemoryTransport"}
 TRAINERS = {"grpo": "trainers.grpo:GRPO"}
+LEARNING = ("torch", "transformers", "safetensors")
+HEAVY: dict[str, tuple[str, ...]] = {"engines.torch": LEARNING, "trainers.grpo": LEARNING}
 
 
 def choose(kind: str, name: str, among: dict[str, str]) -> Any:
+    check_name(kind, name, among)
+    return load(among[name])
+
+
+def check_name(kind: str, name: str, among: dict[str, str]) -> None:
     if name not in among:
         raise UsageError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(among))}")
-    return load(among[name])
+
+
+def check_heavy(kind: str, name: str, among: dict[str, str], *, used: bool) -> None:
+    """As `choose`, but nothing is loaded: it takes seconds, which all parts spend at the same time later."""
+    check_name(kind, name, among)
+    module = among[name].partition(":")[0]
+    for library in HEAVY.get(module, ()) if used else ():
+        if find_spec(library) is None:
+            extra = EXTRAS[module.partition(".")[0]]
+            raise UsageError(f"{library} is not installed: pip install 'afield[{extra}]'")
 
 
 def load(where: str) -> Any:
@@ -362,8 +379,8 @@ def check_choices(config: TrainConfig) -> None:
     check_place(config)
     check_reach(config)
     transport(config, RunDir(Path("check")))
-    choose("trainer", config.trainer, TRAINERS)
-    choose("engine", config.engine.partition("=")[0], ENGINES)
+    check_heavy("trainer", config.trainer, TRAINERS, used=not config.freeze_weights)
+    check_heavy("engine", config.engine.partition("=")[0], ENGINES, used=not config.gateway)
     load("tokens:ChatTokens").load(Path(config.model))
     plan(config, RunDir(Path("check")))
     if config.transport == "memory" and (config.runtime != "inline" or config.verifier):

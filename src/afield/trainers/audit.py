@@ -9,7 +9,6 @@ the rest is not, and what the loss cut off.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,39 +18,14 @@ from torch import Tensor
 
 from afield.batches.recorded import line_up
 from afield.errors import UsageError
+from afield.trainers.delivery import delivery, word
 from afield.trainers.losses import Loss, effective
 from afield.trainers.passes import Pass
-from afield.trainers.rows import Batch, Row
-from afield.types import Group
+from afield.trainers.rows import Row
 
 __all__ = ["Apart", "Audit", "delivery", "line_up"]
 
-LONG = "too long"
-
 # --- what a step tells ---------------------------------------------------------------------------
-
-
-def delivery(groups: Sequence[Group], batch: Batch) -> dict[str, float]:
-    """The share of sampled tokens that reach training, and how many others there are, by reason."""
-    lost: Counter[str] = Counter({LONG: sum(row.owned for row in batch.too_long)})
-    trained = set(batch.rollout_ids)
-    for finished in (f for group in groups for f in group.finished):
-        for excluded in finished.excluded:
-            lost[excluded.reason] += excluded.tokens
-        if finished.rollout.id not in trained:
-            kind = finished.outcome.failure.kind if finished.outcome.failure else "no advantage"
-            lost[f"{kind} failure" if finished.outcome.failure else kind] += sum(
-                row.owned for row in finished.trajectories
-            )
-    sampled = batch.tokens + lost.total()
-    return {
-        "delivered_share": batch.tokens / sampled if sampled else 1.0,
-        **{f"undelivered_tokens.{_word(reason)}": float(n) for reason, n in lost.items() if n},
-    }
-
-
-def _word(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unknown"
 
 
 class Apart(NamedTuple):
@@ -167,5 +141,5 @@ def by_tier(rows: Sequence[Row], values: Tensor) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for turn, part in zip(ranges, parts, strict=True):
         if turn.tier and part.numel():
-            found.setdefault(_word(turn.tier), []).append(part)
+            found.setdefault(word(turn.tier), []).append(part)
     return {tier: torch.cat(parts) for tier, parts in found.items()}

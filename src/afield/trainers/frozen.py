@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from afield.advantage import advantages
+from afield.batches.recorded import line_up
 from afield.errors import UsageError
 from afield.seams.trainer import StepReport
-from afield.trainers.audit import delivery, line_up
+from afield.trainers.delivery import delivery
 from afield.trainers.directories import replaced
 from afield.trainers.rows import check_rows, to_batch
 from afield.types import Group
