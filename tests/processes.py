@@ -65,6 +65,13 @@ def train_arguments(cwd: Path, agent: str, rows: list[dict[str, Any]], *more: ob
     ]
 
 
+def unlearned(cwd: Path) -> list[object]:
+    """For what is not about weights: the model's answers are written down, and neither side loads torch."""
+    script = cwd / "script.jsonl"
+    script.write_text(json.dumps({"match": "", "one_of": ["Yes.", "Never!!"]}) + "\n")
+    return ["--engine", f"scripted={script}", "--freeze-weights"]
+
+
 def until(ready: Callable[[], Any], what: str, seconds: float = 120) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -16,7 +16,7 @@ from afield.cli.main import main
 from afield.errors import UsageError
 from afield.sdk.listen import listen
 from gateways import POLICY
-from processes import AGENTS, afield, finish, start, summary, train_arguments, write_tasks
+from processes import AGENTS, afield, finish, start, summary, train_arguments, unlearned, write_tasks
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
 AGENT = f"{AGENTS / 'slow_agent.py'}:agent"
@@ -183,7 +183,7 @@ def test_answers_are_not_held_back_by_the_network_stack() -> None:
 def test_two_runs_that_share_a_store_do_not_see_each_others_outcomes(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     for name in ("one", "two"):
-        more = ("--transport", f"files://{shared}", "--run", name, "--steps", 1, "--json")
+        more = ("--transport", f"files://{shared}", "--run", name, "--steps", 1, *unlearned(tmp_path))
         code, out, err = afield(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *more))
         assert code == 0, err
         assert (summary(out)["late"], summary(out)["failed"]) == (0, 0)

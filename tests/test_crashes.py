@@ -10,7 +10,7 @@ from pathlib import Path
 
 from afield.ledger import Ledger
 from afield.rundir import RunDir
-from processes import afield, alive, children, finish, kill, start, summary, train_arguments, until
+from processes import afield, alive, children, finish, kill, start, summary, train_arguments, unlearned, until
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0.4} for i in range(12)]
 SIZES = ("--tasks-per-step", 4, "--rollouts", 4, "--concurrency", 8)
@@ -45,7 +45,8 @@ def expected_rollouts(run: RunDir) -> set[str]:
 
 def test_killing_an_agent_process_costs_one_attempt_of_what_it_ran(tmp_path: Path) -> None:
     rows = [{**row, "seconds": 2.0} for row in ROWS]
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", rows, "--steps", 2, *SIZES))
+    sizes = ("--steps", 2, *SIZES, *unlearned(tmp_path))
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", rows, *sizes))
     run = until(lambda: only_run(tmp_path), "a run directory")
     until(lambda: turns_of(run) >= 4, "rollouts in the middle of their two turns")
     found = children(process.pid, deep=False)
@@ -109,7 +110,8 @@ def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_gateway_that_dies_ends_the_run_with_one_line_and_costs_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 3, *SIZES))
+    sizes = ("--steps", 3, *SIZES, *unlearned(tmp_path))
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *sizes))
     run = until(lambda: only_run(tmp_path), "a run directory")
     until(lambda: run.last_state(), "a first step", 90)
     (gateway,) = [p for p, line in children(process.pid, deep=False).items() if "afield gateway" in line]
@@ -123,7 +125,8 @@ def test_a_gateway_that_dies_ends_the_run_with_one_line_and_costs_nothing(tmp_pa
 
 
 def test_sigterm_stops_cleanly(tmp_path: Path) -> None:
-    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, "--steps", 3, *SIZES))
+    sizes = ("--steps", 3, *SIZES, *unlearned(tmp_path))
+    process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", ROWS, *sizes))
     run = until(lambda: only_run(tmp_path), "a run directory")
     until(lambda: turns_of(run), "a first turn")
     family = children(process.pid)

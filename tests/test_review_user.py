@@ -19,7 +19,7 @@ from afield.errors import Unavailable, UsageError
 from afield.trainers.grpo import GRPO
 from client_places import place
 from gateways import POLICY
-from processes import AGENTS, finish, start, train_arguments, until, write_tasks
+from processes import AGENTS, finish, start, train_arguments, unlearned, until, write_tasks
 from processes import afield as afield_command
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(4)]
@@ -142,6 +142,7 @@ def test_a_wish_that_makes_no_sense_is_refused(wish: dict[str, Any], tmp_path: P
 def test_the_command_that_goes_on_with_a_stopped_run_is_one_that_works(tmp_path: Path) -> None:
     rows = [{"id": "q", "question": "Well?", "seconds": 0.2}]
     more = ("--run", "mine", "--steps", 1000, "--tasks-per-step", 1, "--rollouts", 2)
+    more = (*more, *unlearned(tmp_path))
     process = start(tmp_path, *train_arguments(tmp_path, "slow_agent.py", rows, *more))
     with process:
         until((tmp_path / "runs" / "mine" / "metrics.jsonl").exists, "the run begins")
