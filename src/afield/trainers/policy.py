@@ -92,7 +92,7 @@ class PolicyModel:
         return model.to(self.device)
 
     def attend(self, model: Any, layout: Padded | Tree) -> None:
-        """Padded rows have the model's own attention, trees ours; set until the gradient of the pass is there."""
+        """Padded rows have the model's own attention, trees ours; so until the pass has its gradient."""
         wanted = ATTENTION if isinstance(layout, Tree) else self._attention
         if model.config._attn_implementation != wanted:
             model.set_attn_implementation(wanted)
