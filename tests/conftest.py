@@ -9,8 +9,9 @@ pytest.register_assert_rewrite("contracts.runtime_contract")
 LONGEST_FIRST = (
     *("test_crashes", "test_examples", "test_bounded", "test_commands", "test_learning", "test_docs"),
     *("test_bad_agents", "test_hostile", "test_review_user", "test_exactness", "test_agentcore_runtime"),
-    *("test_kill", "test_runtime", "test_lora", "test_batches_export", "test_tokens_render"),
-    *("test_engine_graphs", "test_torch_engine", "test_bad_input", "test_acr_life", "test_invariants"),
+    *("test_oracle", "test_kill", "test_runtime", "test_lora", "test_batches_export"),
+    *("test_tokens_render", "test_engine_graphs", "test_torch_engine", "test_bad_input"),
+    *("test_acr_life", "test_invariants"),
 )
 
 
