@@ -1,0 +1,285 @@
+"""One attempt, from its launch to the outcome that stands.
+
+Launch it, wait for its outcome, decide. Whatever happens to an attempt, it is decided exactly once: by
+its commit, or by our fence. What is left of it then ends in the background. One that somebody before us
+began is adopted if it is committed, waited for if its agent still runs, and given up otherwise. A store
+or a gateway that does not answer is waited for, and nothing is held against the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from afield import wire
+from afield.errors import AfieldError, WireError
+from afield.judge import Judge
+from afield.launch import Launcher, broken, now, patiently
+from afield.ledger import Ledger, Tried
+from afield.limiter import Limiter, LocalLimiter, Pace, Unlimited
+from afield.notice import Noticer, Running
+from afield.plan import Plan
+from afield.seams import Fence, Gateway, Runtime, Transport, Waiting
+from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout
+from afield.wire import OutcomeRecord
+
+log = logging.getLogger("afield.collect")
+
+LINGER_S = 5.0  # an agent that has delivered is given this long to end by itself
+T = TypeVar("T")
+
+
+class Decider:
+    """Between `begin` and `leave` it hears hints, sweeps the store and watches the sessions.
+
+    `cancelled` has the rollouts of which no attempt is to go on, and why.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gateway: Gateway,
+        runtime: Runtime,
+        transport: Transport,
+        ledger: Ledger,
+        limiter: Limiter | None,
+        verifiers: Runtime | None,
+    ) -> None:
+        self._plan = plan
+        self._gateway = gateway
+        self._runtime = runtime
+        self._transport = transport
+        self._ledger = ledger
+        shared = {"gateway": gateway, "transport": transport}
+        self._launcher = Launcher(plan, runtime=runtime, limiter=limiter or Unlimited(), **shared)
+        self._judge: Judge | None = None
+        if verifiers:
+            # They run elsewhere: the rate of launches is that of the place of agents.
+            own = LocalLimiter(Pace())
+            self._judge = Judge(self._launcher, Launcher(plan, runtime=verifiers, limiter=own, **shared))
+        if plan.judged != (verifiers is not None):
+            raise ValueError("a plan is judged if there are verifiers, and only then")
+        self._notice = Noticer(plan, gateway, transport, ledger)
+        self.cancelled: dict[str, Failure] = {}
+
+    def begin(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        self._chores = [tasks.create_task(chore) for chore in self._notice.chores()]
+        self._endings: set[asyncio.Task[None]] = set()
+
+    async def settle(self) -> None:
+        """Until the agents of all that is decided have ended, and the store knows what was used."""
+        if self._endings:
+            await asyncio.wait(self._endings)  # each has a deadline of its own
+        await self._notice.flush()
+
+    def leave(self) -> None:
+        for task in (*self._chores, *self._endings):
+            task.cancel()
+
+    def cancel(self, rollout_id: str, failure: Failure) -> None:
+        self.cancelled[rollout_id] = failure
+        for running in self._notice.running.values():
+            if running.waiting.rollout.id == rollout_id:
+                running.give_up(failure)
+
+    async def run(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome:
+        """From its launch to what stands in the store."""
+        self._ledger.begin(attempt)
+        running = Running(rollout, attempt, born)
+        running.draw = self._draw(rollout.id)
+        failure = self.cancelled.get(rollout.id)
+        if failure is None:
+            self._notice.running[attempt.session_id] = running  # a cancel reaches it from here on
+            failure = await self._launcher.launch(running)
+        if failure is None:
+            self._ledger.launched(attempt)
+            failure = await self._await_outcome(running)
+        self._notice.running.pop(attempt.session_id, None)
+        return await self._decide(running, failure)
+
+    def _draw(self, rollout_id: str) -> str:
+        """The name of an attempt's random numbers. What broke around an attempt does not redraw it: long
+        ones break more often, and would be replaced by shorter ones.
+        """
+        failures = [tried.failure for tried in self._ledger.attempts(rollout_id) if tried.failure]
+        redrawn = sum(failure.kind is not FailureKind.INFRASTRUCTURE for failure in failures)
+        return f"{rollout_id}.{1 + redrawn}"
+
+    async def resume(self, rollout: Rollout, tried: Tried, born: float) -> Outcome | None:
+        """An attempt somebody before us began: its outcome if it has one or gets one, else it is given up."""
+        attempt = tried.attempt
+        running = Running(rollout, attempt, born)
+        running.asked = True
+        decided = await self._decision(running.waiting)
+        if not isinstance(decided, Fence):  # nobody tells of a fence
+            self._notice.inherit()
+        if decided is None and await self._lives(attempt):
+            log.info("%s still runs and is waited for", attempt.session_id)
+            running.progress.launched = now() - tried.age_s
+            running.news.set()  # a hint that came in between is nobody's any more
+            return await self._decide(running, await self._await_outcome(running))
+        given_up = broken("the collector was restarted", Reason.DIED)
+        try:
+            stands = await self._fence(running.waiting, given_up.message)
+        except WireError:  # what it left behind cannot be read; the next attempt takes its place
+            stands = None
+        if isinstance(stands, OutcomeRecord):
+            return await self._decide(running, None)
+        await self._conclude(running, given_up, delivered=False)
+        self._ledger.spent(attempt, await self.sampled(attempt))
+        return None
+
+    async def sampled(self, attempt: Attempt) -> int:
+        """What an attempt that came to nothing has cost."""
+        found = await self._patiently(lambda: self._gateway.states([attempt.session_id]))
+        state = found.get(attempt.session_id)
+        return state.tokens.get("sampled", 0) if state else 0
+
+    # --- what runs already -----------------------------------------------------------------------
+
+    async def _lives(self, attempt: Attempt) -> bool:
+        """Whether an agent that an earlier process launched still works on it."""
+        found = await self._adopted(attempt)
+        if found or (found is False and not self._judge):
+            return found
+        state = (await self._patiently(lambda: self._gateway.states([attempt.session_id]))).get(
+            attempt.session_id
+        )
+        if state is None or state.phase != "open":
+            return self._judge is not None and state is not None and state.phase == "completed"
+        if found is False:
+            return False
+        seen = state.unseen_s if state.unseen_s is not None else state.idle_s
+        return bool(state.in_flight) or seen <= self._plan.deadlines.dead_s
+
+    async def _adopted(self, attempt: Attempt) -> bool | None:
+        """None where its place does not know, or cannot be asked: then signs of life tell."""
+        try:
+            return await self._runtime.adopt(attempt)
+        except AfieldError as error:
+            log.warning("%s cannot be looked for where it ran: %s", attempt.session_id, error)
+            return None
+
+    # --- its outcome -----------------------------------------------------------------------------
+
+    async def _await_outcome(self, running: Running) -> Failure | None:
+        """None once the attempt is decided; else why it is given up."""
+        self._notice.running[running.session_id] = running
+        if failure := self.cancelled.get(running.waiting.rollout.id):
+            running.give_up(failure)
+        exiting = asyncio.create_task(self._runtime.wait(running.waiting.attempt))
+        exiting.add_done_callback(lambda _: running.news.set())
+        grading: asyncio.Task[Failure | None] | None = None
+        try:
+            while True:
+                await running.news.wait()
+                running.news.clear()
+                if running.exit is None and exiting.done():
+                    running.exit = exiting.result()
+                    running.progress.ended = None if running.exit.failure else now()
+                if await self._decision(running.waiting) is not None:
+                    return None
+                grading = grading or await self._grading(running)
+                if failure := _given_up(running, grading):
+                    return failure
+        finally:
+            del self._notice.running[running.session_id]
+            if grading:
+                grading.cancel()
+                await asyncio.gather(grading, return_exceptions=True)
+            if exiting.done():
+                running.exit = running.exit or exiting.result()
+            else:
+                exiting.cancel()
+                await asyncio.gather(exiting, return_exceptions=True)
+
+    async def _grading(self, running: Running) -> asyncio.Task[Failure | None] | None:
+        """A verifier at work on what the agent has handed in, if it has."""
+        submission = await self._judge.submission(running) if self._judge else None
+        if not self._judge or submission is None:
+            return None
+        running.progress.grading, running.progress.ended = True, None
+        running.progress.completed = running.progress.completed or now()
+        grading = asyncio.create_task(self._judge.grade(running, submission))
+        grading.add_done_callback(lambda _: running.news.set())
+        return grading
+
+    async def _decision(self, waiting: Waiting) -> object | None:
+        try:
+            return await self._patiently(lambda: self._transport.decision(waiting))
+        except WireError as error:
+            return error
+
+    async def _decide(self, running: Running, failure: Failure | None) -> Outcome:
+        """What stands in the store, or our fence with the failure we saw. Ends what is left of it."""
+        reason = failure.message if failure else "the agent ended without an outcome"
+        try:
+            stands = await self._fence(running.waiting, reason)
+        except WireError as error:
+            stands, failure = None, broken(f"its outcome cannot be read: {error}", Reason.UPLOAD)
+        if isinstance(stands, OutcomeRecord):
+            outcome = _checked(stands.outcome, running.waiting.attempt)
+        else:
+            attempt = running.waiting.attempt
+            outcome = wire.failed(attempt.rollout_id, attempt.n, failure or broken(reason, Reason.DIED))
+        await self._conclude(running, outcome.failure, isinstance(stands, OutcomeRecord))
+        return outcome
+
+    async def _fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+        stands = await self._patiently(lambda: self._transport.fence(waiting, reason))
+        self._notice.used.append(waiting.attempt)
+        return stands
+
+    async def _conclude(self, running: Running, failure: Failure | None, delivered: bool) -> None:
+        """End what is left of an attempt that is decided; its agent in the background."""
+        if failure:
+            await self._abort(running.waiting.attempt, failure.message)
+        if not running.asked:
+            return
+        ending = self._tasks.create_task(self._tear_down(running, LINGER_S if delivered else 0.0))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _tear_down(self, running: Running, linger_s: float) -> None:
+        """End the agent's session wherever it runs; one that has just delivered may end by itself first."""
+        attempt = running.waiting.attempt
+        if self._judge and running.judge:
+            await self._judge.stop(running.judge)
+        left = running.exit
+        if left is None and linger_s and not self._runtime.capabilities.lingers:
+            with suppress(TimeoutError):
+                left = await asyncio.wait_for(self._runtime.wait(attempt), linger_s)
+        if left and not left.failure and not left.lingers:
+            return
+        await self._launcher.stop(attempt)
+
+    async def _abort(self, attempt: Attempt, reason: str) -> None:
+        """A session that was never opened has nothing to abort."""
+        try:
+            await self._patiently(lambda: self._gateway.abort(attempt.session_id, reason))
+        except AfieldError as error:
+            log.info("%s was not aborted: %s", attempt.session_id, error)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        return await patiently(ask, self._plan.patience_s)
+
+
+def _given_up(running: Running, grading: asyncio.Task[Failure | None] | None) -> Failure | None:
+    """Why nothing more is expected. Once an agent has handed in, its place may break."""
+    failure = running.exit.failure if running.exit and not grading else None
+    if grading and grading.done():
+        failure = grading.result()
+        running.progress.ended = running.progress.ended or now()
+    return failure or running.verdict
+
+
+def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:
+    if (outcome.rollout_id, outcome.attempt) == (attempt.rollout_id, attempt.n):
+        return outcome
+    told = f"the outcome stored for {attempt.session_id} says it is of {outcome.session_id}"
+    return wire.failed(attempt.rollout_id, attempt.n, Failure(FailureKind.VERIFIER, Reason.REWARD, told))
