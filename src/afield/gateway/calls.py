@@ -12,18 +12,16 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import ParamSpec, TypeVar
 
-import msgspec
 from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.forest import extend_digest
-from afield.gateway import lineage, side, wishes
+from afield.gateway import lineage, placing, side, wishes
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
-from afield.gateway.refusal import Refusal, bad_request, context_exceeded, engine_down
+from afield.gateway.refusal import bad_request, engine_down
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
 from afield.gateway.session import ENGINE_FAILED, Session
 from afield.gateway.sessions import SUPERSEDED, Sessions
@@ -36,10 +34,7 @@ from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnSt
 log = logging.getLogger("afield.gateway")
 MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read and stayed text
 LAST = 1 << 62  # calls that never ended sort behind those that did
-P = ParamSpec("P")
-R = TypeVar("R")
 LEAVING_S = 5.0
-INLINE_CHARACTERS = 8_000  # more new text than this is rendered off the event loop
 
 
 class Calls:
@@ -68,8 +63,8 @@ class Calls:
         self._check(request)
         self._sampling(session, request)
         tokens = self._tokens_of(session)
-        place = await self._place(session, tokens, request)
-        limit = self._limit(session, request, place)
+        place = await placing.place(session, tokens, request, self._info.max_context)
+        limit = placing.limit(session, request, place, self._info.max_context)
         if items := await self._again(session, tokens, request, place, limit):
             for item in items:
                 yield item
@@ -84,7 +79,9 @@ class Calls:
     async def count(self, session: Session, request: ModelRequest) -> int:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(request)
-        return len((await self._place(session, self._tokens_of(session), request)).prompt_ids)
+        tokens = self._tokens_of(session)
+        place = await placing.place(session, tokens, request, self._info.max_context)
+        return len(place.prompt_ids)
 
     def _sampling(self, session: Session, request: ModelRequest) -> Sampling:
         spec = session.row.spec
@@ -108,65 +105,6 @@ class Calls:
                 f"the engine ({self._info.kind}) takes no images",
                 "send text, or serve a model and an engine that take images",
             )
-
-    # --- where it stands -------------------------------------------------------------------------
-
-    async def _place(self, session: Session, tokens: ChatTokens, request: ModelRequest) -> lineage.Place:
-        forest = session.forest
-        try:
-            if request.prompt is not None:
-                raw = lineage.locate_raw(forest, tokens, request.prompt)
-                if isinstance(raw.rest, str):
-                    self._check_size(session, tokens, len(raw.rest))
-                text, delta = await _off_loop(len(raw.rest), lineage.render_raw, tokens, raw)
-                return lineage.place_raw(forest, raw, text, delta)
-            if request.after is not None:
-                request = self._with_history(session, request)
-            missed = frozenset(session.undelivered)
-            spot = lineage.locate(forest, tokens, request, missed, session.recall)
-            size = sum(map(_size, spot.new if spot.parent else spot.messages))
-            if not spot.parent:
-                size += sum(len(msgspec.json.encode(tool.raw)) for tool in request.tools)
-            self._check_size(session, tokens, size)
-            rendered = await _off_loop(size, lineage.render, tokens, spot, request.tools)
-            return lineage.place(forest, spot, rendered, request)
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"the chat template refuses these messages: {error}") from error
-
-    def _with_history(self, session: Session, request: ModelRequest) -> ModelRequest:
-        """The conversation a client left to us to remember."""
-        after = request.after
-        turn = session.forest[after] if after is not None and after in session.forest else None
-        if turn is None or turn.status is not TurnStatus.COMMITTED:
-            name = f"previous response of turn {after!r}"
-            raise Refusal(400, "previous_response_not_found", f"{name} is not of this session")
-        history = [m for step in session.forest.path(turn.id) for m in step.messages]
-        new = request.messages
-        if new and new[0].role == "system":  # instructions are not inherited
-            history = [m for m in history[:1] if m.role != "system"] + history[1:]
-            return structs.replace(
-                request, messages=(new[0], *history, *new[1:]), hints=request.hints | {after}
-            )
-        return structs.replace(request, messages=(*history, *new), hints=request.hints | {turn.id})
-
-    def _context(self, session: Session) -> int:
-        return min(self._info.max_context, session.row.spec.budget.context or self._info.max_context)
-
-    def _check_size(self, session: Session, tokens: ChatTokens, characters: int) -> None:
-        """A text that cannot fit is not tokenised to find that out."""
-        at_least, context = characters // tokens.longest_token, self._context(session)
-        if at_least > context:
-            raise context_exceeded(at_least, context)
-
-    def _limit(self, session: Session, request: ModelRequest, place: lineage.Place) -> int:
-        """How many tokens the call may sample: what context, session and client allow."""
-        spec = session.row.spec
-        context = self._context(session)
-        room = context - len(place.prompt_ids)
-        if room < 1:
-            raise context_exceeded(len(place.prompt_ids), context)
-        bounds = (room, request.max_tokens, spec.sampling.max_tokens)
-        return min(bound for bound in bounds if bound is not None)
 
     # --- asked again -----------------------------------------------------------------------------
 
@@ -423,19 +361,9 @@ class Calls:
         return call_id(turn_id, index, self._tokens.certificate.call_ids)
 
 
-async def _off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    return (
-        await asyncio.to_thread(work, *args, **kwargs) if size > INLINE_CHARACTERS else work(*args, **kwargs)
-    )
-
-
 async def _thought(tokens: ChatTokens, turn: Turn, reply: Message) -> int:
     """Counted id by id, and only where something was thought."""
     if not reply.reasoning:
         return 0
     parser = tokens.parser(tools=())
-    return await _off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
-
-
-def _size(message: Message) -> int:
-    return len(message.content) + len(message.reasoning) + sum(len(c.arguments) for c in message.tool_calls)
+    return await placing.off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
