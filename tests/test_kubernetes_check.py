@@ -17,7 +17,7 @@ from afield.errors import UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kube import KubernetesRuntime
 from afield.runtimes.kube_check import NEEDED
-from fake_kube import FakeKube
+from fake_kube import NAMESPACE, FakeKube
 from kubes import asked, fake_kube, jobs, runtime_on
 
 pytestmark = pytest.mark.anyio
@@ -142,17 +142,17 @@ async def test_a_server_is_spoken_to_in_secret_and_only_if_it_is_the_right_one(t
         assert "certificate verify failed" in await refused(runtime_on(kube))
 
 
-async def test_a_token_is_read_again_when_it_has_changed(
-    kube: FakeKube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_token_is_read_again_when_it_has_changed(kube: FakeKube, tmp_path: Path) -> None:
     """As clusters rotate them under a process that runs for days."""
     config = json.loads(kube.kubeconfig.read_text())
     token = tmp_path / "token"
     token.write_text("stale")
     config["users"][0]["user"] = {"tokenFile": str(token)}
     kube.kubeconfig.write_text(json.dumps(config))
-    monkeypatch.setattr("afield.runtimes.kube_api.TOKEN_S", 0.0)
-    async with runtime_on(kube) as runtime:
+    options = KubernetesOptions(image="a:1", namespace=NAMESPACE, kubeconfig=str(kube.kubeconfig))
+    async with KubernetesRuntime(options, name="r", log_dir=tmp_path, token_s=0.0) as runtime:
+        with pytest.raises(UsageError, match="log in again"):
+            await runtime.check()
         token.write_text("not-a-secret")
         await runtime.check()
 

@@ -25,7 +25,7 @@ from afield.errors import (
 )
 from afield.options import KubernetesOptions
 from afield.runtimes.attempts import Attempts, broken
-from afield.runtimes.kube_api import Refused
+from afield.runtimes.kube_api import TOKEN_S, Refused
 from afield.runtimes.kube_check import check
 from afield.runtimes.kube_ends import End, end_of
 from afield.runtimes.kube_launch import Launch
@@ -61,13 +61,14 @@ class KubernetesRuntime:
         log_dir: Path,
         start_timeout_s: float = 300.0,
         poll_s: float = POLL_S,
+        token_s: float = TOKEN_S,
     ) -> None:
         self._options = options
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._poll_s = poll_s
         self._attempts = Attempts()
-        self._space = Space(options, name)
+        self._space = Space(options, name, token_s)
         self._sessions = Sessions(self._space, self._review)
         self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
         self._endings: set[asyncio.Task[None]] = set()

@@ -29,7 +29,7 @@ CONNECT_S = 10.0
 PAGE = "500"
 TRIES = 4
 PAUSE_S = 0.3
-TOKEN_S = 60.0
+TOKEN_S = 60.0  # how long a token is used before it is read, or made, again
 SILENT = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-async def opened(options: KubernetesOptions) -> Cluster:
+async def opened(options: KubernetesOptions, token_s: float = TOKEN_S) -> Cluster:
     """The cluster that the options name. Nothing is sent yet; what cannot be read is a UsageError."""
     try:
         from kubernetes_asyncio import client
@@ -178,7 +178,7 @@ async def opened(options: KubernetesOptions) -> Cluster:
         raise UsageError(f"{said} ({error})") from error
     configuration = client.Configuration()
     configuration.connection_pool_maxsize = 0  # no bound
-    await _configure(configuration, options)
+    await _configure(configuration, options, token_s)
     try:
         return Cluster(client.ApiClient(configuration), options.namespace)
     except OSError as error:  # certificates that cannot be read
@@ -189,7 +189,7 @@ def _is_there(kubeconfig: str) -> bool:
     return any(Path(file).expanduser().is_file() for file in kubeconfig.split(":"))
 
 
-async def _configure(configuration: Any, options: KubernetesOptions) -> None:
+async def _configure(configuration: Any, options: KubernetesOptions, token_s: float) -> None:
     from kubernetes_asyncio import config
     from yaml import YAMLError
 
@@ -226,16 +226,18 @@ async def _configure(configuration: Any, options: KubernetesOptions) -> None:
         where = options.kubeconfig or "the usual kubeconfig"
         context = f", context {options.context!r}" if options.context else ""
         raise UsageError(f"{where}{context} cannot be used: {error}; kubectl config view shows it") from error
-    configuration.refresh_api_key_hook = _refreshing(loader, unreadable)
+    configuration.refresh_api_key_hook = _refreshing(loader, unreadable, token_s)
 
 
-def _refreshing(loader: Any, unreadable: tuple[type[BaseException], ...]) -> Callable[[Any], Awaitable[None]]:
+def _refreshing(
+    loader: Any, unreadable: tuple[type[BaseException], ...], token_s: float
+) -> Callable[[Any], Awaitable[None]]:
     """Tokens end, often after minutes: each is read, or made, anew from time to time."""
     read_at = time.monotonic()
 
     async def refresh(configuration: Any) -> None:
         nonlocal read_at
-        if time.monotonic() - read_at < TOKEN_S:
+        if time.monotonic() - read_at < token_s:
             return
         read_at = time.monotonic()  # before the first await: others who come now take what there is
         try:

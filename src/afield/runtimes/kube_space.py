@@ -10,7 +10,7 @@ from typing import Any
 
 from afield.errors import Throttled, Unavailable
 from afield.options import KubernetesOptions
-from afield.runtimes.kube_api import Cluster, Refused, opened, patiently
+from afield.runtimes.kube_api import TOKEN_S, Cluster, Refused, opened, patiently
 from afield.runtimes.kube_job import job_for
 from afield.runtimes.kube_objects import RUN, SESSION, Job, Pod, label_of, name_of
 from afield.runtimes.kube_pods import Pods
@@ -20,10 +20,11 @@ MISSING = 404
 
 
 class Space:
-    def __init__(self, options: KubernetesOptions, run: str) -> None:
+    def __init__(self, options: KubernetesOptions, run: str, token_s: float = TOKEN_S) -> None:
         self.options = options
         self.run = run
         self.selector = f"{RUN}={label_of(run)}"
+        self._token_s = token_s
         self._cluster: Cluster | None = None
         self._opening = asyncio.Lock()
 
@@ -35,7 +36,7 @@ class Space:
     async def cluster(self) -> Cluster:
         async with self._opening:
             if self._cluster is None:
-                self._cluster = await opened(self.options)
+                self._cluster = await opened(self.options, self._token_s)
             return self._cluster
 
     async def pods(self) -> Pods:
