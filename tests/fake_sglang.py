@@ -34,9 +34,15 @@ class FakeSglang:
         images: bool = False,
         faults: Iterable[str] = (),
         loras: int = 0,
+        flushes_waiting: bool = True,
     ) -> None:
         """`original` log-probabilities are those before temperature; `loras` is how many adapters it has
-        room for, which change nothing but the name a call asks for."""
+        room for, which change nothing but the name a call asks for. Servers before 0.5.23 do not flush
+        while calls wait (`flushes_waiting`), and die when they must as they load."""
+        self.flushes_waiting = flushes_waiting
+        self.in_flight = 0
+        self.ended = asyncio.Event()
+        self.dead = False
         self.loras, self.adapters = loras, dict[str, str]()
         self.aborts: dict[str, asyncio.Event] = {}
         self.busy: dict[str, str] = {}
@@ -56,12 +62,16 @@ class FakeSglang:
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/generate", self.generate)
-        for path in ("pause_generation", "continue_generation", "update_weights_from_disk"):
+        for path in ("pause_generation", "continue_generation", "update_weights_from_disk", "flush_cache"):
             app.router.add_post(f"/{path}", self.manage)
         app.router.add_post("/load_lora_adapter", self.load_adapter)
         app.router.add_post("/unload_lora_adapter", self.unload_adapter)
         app.router.add_post("/abort_request", self.abort)
         return app
+
+    def restart(self, engine: Engine) -> None:
+        """As a server does that died and was started again: with its first weights, and nothing else."""
+        self.label, self.adapters, self.engine = "default", {}, engine
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": name} for name in ("policy", *self.adapters)]})
@@ -108,16 +118,27 @@ class FakeSglang:
         return web.json_response({"weight_version": self.label, "has_image_understanding": self.images})
 
     async def manage(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        body: dict[str, Any] = await request.json() if request.can_read_body else {}
         self.asked.append((request.path, body))
+        flushable = self.flushes_waiting or not self.in_flight
+        if request.path == "/flush_cache":
+            return web.Response(text="Flush cache failed.", status=200 if flushable else 400)
         if request.path == "/pause_generation":
             self.moving.clear()
+            if body["mode"] == "abort":
+                self.ended.set()
+                while self.in_flight:
+                    await asyncio.sleep(0.01)
+                self.ended = asyncio.Event()
         elif request.path == "/continue_generation":
             self.moving.set()
         else:
             if body["model_path"].endswith("broken"):
                 told = {"success": False, "message": "Failed to get model", "num_paused_requests": 0}
                 return web.json_response(told, status=400)
+            if body["flush_cache"] and not flushable:
+                self.dead = True
+                return web.Response(status=500, text="Cache flush failed after updating weights")
             self.label = body["weight_version"]
             await self.engine.load(int(self.label), body["model_path"])
         return web.json_response({"success": True, "message": "Succeeded", "status": "ok"})
@@ -125,6 +146,7 @@ class FakeSglang:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        await self.moving.wait()
         given = body["sampling_params"]
         call = Call(
             id="c",
@@ -152,17 +174,22 @@ class FakeSglang:
             return web.json_response({"error": {"message": str(error)}}, status=500)
 
     async def chunks(self, call: Call, rid: str, adapter: str) -> AsyncGenerator[Chunk]:
-        aborted = self.aborts[rid] = asyncio.Event()
+        aborted, ended = asyncio.Event(), self.ended
+        self.aborts[rid] = aborted
+        self.in_flight += 1
         self.busy[rid] = adapter
         self.most_at_once = max(self.most_at_once, len({*self.busy.values()} - {""}))
         try:
             async for chunk in self.engine.generate(call):
-                if rid and aborted.is_set():
+                while not (self.moving.is_set() or ended.is_set()):
+                    await asyncio.sleep(0.005)
+                if (rid and aborted.is_set()) or ended.is_set():
                     yield structs.replace(chunk, token_ids=(), logprobs=(), finish=FinishReason.ABORTED)
                     return
                 yield chunk
         finally:
             self.busy.pop(rid, None)
+            self.in_flight -= 1
 
     async def stream(
         self, request: web.Request, body: dict[str, Any], chunks: AsyncIterator[Chunk], fault: str
@@ -170,7 +197,6 @@ class FakeSglang:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         seen: list[Chunk] = []
         async for chunk in chunks:
-            await self.moving.wait()
             if not response.prepared:
                 await response.prepare(request)
             seen.append(chunk)
@@ -198,6 +224,9 @@ class FakeSglang:
         if fault == "lowest":
             entries[-1][0] = -3.4028234663852886e38
         finish = seen[-1].finish
+        if finish is FinishReason.ABORTED and body["stream"]:  # the last id, and every log-probability
+            every = [pair for c in seen for pair in zip(c.logprobs, c.token_ids, strict=True)]
+            tokens, entries = tokens[-1:], [[p, t, None] for p, t in every]
         meta: dict[str, Any] = {
             "id": "r1",
             "finish_reason": {"type": TYPES[finish]} if finish else None,

@@ -46,6 +46,8 @@ class FakeVllm:
         self.pieces = pieces
         self.label = "default"
         self.asked: list[str] = []
+        self.lost_answers: list[str] = []
+        self.stuck = 0  # how often the cache cannot be reset
         self.bodies: list[dict[str, Any]] = []
         self.sessions: list[str | None] = []
         self.moving = asyncio.Event()
@@ -141,8 +143,13 @@ class FakeVllm:
         body = await request.json() if request.can_read_body else {}
         if request.path == "/pause":
             self.moving.clear()
+            if "/pause" in self.lost_answers and request.transport:
+                request.transport.abort()
         elif request.path == "/resume":
             self.moving.set()
+        elif request.path == "/reset_prefix_cache" and self.stuck:
+            self.stuck -= 1
+            return web.json_response({"success": False})
         elif request.path == "/collective_rpc":
             self.weights = body["kwargs"]["weights_path"]
             if self.weights.endswith("broken"):
@@ -151,6 +158,10 @@ class FakeVllm:
             self.label = body["new_version"]
             await self.engine.load(int(self.label), self.weights)
         return web.json_response({"success": True})
+
+    def restart(self, engine: Engine) -> None:
+        """As a server does that died and was started again: with its first weights, and nothing else."""
+        self.label, self.adapters, self.engine = "default", {}, engine
 
     # --- calls ------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """A server that answers what a real SGLang did, as `scripts/record_sglang.py` wrote it down.
 
 Asked the same twice, it gives the recorded answers in turn, then the last again. Anything that was not asked
-when it was recorded is answered with 500.
+when it was recorded is answered with 500; but for `/flush_cache`, which came later, and for whether the cache
+is flushed as weights are loaded, which was true then.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Replay:
     async def answer(self, request: web.Request) -> web.Response:
         data = await request.read()
         asked = _key(request.path, json.loads(data) if data else None)
+        if request.path == "/flush_cache":
+            return web.Response(text="Cache flushed.")
         answers = self.answers.get(asked)
         if not answers:
             return web.Response(status=500, text=f"never recorded (see scripts/record_sglang.py): {asked}")
@@ -34,6 +37,8 @@ class Replay:
 
 
 def _key(path: str, body: Any) -> str:
+    if isinstance(body, dict) and "flush_cache" in body:
+        body = {**body, "flush_cache": None}
     return f"{path} {json.dumps(body, sort_keys=True)}"
 
 

@@ -162,16 +162,84 @@ async def test_weights_are_swapped_while_calls_are_retracted(tmp_path: Path) -> 
         with pytest.raises(Unavailable, match="may hold parts of it"):
             await answer(engine, a_call())
         await engine.load(2, str(tmp_path / "good"))
-        assert [path for path, _ in fake.asked[-3:]] == [
+        assert [path for path, _ in fake.asked[-4:]] == [
             "/pause_generation",
+            "/flush_cache",
             "/update_weights_from_disk",
             "/continue_generation",
         ]
-        assert fake.asked[-3][1] == {"mode": "retract"}
+        assert fake.asked[-4][1] == {"mode": "retract"}
         assert (await engine.info()).version == 2
         assert (await answer(engine, a_call()))[-1].versions == (VersionSpan(0, 12, 2, 2),)
         with pytest.raises(Conflict):
             await engine.load(1, str(tmp_path / "good"))
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("incremental", [False, True], ids=["cumulative", "incremental"])
+async def test_calls_that_keep_a_server_from_flushing_are_ended_and_go_on(
+    weights: str, stream: bool, incremental: bool
+) -> None:
+    fake = FakeSglang(ScriptedEngine(slowly), flushes_waiting=False, incremental=incremental)
+    async with connected(fake) as engine:
+        call = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        await engine.load(1, weights)
+        await engine.load(2, weights)
+        chunks = await call
+    assert not fake.dead
+    assert ids(chunks) == list(range(8, 38))
+    assert chunks[-1].finish is FinishReason.LENGTH
+    spans = chunks[-1].versions or tuple(_spans_of(chunks))
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+    assert spans[-1].end == 30
+    assert (spans[0].low, spans[-1].low) == (0, 2)
+
+
+def _spans_of(chunks: list[Chunk]) -> list[VersionSpan]:
+    spans, start = list[VersionSpan](), 0
+    for chunk in chunks:
+        spans.append(VersionSpan(start, start + len(chunk.token_ids), chunk.low, chunk.high))
+        start = spans[-1].end
+    return spans
+
+
+async def test_weights_may_take_longer_to_load_than_a_call_may_be_silent(weights: str) -> None:
+    fake = FakeSglang(SlowToLoad(slowly))
+    async with connected(fake, idle_s=0.3) as engine:
+        call = await begin(fake, engine, a_call(max_tokens=10))
+        await engine.load(1, weights)
+        assert ids(await call) == list(range(8, 18))
+
+
+class SlowToLoad(ScriptedEngine):
+    async def load(self, version: int, path: str) -> None:
+        await asyncio.sleep(1.0)
+        await super().load(version, path)
+
+
+@pytest.mark.parametrize("spans", [True, False], ids=["exact", "intervals"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_was_started_again_is_found_out_by_its_answer(
+    weights: str, stream: bool, spans: bool
+) -> None:
+    fake = FakeSglang(ScriptedEngine(counting), spans=spans)
+    async with connected(fake) as engine:
+        await engine.load(3, weights)
+        fake.restart(ScriptedEngine(counting))
+        chunks = await answer(engine, a_call(stream=stream))
+        told = chunks[-1].versions or tuple(_spans_of(chunks))
+        assert {(span.low, span.high) for span in told} == {(0, 0)}
+        with pytest.raises(Unavailable, match="lost version 3: it was started again with older weights"):
+            await answer(engine, a_call(stream=stream))
+        assert (await engine.info()).version == 0
+        await engine.load(3, weights)
+        assert {chunk.low for chunk in await answer(engine, a_call(stream=stream))} == {3}
 
 
 async def test_images_go_beside_the_ids() -> None:
@@ -280,6 +348,31 @@ async def test_an_adapter_the_server_refuses_changes_nothing(tmp_path: Path) -> 
     async with connected(FakeSglang(ScriptedEngine(counting))) as engine:
         with pytest.raises(UsageError, match="serves 0 adapters at a time; start it with --enable-lora"):
             await engine.load(1, str(tmp_path / "1"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_lost_its_adapters_is_not_the_callers_fault(tmp_path: Path, stream: bool) -> None:
+    fake = FakeSglang(ScriptedEngine(counting), loras=2)
+    async with connected(fake) as engine:
+        await engine.load(1, adapter(tmp_path, "1"))
+        fake.restart(ScriptedEngine(counting))
+        with pytest.raises(Unavailable, match="lost the adapter of version 1"):
+            await answer(engine, a_call(stream=stream))
+        assert (await engine.info()).version == 0
+        await engine.load(1, str(tmp_path / "1"))
+        assert versions(await answer(engine, a_call(stream=stream))) == [1] * 12
+
+
+async def test_whole_weights_that_somebody_else_loaded_take_over_from_adapters(
+    tmp_path: Path, weights: str
+) -> None:
+    fake = FakeSglang(ScriptedEngine(counting), loras=2)
+    async with connected(fake) as engine, SglangEngine(engine.url) as other:
+        await engine.load(1, adapter(tmp_path, "1"))
+        await other.load(2, weights)
+        await engine.load(2, weights)
+        assert (await engine.info()).version == 2
+        assert (await answer(engine, a_call()))[-1].versions == (VersionSpan(0, 12, 2, 2),)
 
 
 @pytest.fixture(params=["cumulative", "incremental"])

@@ -17,6 +17,7 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sse import Events
 from afield.engines.vllm import VllmEngine
 from afield.errors import Conflict, Unavailable, UsageError
+from afield.gateway.pool import Pool
 from afield.seams.engine import Call, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 from fake_vllm import FakeVllm, serving
@@ -308,6 +309,57 @@ async def test_a_server_that_failed_to_load_serves_nothing_until_it_has(tmp_path
         with pytest.raises(Unavailable, match="failed to load version 1 and may hold parts of it"):
             await answer(engine, a_call())
         await engine.load(1, str(tmp_path / "good"))
+        assert len(ids(await answer(engine, a_call()))) == 12
+
+
+async def test_a_cache_that_cannot_be_reset_yet_is_reset_before_calls_go_on(weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with connected(fake) as engine:
+        fake.stuck = 2
+        await engine.load(1, str(weights))
+        assert fake.stuck == 0
+        fake.stuck = 100
+        with pytest.raises(Unavailable, match="does not give up what the old weights computed"):
+            await engine.load(2, str(weights))
+        with pytest.raises(Unavailable, match="failed to load version 2"):
+            await answer(engine, a_call())
+
+
+@pytest.mark.parametrize("scale_out", [True, False], ids=["generate", "completions"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_was_started_again_is_found_out_by_its_answer(
+    weights: Path, stream: bool, scale_out: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(counting), scale_out=scale_out)
+    async with connected(fake) as engine:
+        await engine.load(3, str(weights))
+        fake.restart(ScriptedEngine(counting))
+        last = (await answer(engine, a_call(stream=stream)))[-1]
+        told = last.versions or (VersionSpan(0, 12, last.low, last.high),)
+        assert {span.low for span in told} == {0}
+        with pytest.raises(Unavailable, match="lost version 3: it was started again with older weights"):
+            await answer(engine, a_call(stream=stream))
+        await engine.load(3, str(weights))
+        assert {chunk.low for chunk in await answer(engine, a_call(stream=stream))} == {3}
+
+
+async def test_a_pool_brings_a_worker_that_was_started_again_to_its_weights(weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(counting), scale_out=False)
+    async with asyncio.timeout(BOUND_S), serving(fake) as url, Pool({"a": VllmEngine(url)}) as pool:
+        await pool.load(3, str(weights))
+        fake.restart(ScriptedEngine(counting))
+        answers = [await answer(pool, a_call(id=f"call-{n}")) for n in range(3)]
+    versions = [chunks[-1].versions or (VersionSpan(0, 12, chunks[-1].low, 3),) for chunks in answers]
+    assert [spans[0].low for spans in versions] == [0, 3, 3]
+
+
+async def test_a_pause_whose_answer_got_lost_does_not_outlive_the_load(weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with connected(fake) as engine:
+        fake.lost_answers = ["/pause"]
+        with pytest.raises(Unavailable, match="broke off"):
+            await engine.load(1, str(weights))
+        assert fake.moving.is_set()
         assert len(ids(await answer(engine, a_call()))) == 12
 
 

@@ -194,6 +194,9 @@ async def test_whole_weights_after_adapters_take_over_every_call(adapters: list[
         assert fake.served[-2:] == ["tiny-v1", "tiny"]
         assert ids(chunks) == list(range(8, 38))
         assert {chunk.low for chunk in chunks} == {1, 2}
+        told = chunks[-1].versions
+        assert told is not None
+        assert (told[0].start, told[0].low, told[-1].end, told[-1].low) == (0, 1, 30, 2)
         assert (await engine.info()).version == 2
 
 

@@ -2,7 +2,7 @@
 
 Every failure of the far side is `Unavailable` and names the URL: refused or dropped connections,
 5xx, bytes that are not the expected JSON, and silence. Silence is counted between two reads, and
-not at all while `held` says that the server was told to keep still. A 400, 413 or 422 is the
+not at all, for calls, while `held` says that the server was told to keep still. A 400, 413 or 422 is the
 caller's fault: ValueError. Closing an answer closes its connection, which servers take as a cancel.
 """
 
@@ -76,9 +76,12 @@ class Http:
             await self._session.close()
         self._session = None
 
-    async def status(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    async def status(
+        self, method: str, path: str, body: Any = None, *, idle_s: float | None = None
+    ) -> tuple[int, bytes]:
         """What came back, whatever the status."""
-        async with self._answer(method, path, body, {}, self._idle_s) as (response, _):
+        limit = idle_s or self._idle_s
+        async with self._answer(method, path, body, {}, limit, still=False) as (response, _):
             return response.status, await response.read()
 
     async def ask(
@@ -89,16 +92,18 @@ class Http:
         *,
         headers: dict[str, str] | None = None,
         idle_s: float | None = None,
+        still: bool = False,
     ) -> bytes:
-        """The body of a good answer."""
-        async with self._answer(method, path, body, headers or {}, idle_s or self._idle_s) as (response, _):
+        """The body of a good answer; one that calls for tokens may stand `still` while the server is held."""
+        limit = idle_s or self._idle_s
+        async with self._answer(method, path, body, headers or {}, limit, still=still) as (response, _):
             data = await response.read()
             self._check(response.status, data)
             return data
 
     async def reads(self, path: str, body: Any, headers: dict[str, str]) -> AsyncGenerator[bytes]:
         """The bytes of a good answer, as much at a time as has arrived."""
-        async with self._answer("POST", path, body, headers, self._idle_s) as (response, silence):
+        async with self._answer("POST", path, body, headers, self._idle_s, still=True) as (response, silence):
             if response.status != 200:
                 self._check(response.status, await response.read())
             started = silence.heard
@@ -111,12 +116,12 @@ class Http:
 
     @asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: Any, headers: dict[str, str], idle_s: float
+        self, method: str, path: str, body: Any, headers: dict[str, str], idle_s: float, *, still: bool
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Silence]]:
         if self._session is None:
             raise Unavailable(f"the engine at {self.url} is not connected; enter it with `async with`")
         data = None if body is None else msgspec.json.encode(body)
-        silence = Silence(idle_s, self._held, late=lambda: None)
+        silence = Silence(idle_s, self._held if still else lambda: False, late=lambda: None)
         response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(None) as limit:

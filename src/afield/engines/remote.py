@@ -2,7 +2,8 @@
 
 A server is asked what it is on entering, and its version every time `info` is. Weights are swapped while
 it stands still, so that no token is sampled by half of them; if that fails it serves nothing until a
-later load has succeeded. A pause asked for from outside outlives a load.
+later load has succeeded, nor does one that answers with older weights than it had, because it was started
+again. A pause asked for from outside outlives a load.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from afield.engines.adapters import Lease, Leases, is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.http import Http
 from afield.engines.logprobs import Drawn, check_mode
+from afield.engines.spans import Pieces
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import FinishReason
@@ -44,12 +46,14 @@ class RemoteEngine(ABC):
     ) -> None:
         """`version` is what weights that were never named count as; `idle_s` bounds silence within a
         stream, `answer_s` the wait for an answer in one piece."""
-        self._http = Http(url, api_key=api_key, idle_s=idle_s, held=lambda: self._held)
+        self._http = Http(url, api_key=api_key, idle_s=idle_s, held=lambda: self._held or self._swapping)
         self.url = self._http.url
         self._initial, self._version = version, version
         self._vocab_size, self._answer_s = vocab_size or UNKNOWN_VOCABULARY, answer_s
-        self._held = False
+        self._held = self._swapping = False
         self._spoiled: str | None = None
+        self._lost: int | None = None  # the version it has to have again
+        self._ends = 0  # how often all calls were ended to load weights
         self._loading = asyncio.Lock()
         self._leases = Leases()
         self._known: EngineInfo | None = None
@@ -78,23 +82,30 @@ class RemoteEngine(ABC):
         """Asks the server, so that one that is gone is Unavailable."""
         known = self._entered()
         await self._refresh()
+        if self._lost is not None and self._version >= self._lost:
+            self._lost = None
         return structs.replace(known, version=self._version)
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        """On a server with adapters a call keeps its own, until that is called back."""
-        sampled: list[int] = []
+        """On a server with adapters a call keeps its own, until that is called back.
+
+        One that the server ended because weights were loaded goes on with those.
+        """
+        sampled = Pieces()
         while True:
+            ends = self._ends
             with self._leases.held() as lease:
-                rest = _rest(call, sampled)
+                rest = _rest(call, sampled.begin())
                 pieces = self._streamed(rest, lease) if call.stream else self._whole(rest, lease)
                 async with aclosing(pieces):
                     async for chunk in pieces:
-                        sampled += chunk.token_ids
-                        if chunk.finish is FinishReason.ABORTED and lease is not None and lease.called_back:
-                            if chunk.token_ids:
-                                yield structs.replace(chunk, finish=None)
+                        ours = ends != self._ends or (lease is not None and lease.called_back)
+                        goes_on = chunk.finish is FinishReason.ABORTED and ours
+                        shown = sampled.add(chunk, goes_on)
+                        if shown.token_ids or not goes_on:
+                            yield shown
+                        if goes_on:
                             break
-                        yield chunk
                     else:
                         return
 
@@ -122,10 +133,13 @@ class RemoteEngine(ABC):
                     " and no adapter (no adapter_config.json)"
                 )
             await self._check_weights(version, path)
-            await self._freeze()
+            self._swapping = True
             try:
+                # Within: a server may have heard of the pause although its answer was lost.
+                await self._freeze()
                 await self._swap_or_spoil(version, path)
             finally:
+                self._swapping = False
                 if not self._held:
                     await self._thaw()
 
@@ -194,6 +208,10 @@ class RemoteEngine(ABC):
         info = self._entered()
         if self._spoiled:
             raise Unavailable(self._spoiled)
+        if self._lost is not None:
+            raise Unavailable(
+                f"{self.url} lost version {self._lost}: it was started again with older weights"
+            )
         check_call(call, info, ids=False)
         check_mode(call, info.logprobs, self.url, self.remedy)
         if call.images and not info.images:
@@ -219,7 +237,15 @@ class RemoteEngine(ABC):
         except BaseException as error:
             self._spoiled = f"{self.url} failed to load version {version} and may hold parts of it: {error}"
             raise
-        self._spoiled = None
+        self._spoiled = self._lost = None
+
+    def _check_kept(self, told: int, before: int) -> None:
+        """An answer is of version `told`, from a server that had `before` when the call began.
+
+        What it tells beside adapters is the version of the weights below them.
+        """
+        if told < before and self._leases.newest is None:
+            self._lost = max(before, self._lost or 0)
 
     async def _expect(self, version: int) -> None:
         """The server must say itself that it has the version: an order may have gone to another one."""
@@ -227,10 +253,10 @@ class RemoteEngine(ABC):
         if self._version != version:
             raise Unavailable(f"{self.url} was given version {version} but says that it has {self._version}")
 
-    async def _order(self, path: str, body: Any = None) -> None:
+    async def _order(self, path: str, body: Any = None) -> bytes:
         """Something the server is told to do; whatever goes wrong is its fault."""
         try:
-            await self._http.ask("POST", path, body, idle_s=self._answer_s)
+            return await self._http.ask("POST", path, body, idle_s=self._answer_s)
         except ValueError as error:
             raise Unavailable(str(error)) from error
 

@@ -10,6 +10,7 @@ An adapter serves the calls that begin after it, those of the oldest move on whe
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -27,6 +28,7 @@ from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import VersionSpan
 
+FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # the last step of an ended call takes a while
 LEAST = 2  # adapters: one for the newest, one for calls in flight
 ADAPTERS = (
     "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules"
@@ -61,15 +63,21 @@ class SglangEngine(RemoteEngine):
 
     async def _refresh(self) -> None:
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
-        await self._refresh_adapters()
-        self._version = self._leases.newest or as_version(told.weight_version, self._initial)
+        base = as_version(told.weight_version, self._initial)
+        await self._refresh_adapters(base)
+        self._version = self._leases.newest or base
 
-    async def _refresh_adapters(self) -> None:
-        """A server that was started again has lost them, and answers no call that asks for one."""
+    async def _refresh_adapters(self, base: int) -> None:
+        """A server that was started again has lost them, and answers no call that asks for one.
+
+        Whole weights that somebody else put there, newer than all of them, have taken their place.
+        """
         if self._leases.newest is None:
             return
-        listed = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
-        there = {model.id for model in listed}
+        if base > self._leases.newest:
+            self._leases.newest = None
+            return
+        there = await self._list()
         self._adapters = {version: name for version, name in self._adapters.items() if name in there}
         if self._leases.newest not in self._adapters:
             self._leases.newest = None
@@ -85,7 +93,11 @@ class SglangEngine(RemoteEngine):
 
     async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         body, low = self._body(call, lease), self._version
-        data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s)
+        try:
+            data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s, still=True)
+        except ValueError:
+            await self._check_listed(lease)
+            raise
         reply = self._http.decode(data, wire.REPLY)
         chunk = self._chunk(call, [reply], low, 0, lease)
         if chunk.finish is None:
@@ -96,7 +108,7 @@ class SglangEngine(RemoteEngine):
     async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         body, low, seen = self._body(call, lease), self._version, 0
         events, last = Events(), None
-        async with aclosing(self._http.reads(wire.GENERATE, body, {})) as reads:
+        async with aclosing(self._reads(body, lease)) as reads:
             async for data in reads:
                 found = [event for event in events.feed(data) if event != wire.DONE]
                 if last is not None or not found:
@@ -110,6 +122,26 @@ class SglangEngine(RemoteEngine):
         if last is None:
             raise Unavailable(f"{self.url} ended a stream without a finish, after {seen} tokens")
         yield last
+
+    async def _reads(self, body: dict[str, Any], lease: Lease | None) -> AsyncGenerator[bytes]:
+        async with aclosing(self._http.reads(wire.GENERATE, body, {})) as reads:
+            try:
+                async for data in reads:
+                    yield data
+            except ValueError:
+                await self._check_listed(lease)
+                raise
+
+    async def _check_listed(self, lease: Lease | None) -> None:
+        """A server that was started again blames the caller for an adapter that it has lost."""
+        if lease is not None and self._adapters.get(lease.version) not in await self._list():
+            raise Unavailable(
+                f"{self.url} lost the adapter of version {lease.version}; was it started again?"
+            )
+
+    async def _list(self) -> set[str]:
+        listed = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
+        return {model.id for model in listed}
 
     def _replies(self, found: list[bytes]) -> list[wire.Reply]:
         """The last event alone where it repeats the others."""
@@ -127,6 +159,9 @@ class SglangEngine(RemoteEngine):
         versions, high = None, max(low, self._version)
         if lease is not None:  # what the server tells are the weights below the adapter
             low = high = lease.version
+        elif now < low:
+            self._check_kept(now, low)
+            low = high = now
         elif sampled.finish is not None and sampled.spans:
             total = seen + len(sampled.token_ids)
             versions = exact_spans(sampled.spans, total, self._initial, self.url)
@@ -164,7 +199,7 @@ class SglangEngine(RemoteEngine):
         await self._end_calls(self._room - 1)
         name = wire.adapter_name(version, path)
         status, data = await self._http.status(
-            "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}
+            "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, idle_s=self._answer_s
         )
         told = self._http.decode(data, wire.UPDATED)
         # Another process, or we before a restart, may have put it there.
@@ -186,15 +221,42 @@ class SglangEngine(RemoteEngine):
     async def _swap(self, version: int, path: str) -> None:
         await self._end_calls(0)
         self._leases.newest = None
-        order = {"model_path": path, "weight_version": str(version), "flush_cache": True}
-        status, data = await self._http.status("POST", "/update_weights_from_disk", order)
+        await self._flush()
+        # Flushing as it loads would end the server if a call were waiting.
+        order = {"model_path": path, "weight_version": str(version), "flush_cache": False}
+        status, data = await self._http.status(
+            "POST", "/update_weights_from_disk", order, idle_s=self._answer_s
+        )
         told = self._http.decode(data, wire.UPDATED)
         if status != 200 or not told.success:
             raise Unavailable(f"{self.url} did not load {path!r}: {told.message}")
 
+    async def _flush(self) -> None:
+        """Nothing that the old weights computed may serve the new ones.
+
+        Servers refuse while calls wait, also retracted ones; those are then ended, and go on afterwards.
+        """
+        if await self._flushed():
+            return
+        self._ends += 1
+        await self._order("/pause_generation", {"mode": "abort"})
+        for pause_s in FLUSH_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if await self._flushed():
+                return
+        raise Unavailable(
+            f"{self.url} does not give up what the old weights computed; POST /flush_cache fails"
+        )
+
+    async def _flushed(self) -> bool:
+        status, _ = await self._http.status("POST", "/flush_cache")
+        return status == 200
+
 
 def _split(chunk: Chunk) -> list[Chunk]:
     """One chunk for each version span."""
+    if not chunk.token_ids:  # it was ended before its first
+        return [structs.replace(chunk, versions=None)]
     spans = chunk.versions or (VersionSpan(0, len(chunk.token_ids), chunk.low, chunk.high),)
     return [
         structs.replace(

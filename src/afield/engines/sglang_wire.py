@@ -103,6 +103,9 @@ class Sampled:
 
     def _add(self, reply: Reply, new: int, where: str) -> None:
         given = reply.meta_info.output_token_logprobs
+        if self.finish is FinishReason.ABORTED and len(reply.output_ids) < len(given):
+            # A stream that is ended while it waits tells the last id only, beside every log-probability.
+            reply.output_ids = [pair[1] for pair in given]
         if not 0 <= new <= len(reply.output_ids) == len(given):
             raise Unavailable(
                 f"{where} gave {len(reply.output_ids)} ids and {len(given)} log-probabilities"

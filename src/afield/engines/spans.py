@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield.errors import Unavailable
+from afield.seams.engine import Chunk
 from afield.types import VersionSpan
 
 
@@ -36,6 +37,40 @@ def exact_spans(spans: list[Span], length: int, initial: int, where: str) -> tup
     if [span.start for span in exact] != ends[:-1] or ends[-1] != length:
         raise Unavailable(f"{where} tells versions {spans} that do not cover its {length} tokens")
     return exact
+
+
+class Pieces:
+    """A call's tokens and versions when it is asked for in several pieces, counted from its first token."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._spans: list[VersionSpan] = []
+        self._base = 0
+
+    def begin(self) -> list[int]:
+        """A new piece; what the others gave."""
+        self._base = len(self._ids)
+        return self._ids
+
+    def add(self, chunk: Chunk, goes_on: bool) -> Chunk:
+        """The chunk as one of the whole call, which `goes_on` although this ends its piece."""
+        start = len(self._ids)
+        self._ids += chunk.token_ids
+        if chunk.token_ids:
+            self._spans.append(VersionSpan(start, len(self._ids), chunk.low, chunk.high))
+        if chunk.versions is not None:
+            moved = [
+                VersionSpan(s.start + self._base, s.end + self._base, s.low, s.high) for s in chunk.versions
+            ]
+            self._spans = [span for span in self._spans if span.end <= self._base] + moved
+        if not (goes_on or self._base):
+            return chunk
+        return structs.replace(
+            chunk,
+            finish=None if goes_on else chunk.finish,
+            prompt_ids=None if self._base else chunk.prompt_ids,
+            versions=None if goes_on or chunk.versions is None else tuple(self._spans),
+        )
 
 
 def as_version(label: str, initial: int) -> int:

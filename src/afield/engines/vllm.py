@@ -9,6 +9,7 @@ A seed repeats only on one server under the same load: how calls are batched cha
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -24,8 +25,10 @@ from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
 from afield.engines.vllm_adapters import MODELS, VllmAdapters, adapter_name, is_tied
+from afield.engines.vllm_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.types import VersionSpan
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
 NO_SPANS = "weight versions are intervals; start vLLM with --enable-scale-out to have them per token"
@@ -113,10 +116,20 @@ class VllmEngine(RemoteEngine):
     async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call, lease)
         low = self._version
-        data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s)
+        data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s, still=True)
         sampled = wire.Sampled([self._http.decode(data, wire.REPLY)], self.url)
+        low = await self._lowest(low, lease)
         for chunk in self._cut(call, sampled, low, lease):
             yield chunk
+
+    async def _lowest(self, low: int, lease: Lease | None) -> int:
+        """Answers that tell no versions may be those of a server that was started again meanwhile."""
+        if self._exact or lease is not None or not self._manageable:
+            return low
+        told = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
+        now = as_version(told, self._initial)
+        self._check_kept(now, low)
+        return min(low, now)
 
     def _cut(self, call: Call, sampled: wire.Sampled, low: int, lease: Lease | None) -> list[Chunk]:
         """One chunk for each version span."""
@@ -128,7 +141,8 @@ class VllmEngine(RemoteEngine):
             cuts = [(0, length, lease.version, lease.version)]
         elif sampled.spans:
             spans = exact_spans(sampled.spans, length, self._initial, self.url)
-            cuts = [(s.start, s.end, s.low, s.high) for s in spans]
+            self._check_kept(spans[-1].high if spans else low, low)
+            cuts = [(s.start, s.end, s.low, s.high) for s in spans] or cuts
         return [
             Chunk(
                 token_ids=tuple(sampled.token_ids[start:end]),
@@ -158,6 +172,8 @@ class VllmEngine(RemoteEngine):
                     yield chunk
         if last is None:
             raise Unavailable(f"{self.url} ended a stream without a finish, after {length} tokens")
+        if (lowest := await self._lowest(low, lease)) < low:
+            last = structs.replace(last, versions=(VersionSpan(0, length, lowest, lowest),), low=lowest)
         yield last
 
     def _merge(self, call: Call, found: list[bytes], low: int, before: int, lease: Lease | None) -> Chunk:
@@ -171,6 +187,7 @@ class VllmEngine(RemoteEngine):
         elif sampled.spans:
             length = before + len(sampled.token_ids)
             versions = exact_spans(sampled.spans, length, self._initial, self.url)
+            self._check_kept(versions[-1].high if versions else low, low)
         return Chunk(
             token_ids=tuple(sampled.token_ids),
             logprobs=tuple(sampled.logprobs),
@@ -221,4 +238,8 @@ class VllmEngine(RemoteEngine):
         await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         await self._name(version)
         # Calls in flight compute their context anew, so that no token depends on two versions' caches.
-        await self._order("/reset_prefix_cache?reset_running_requests=true")
+        for pause_s in RESET_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if was_reset(await self._order(RESET)):
+                return
+        raise Unavailable(f"{self.url} {KEEPS}")

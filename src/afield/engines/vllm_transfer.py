@@ -8,6 +8,7 @@ weights: send them again. The gateway is told with `publish` and no path. It blo
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +20,21 @@ import msgspec
 from afield.errors import Unavailable, UsageError
 
 SHOWN = 300
+RESET = "/reset_prefix_cache?reset_running_requests=true"
+KEEPS = "does not give up what the old weights computed; POST /reset_prefix_cache says success false"
+RESET_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0)  # transfers of blocks that are under way take a while
+
+
+class _Reset(msgspec.Struct):
+    success: bool = True
+
+
+def was_reset(told: bytes) -> bool:
+    """Whether the caches are gone: a server that could not says so with status 200."""
+    try:
+        return not told or msgspec.json.decode(told, type=_Reset).success
+    except msgspec.MsgspecError:
+        return False
 
 
 class VllmTransfer:
@@ -66,9 +82,16 @@ class VllmTransfer:
         if told.get("weight_version") != version:
             raise Unavailable(f"{self.url} was sent version {version} but says that it has {told}")
         # Calls in flight compute their context anew, so that no token depends on two versions' caches.
-        self._post("/reset_prefix_cache?reset_running_requests=true")
+        self._reset_cache()
         self._post("/resume")
         self._version, self._touched = None, False
+
+    def _reset_cache(self) -> None:
+        for pause_s in RESET_PAUSES_S:
+            time.sleep(pause_s)
+            if was_reset(self._ask("POST", RESET)):
+                return
+        raise Unavailable(f"{self.url} {KEEPS}")
 
     def _post(self, path: str, body: Any = None) -> None:
         self._ask("POST", path, body)
