@@ -1,0 +1,34 @@
+"""Values to objects; the only package that names a backend.
+
+Backends are imported when they are chosen, so that a missing library is reported with the extra that
+brings it, and a choice that does not exist with the choices that do.
+"""
+
+from __future__ import annotations
+
+from afield.wiring.checks import check_choices, check_place, check_reach
+from afield.wiring.choices import ENGINES, RUNTIMES, START_TIMEOUT_S, TAKES_TARGET, TOLD, choose, load
+from afield.wiring.engines import pool
+from afield.wiring.places import runtime, verifiers
+from afield.wiring.runs import limiter, plan, trainer, transport, window
+
+__all__ = [
+    "ENGINES",
+    "RUNTIMES",
+    "START_TIMEOUT_S",
+    "TAKES_TARGET",
+    "TOLD",
+    "check_choices",
+    "check_place",
+    "check_reach",
+    "choose",
+    "limiter",
+    "load",
+    "plan",
+    "pool",
+    "runtime",
+    "trainer",
+    "transport",
+    "verifiers",
+    "window",
+]

@@ -1,0 +1,96 @@
+"""Everything that can be known to be wrong with a run before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from afield.config import TrainConfig
+from afield.errors import UsageError
+from afield.rundir import RunDir
+from afield.wiring.choices import (
+    ENGINES,
+    IN_SHORT,
+    RUNTIMES,
+    TAKES_TARGET,
+    TRAINERS,
+    check_heavy,
+    choose,
+    load,
+)
+from afield.wiring.places import addresses
+from afield.wiring.runs import plan, transport
+
+
+def check_choices(config: TrainConfig) -> None:
+    """Everything that can be known to be wrong before anything is started."""
+    check_place(config)
+    check_reach(config)
+    transport(config, RunDir(Path("check")))
+    check_heavy("trainer", config.trainer, TRAINERS, used=not config.freeze_weights)
+    check_heavy("engine", config.engine.partition("=")[0], ENGINES, used=not config.gateway)
+    load("tokens:ChatTokens").load(Path(config.model))
+    plan(config, RunDir(Path("check")))
+    if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
+        raise UsageError("--transport memory works with --runtime inline only; use --transport files")
+
+
+def check_place(config: TrainConfig) -> None:
+    """Where agents and verifiers run, and whether that place was told what it needs."""
+    name, _, argument = config.runtime.partition("=")
+    choose("runtime", name, RUNTIMES)
+    if name == "served":
+        addresses(argument)
+    elif argument and name not in IN_SHORT:
+        raise UsageError(f"runtime {name} takes nothing after '=', not {argument!r}")
+    if name in TAKES_TARGET:
+        _check_target("agent", config.agent)
+    elif name != "served":
+        _check_image(name, config, argument)
+    if config.verifier:
+        _check_target("verifier", config.verifier)
+        where = config.verifier_runtime
+        if where not in ("process", "sandbox", "ray"):
+            raise UsageError(f"verifier_runtime {where!r} must be one of: process, sandbox, ray")
+
+
+def check_reach(config: TrainConfig) -> None:
+    """Agents on other machines need a gateway of ours that can be reached from there."""
+    away = config.place == "kubernetes" or (
+        config.place == "agentcore" and not _is_loopback(urlsplit(config.agentcore.endpoint_url).hostname)
+    )
+    if away and not (config.gateway or config.gateway_url) and _is_loopback(config.gateway_host):
+        raise UsageError(
+            f"agents on {config.place} cannot reach a gateway that listens at {config.gateway_host}: set"
+            " gateway_host = '0.0.0.0', and gateway_port and gateway_url if they know this machine by"
+            " another address; or name a gateway that runs elsewhere with --gateway"
+        )
+
+
+def _is_loopback(host: str | None) -> bool:
+    return host in ("127.0.0.1", "::1", "localhost")
+
+
+def _check_target(what: str, target: str) -> None:
+    place, _, name = target.rpartition(":")
+    if not target:
+        raise UsageError(f"{what} is missing: give path/to/file.py:name or package.module:name")
+    if not place or not name:
+        raise UsageError(f"{what} {target!r} must be path/to/file.py:name or package.module:name")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UsageError(f"there is no file {place}")
+
+
+def _check_image(name: str, config: TrainConfig, argument: str) -> None:
+    options = getattr(config, name)
+    if name == "agentcore":
+        made = options.agent_name and options.container_uri and options.role_arn
+        if not (argument or options.arn or made):
+            raise UsageError(
+                "runtime agentcore needs a runtime that exists (--runtime agentcore=ARN), or in"
+                " [train.agentcore] agent_name, container_uri and role_arn to make one of"
+            )
+    elif not (argument or options.image):
+        raise UsageError(
+            f"runtime {name} needs an image: --runtime {name}=IMAGE, or --set {name}.image=IMAGE"
+        )

@@ -1,0 +1,116 @@
+"""Where agents and verifiers run; what is launched there is noted, and ended if we are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import structs
+
+from afield.config import TrainConfig, agent_environment
+from afield.errors import UsageError
+from afield.rundir import RunDir, write_whole
+from afield.seams import Runtime, Transport
+from afield.wiring.choices import IN_SHORT, RUNTIMES, TAKES_TARGET, choose, load
+
+log = logging.getLogger("afield.wiring")
+
+
+def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
+    """Where agents run; what is launched there is noted in the run's roster."""
+    made = _runtime(config, run, carrier, run.id)
+    return _rostered(made, run, config.place, lambda: guard(config, run))
+
+
+def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime | None:
+    """Where verifiers run: the same kinds of places, each for one verifier alone."""
+    if not config.verifier:
+        return None
+    judging = structs.replace(
+        config,
+        agent=config.verifier,
+        runtime=config.verifier_runtime,
+        fresh_process=True,
+        workers=1,
+        verifier="",
+        deliver="auto",
+    )
+    home = RunDir(run.path / "verifiers")
+    return _rostered(_runtime(judging, home, carrier, f"{run.id}.verifiers"), home, judging.place)
+
+
+def _rostered(made: Runtime, run: RunDir, name: str, guard: Any = None) -> Runtime:
+    return load("runtimes.roster:Rostered")(made, load("runtimes.roster:Roster")(run.sessions), name, guard)
+
+
+@asynccontextmanager
+async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
+    """A process that ends what we leave running if we are killed, unless another of us takes it over."""
+    if not run.config.exists():  # it has to know the places it reaps in
+        write_whole(run.config, msgspec.json.encode(config), private=True)
+    run.logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
+    with (run.logs / "guard.log").open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) -> Runtime:
+    """`called`: what its sessions are found by in a place that others share."""
+    name, _, argument = config.runtime.partition("=")
+    if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
+        log.warning("there is no bubblewrap here: agents run in plain processes, as you allowed")
+        config, name = structs.replace(config, fresh_process=True), "process"
+    made = choose("runtime", name, RUNTIMES)
+    if name == "served":
+        return made(addresses(argument))
+    if name == "inline":
+        return made(_function(config), **({"deliver": carrier.deliver} if config.delivery == "store" else {}))
+    if name == "process":
+        return made(
+            config.agent,
+            workers=config.workers,
+            fresh=config.fresh_process,
+            log_dir=run.logs,
+            env=agent_environment(),
+        )
+    options = getattr(config, name)
+    if argument:
+        options = structs.replace(options, **{IN_SHORT[name]: argument})
+    if name == "sandbox":
+        return made(config.agent, options, log_dir=run.logs)
+    if name == "agentcore":
+        return made(options, name=called, ledger=run.path / "agentcore.sqlite")
+    target = (config.agent,) if name in TAKES_TARGET else ()
+    return made(*target, options, name=called, log_dir=run.logs)
+
+
+def _function(config: TrainConfig) -> Any:
+    agent = load("sdk.serve:load_object")(config.agent)
+    if isinstance(agent, load("sdk.app:Entrypoints")):
+        raise UsageError(f"{config.agent} is an app: run it with --runtime process")
+    return agent
+
+
+def addresses(given: str) -> list[str]:
+    """Those of `served=URL,URL`."""
+    urls = [url.strip().rstrip("/") for url in given.split(",") if url.strip()]
+    for url in urls or [""]:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UsageError(f"runtime served={given} needs addresses: served=http://HOST:PORT,...")
+    return urls

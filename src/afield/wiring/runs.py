@@ -1,0 +1,117 @@
+"""What else a run is made of: its store of outcomes, its trainer, and how it goes about collecting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import structs
+
+from afield.config import TrainConfig
+from afield.deadlines import Deadlines
+from afield.limiter import LocalLimiter, Pace, SharedLimiter
+from afield.plan import Plan
+from afield.rundir import RunDir
+from afield.seams import Trainer, Transport
+from afield.types import Budget, FailureKind, Sampling, Task
+from afield.window import Window
+from afield.wiring.choices import TRAINERS, TRANSPORTS, choose, load
+
+
+def transport(config: TrainConfig, run: RunDir) -> Transport:
+    """`files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
+    if "://" in config.outcomes:
+        return load("transports.parse:from_spec")(config.outcomes, run.outcomes)
+    made = choose("transport", config.transport, TRANSPORTS)
+    return made() if config.transport == "memory" else made(run.outcomes)
+
+
+def limiter(config: TrainConfig) -> LocalLimiter | SharedLimiter:
+    pace = Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
+    if config.place == "agentcore":  # its quotas, unless told otherwise
+        told = config.agentcore
+        pace = Pace(
+            rate_per_s=config.launch_rate or told.rate,
+            stop_per_s=told.stop_rate,
+            start_s=config.cold_start_s or told.cold_start_s,
+            starting=config.launching,
+        )
+    if config.limiter_file:
+        return SharedLimiter(pace, Path(config.limiter_file))
+    return LocalLimiter(pace)
+
+
+def trainer(config: TrainConfig) -> Trainer:
+    if config.freeze_weights:
+        return load("trainers.frozen:Frozen")(Path(config.model))
+    made = choose("trainer", config.trainer, TRAINERS)
+    told = structs.asdict(config.learn)
+    if told["devices"] > 1:
+        made = load("trainers.sharded:Sharded")
+    else:
+        del told["devices"]
+    told["device"] = told["device"] or None
+    told["length"] = told["length"] or config.max_tokens * (config.max_calls or 1)
+    return made(
+        Path(config.model),
+        lr=config.lr,
+        minibatches=config.minibatches,
+        kl=config.kl,
+        grad_clip=config.grad_clip,
+        eps=config.adam_eps,
+        scale=config.scale_advantages,
+        advantage=config.advantage,
+        seed=config.seed,
+        **told,
+    )
+
+
+def plan(config: TrainConfig, run: RunDir) -> Plan:
+    return Plan(
+        exp_id=config.exp_id or run.id,
+        model_id=Path(config.model).name,
+        rollouts=config.rollouts,
+        val_rollouts=config.val_rollouts,
+        quorum=config.quorum,
+        extra=config.extra,
+        straggler_s=config.straggler_s,
+        straggler_after=config.straggler_after,
+        baseline=config.advantage == "remax",
+        concurrency=config.concurrency,
+        deadlines=deadlines(config),
+        retries={
+            FailureKind.TASK: config.retries_task,
+            FailureKind.VERIFIER: config.retries_verifier,
+            FailureKind.INFRASTRUCTURE: config.retries_infrastructure,
+        },
+        sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
+        budget=Budget(calls=config.max_calls, context=config.max_context),
+        deliver=config.delivery,
+        judged=bool(config.verifier),
+        rewards=() if config.freeze_weights else tuple(config.learn.rewards),
+        sweep_s=config.sweep_s,
+        patience_s=config.patience_s,
+    )
+
+
+def deadlines(config: TrainConfig) -> Deadlines:
+    same = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
+    return Deadlines(
+        run_s=config.deadline_s,
+        active_s=min(60.0, config.deadline_s / 2),
+        dead_s=config.dead_s,
+        **{name: getattr(config, name) for name in same},
+    )
+
+
+def window(config: TrainConfig, tasks: Sequence[Task]) -> Window:
+    groups = config.steps * config.tasks_per_step
+    if config.epochs is not None:
+        groups = config.epochs * len(tasks)
+    return Window(
+        mode=config.mode,
+        groups=groups,
+        batch=config.tasks_per_step,
+        staleness=config.staleness,
+        strict=config.on_stale == "drop",
+    )
