@@ -15,6 +15,9 @@ from afield import assembly
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Missing
 from afield.forest import Forest
+from afield.gateway.refusal import Refusal
+from afield.gateway.session import Session
+from afield.gateway.store import SessionRow
 from afield.seams import Call, Chunk, SessionSpec
 from afield.types import Budget, FinishReason, Policy, Sampling, TurnStatus
 from gateways import ADMIN, Running, running, vocabulary
@@ -308,6 +311,18 @@ async def test_unknown_fields_are_tolerated(up: Running) -> None:
     body = {**CHAT, "metadata": {"x": 1}, "frobnicate": True}
     body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}], "cache_control": {}}]
     assert (await up.ask("POST", "/s/a.1/v1/chat/completions", body, a.api_key))[0] == 200
+
+
+def test_time_in_line_is_not_taken_from_a_budget_of_seconds_up_to_as_much_again() -> None:
+    waited: list[float] = []
+    spec = SessionSpec(id="w.1", budget=Budget(wall_s=10.0))
+    row = SessionRow(id="w.1", phase="open", spec=spec, nonce="n", created=100.0)
+    session = Session(row, [], clock=lambda: 100.0, waited_s=lambda _: sum(waited))
+    for more, late in ((0.0, 111.0), (4.0, 115.0), (50.0, 121.0)):
+        waited.append(more)
+        session.charge(late - 1.5)
+        with pytest.raises(Refusal, match="wall time"):
+            session.charge(late)
 
 
 async def test_budgets_and_context_are_enforced(up: Running) -> None:

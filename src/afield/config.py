@@ -45,6 +45,7 @@ AMOUNTS = (
 COUNTS = (
     *("steps", "epochs", "tasks_per_step", "rollouts", "workers", "concurrency", "minibatches", "quorum"),
     *("max_tokens", "max_calls", "max_context", "keep_weights", "engine_slots", "launching"),
+    *("max_submission_mb", "max_rewards"),
     *("val_every", "val_rollouts", "straggler_after"),
 )
 NOT_NEGATIVE = (
@@ -143,6 +144,8 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     gateway_url: str = ""  # how agents reach ours, if not by that
     engine: str = "torch"
     engine_slots: int = 64
+    max_submission_mb: int = 16  # of one outcome or reward at our gateway
+    max_rewards: int = 10_000  # of one session
     engine_ledger: bool = False
     # what each kind of place is told
     sandbox: SandboxOptions = SandboxOptions()

@@ -80,7 +80,8 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
         str(run.gateway),
     ]
     command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
-    command += ["--host", config.gateway_host]
+    command += ["--host", config.gateway_host, "--max-rewards", str(config.max_rewards)]
+    command += ["--max-submission-mb", str(config.max_submission_mb)]
     if config.gateway_url:
         command += ["--public-url", config.gateway_url]
     environment = agent_environment()
@@ -222,10 +223,7 @@ async def training(
     async with AsyncExitStack() as stack:
         parts = Parts(config, run, tasks, stack)
         # All are slow to start and do so at the same time; agents end before their gateway does.
-        learning = places = child = None
-        if part is not Part.COLLECT:
-            learning = asyncio.create_task(asyncio.to_thread(wiring.trainer, config))
-            stack.push_async_callback(_settle, learning)
+        places = child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
         if part is not Part.LEARN:
@@ -235,10 +233,13 @@ async def training(
             )
             for place in places.all:
                 await stack.enter_async_context(place)
-        # What keeps agents from starting is told at once, not when the gateway is there.
-        checks = [place.check() for place in places.all] if places else []
+        # What keeps agents from starting is told at once, not when the gateway is there. A trainer that has
+        # begun to load cannot be stopped, and would have to be waited for.
+        checks = [asyncio.create_task(place.check()) for place in places.all] if places else []
+        learning = asyncio.create_task(_trainer(config, checks)) if part is not Part.COLLECT else None
+        stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
         gateway = await stack.enter_async_context(
-            await meanwhile(gateway_of(config, child, admin_key), *checks)
+            await meanwhile(gateway_of(config, child, admin_key), *map(_done, checks))
         )
         if config.gateway:
             await answers(config, run, admin_key)
@@ -326,11 +327,21 @@ def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Valid
     )
 
 
-async def _settle(learner: asyncio.Task[Trainer]) -> None:
-    """A thread cannot be stopped; what became of it no longer matters."""
-    await asyncio.wait([learner])
-    if not learner.cancelled():
-        learner.exception()
+async def _trainer(config: TrainConfig, checks: Sequence[asyncio.Task[None]]) -> Trainer:
+    for check in checks:
+        await asyncio.shield(check)
+    return await asyncio.to_thread(wiring.trainer, config)
+
+
+async def _done(task: asyncio.Task[T]) -> T:
+    return await task
+
+
+async def _settle(*tasks: asyncio.Task[Any]) -> None:
+    """What became of them no longer matters. A thread cannot be stopped: it ends before its loop does."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Training:

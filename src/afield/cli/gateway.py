@@ -13,6 +13,7 @@ import resource
 import secrets
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
@@ -129,7 +130,6 @@ async def serve(
 
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     # A thousand is too few where each agent may hold hundreds of connections.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -157,6 +157,8 @@ async def serve(
         )
         await stack.enter_async_context(gateway)
         spare_the_collector()
+        # Not before: what only loads has nothing to keep, and should end at once.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         server = wiring.load("gateway.server:serve")
         await server(gateway, listener, lambda: ready(tokens.name), link=args.shard_link)
 
@@ -173,6 +175,10 @@ def announce(args: argparse.Namespace, model: str, made_up: bool) -> None:
         return
     print(f"afield gateway serves {model} at {args.public_url}")
     print(f"admin key: {args.admin_key if made_up else '(the one given)'}", flush=True)
+    key = args.admin_key if made_up else "$AFIELD_ADMIN_KEY"
+    opens = f'curl -s -X POST {args.local_url}/sessions -H "Authorization: Bearer {key}"'
+    print("next, a session: its base_url and api_key are an agent's (docs/clients.md)", file=sys.stderr)
+    print(f"  {opens}", file=sys.stderr, flush=True)
 
 
 # --- several processes ---------------------------------------------------------------------------

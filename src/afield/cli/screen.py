@@ -135,8 +135,6 @@ class Screen:
         ):
             if number:
                 say(f"[yellow]{number} {what}[/]")
-        if not summary.trained:
-            say("[red]nothing was trained: no group had enough rewards[/]")
         if self._failed:
             say(f"a failure with its traceback: {me()} show {self._run.id} {self._failed}")
         say(f"everything is in {short(self._run.path)}")

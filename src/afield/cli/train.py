@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 
 from afield.cli.flags import add_run_arguments
-from afield.cli.report import draw, me, summarise
+from afield.cli.report import Summary, draw, me, summarise
 from afield.config import (
     ELSEWHERE,
     PATHS,
@@ -162,9 +162,11 @@ def checked(
 def check(args: argparse.Namespace, config: TrainConfig) -> None:
     """Of a new run and of one that goes on: what is wrong is said before anything is started."""
     from afield import wiring
+    from afield.cli import early
 
     check_tables(config, assigned(args.set or ()))
     wiring.check_choices(config)
+    early.check(config, args.part)
     if config.val_tasks:
         read_tasks(Path(config.val_tasks))
 
@@ -268,6 +270,14 @@ async def train(
     screen.farewell(summary)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)
-    if given_up:
-        raise given_up
+    if given_up or not summary.trained:
+        raise given_up or fruitless(summary)
     return 0
+
+
+def fruitless(summary: Summary) -> Fruitless:
+    """However short a run is. Rewards that do not differ were trained, if to no effect: that is told, too."""
+    told = f"nothing was trained: of {summary.rollouts} rollouts {summary.failed} have no reward"
+    if summary.dropped_groups:
+        told += f", and {summary.dropped_groups} groups were dropped"
+    return Fruitless(f"{told}; {me()} show {Path(summary.run).name} says more")

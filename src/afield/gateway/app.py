@@ -47,7 +47,8 @@ _DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
 LARGE = 512 * 1024  # bytes of a body that are read off the event loop
 _AGENT = ("/v1/", "/v1beta/")
 HAND_IN_LESS = (
-    "keep large files elsewhere and hand in their names, or start the gateway with --max-submission-mb"
+    "keep large files elsewhere and hand in their names, or start the gateway with --max-submission-mb,"
+    " or a run with --set max_submission_mb=N"
 )
 
 

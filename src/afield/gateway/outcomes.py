@@ -214,7 +214,8 @@ def _check_new(row: SessionRow, new: dict[str, Any], count: int, turns: Turns, l
         raise conflict(f"session {row.id} is finalized", "rewards come before finalize")
     if count > limits.rewards:
         told = f"session {row.id} has {limits.rewards} rewards, and takes no more"
-        raise Refusal(429, "too_many_rewards", told, "give fewer, or start the gateway with --max-rewards")
+        more = "give fewer, or start the gateway with --max-rewards, or a run with --set max_rewards=N"
+        raise Refusal(429, "too_many_rewards", told, more)
     if "turn" in new:
         turns.check(row.id, new["turn"])
 

@@ -141,12 +141,18 @@ class Session:
             raise budget_exhausted(f"session {self.id} has used its budget of {budget.calls} calls")
         if self.out_of_tokens:
             raise budget_exhausted(f"session {self.id} has used its budget of {budget.tokens} tokens")
-        if budget.wall_s is not None and now > self.row.created + budget.wall_s:
+        if budget.wall_s is not None and now > self.row.created + budget.wall_s + self._excused(
+            budget.wall_s
+        ):
             raise budget_exhausted(f"session {self.id} has used its {budget.wall_s} s of wall time")
         self.calls += 1
         self.charged += 1
         self.last_activity = now
         return self.calls
+
+    def _excused(self, wall_s: float) -> float:
+        """Time in line is not the agent's, up to as much again: the rule of a collector's deadlines."""
+        return min(self._waited_s(self.id), wall_s)
 
     def spend(self, tokens: int, now: float) -> None:
         """Tokens count when they are sampled, so that calls side by side share what is left."""

@@ -1,0 +1,119 @@
+"""What reading alone can tell is wrong with an agent's file or a model's directory, before anything starts.
+
+Nothing of the user's is run here: an agent is imported only where it will run. What cannot be told by
+reading, such as a name that appears at run time, is left to the places that try it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import symtable
+import tokenize
+from pathlib import Path
+
+import msgspec
+
+from afield.config import TrainConfig
+from afield.errors import UsageError
+from afield.training import Part
+from afield.wiring import TAKES_TARGET
+
+# With one of these in a file, names may be there that nobody wrote down.
+BY_THE_WAY = ("import *", "globals(", "exec(", "setattr(", "__getattr__", "__dict__", "global ")
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def check(config: TrainConfig, part: str) -> None:
+    if part != Part.LEARN:
+        if config.place in TAKES_TARGET:
+            check_target("agent", config.agent)
+        if config.verifier:
+            check_target("verifier", config.verifier)
+    learns = part != Part.COLLECT
+    samples = not config.gateway and config.engine.partition("=")[0] == "torch"
+    model = Path(config.model)
+    if learns or samples:
+        check_config(model)
+    if samples or (learns and not config.freeze_weights):
+        check_weights(model, pickled=not samples)
+
+
+def check_target(what: str, target: str) -> None:
+    """Whether a file is Python, and has the name; modules are looked for where the agent runs."""
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return
+    try:
+        with tokenize.open(place) as file:
+            source = file.read()
+        table = symtable.symtable(source, place, "exec")
+    except (SyntaxError, ValueError, OSError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"the {what}'s file {place}{where} cannot be read as Python: {said}") from error
+    has = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
+    if name in has or any(word in source for word in BY_THE_WAY):
+        return
+    functions = sorted(child.get_name() for child in table.get_children() if child.get_name() in has)
+    near = difflib.get_close_matches(name, sorted(has), 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(functions) or 'nothing to run'}"
+    raise UsageError(f"{place} has no {name!r}, the {what}; {hint}")
+
+
+def check_config(model: Path) -> None:
+    path = model / "config.json"
+    if not path.is_file():
+        raise UsageError(f"{model} is not a whole model directory: it has no config.json")
+    try:
+        json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}; save the model there again") from error
+
+
+def check_weights(model: Path, *, pickled: bool) -> None:
+    """Whether all files are there and none was cut off. `pickled`: weights of the older kind will do."""
+    if (model / ONE_FILE).is_file():
+        files = [ONE_FILE]
+    elif (model / INDEX).is_file():
+        files = _parts(model / INDEX)
+    elif pickled and any((model / name).is_file() for name in PICKLED):
+        return
+    else:
+        raise UsageError(f"{model} has no weights: no {ONE_FILE}, and no {INDEX}; save the whole model there")
+    for name in files:
+        if not (model / name).is_file():
+            raise UsageError(f"{model} lacks {name}, which its {INDEX} names; save or download it again")
+        if not _whole(model / name):
+            raise UsageError(f"{model / name} is cut off, or no such file at all; save or download it again")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _parts(index: Path) -> list[str]:
+    try:
+        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{index} cannot be read: {error}; save the model there again") from error
+
+
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _whole(path: Path) -> bool:
+    """A safetensors file says in its first bytes how long it is."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            return False
+        try:
+            header = msgspec.json.decode(file.read(length), type=dict[str, _Tensor])
+        except msgspec.MsgspecError:
+            return False
+    return 8 + length + max((one.data_offsets[1] for one in header.values()), default=0) == size
