@@ -1,11 +1,12 @@
 """The contract of transports on what needs no server: memory, and files with SQLite beside them."""
 
+import asyncio
 import contextlib
 import json
 import resource
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,27 @@ async def test_a_busy_hint_file_is_asked_again(files: FilesTransport) -> None:
         assert await files.hints(EXP, 0.2) == []
         other.rollback()
     assert await files.hints(EXP, 5) == [Attempt("r", 1)]
+
+
+async def test_others_who_write_hints_for_a_moment_are_waited_for_without_a_word(
+    files: FilesTransport, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = invocation()
+    with contextlib.closing(sqlite3.connect(root_of(files) / filestore.HINTS)) as other:
+
+        async def meanwhile(work: Coroutine[Any, Any, object]) -> None:
+            other.execute("BEGIN IMMEDIATE")
+            doing = asyncio.create_task(work)
+            await asyncio.sleep(0.3)
+            assert not doing.done()
+            other.rollback()
+            await doing
+
+        await meanwhile(files.deliver(one, record(one)))
+        assert await files.hints(EXP, 5) == [Attempt("r", 1)]
+        await meanwhile(files.acknowledge(EXP, [Attempt("r", 1)]))
+        assert other.execute("SELECT count(*) FROM notices").fetchone() == (0,)
+    assert not caplog.text
 
 
 async def test_an_unknown_format_version_is_refused(files: FilesTransport) -> None:

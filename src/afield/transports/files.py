@@ -21,7 +21,8 @@ from afield.transports.stored import StoreTransport
 
 POLL_S = 0.02
 BATCH = 1000
-BUSY_S = 0.05
+BUSY_S = 0.05  # the event loop stands still for no longer
+BUSY_FOR_S = 5.0  # other processes may write for this long before hints are said to be out of reach
 T = TypeVar("T")
 Row = tuple[int, str, int]
 TAKE = """UPDATE notices SET leased_until = ?, times = times + 1 WHERE id IN
@@ -88,7 +89,7 @@ class SqliteNotifier:
         return {}
 
     async def send(self, exp_id: str, body: bytes) -> None:
-        self._do(lambda db: filestore.add_hint(db, exp_id, body))
+        await self._wait(lambda db: filestore.add_hint(db, exp_id, body))
 
     async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
         loop = asyncio.get_running_loop()
@@ -102,17 +103,17 @@ class SqliteNotifier:
 
     async def extend(self, leased: Leased, seconds: float) -> None:
         until = self._clock() + seconds
-        self._do(
+        await self._wait(
             lambda db: db.execute("UPDATE notices SET leased_until = ? WHERE id = ?", (until, leased.receipt))
         )
 
     async def ack(self, leased: Sequence[Leased]) -> None:
         gone = [(one.receipt,) for one in leased]
-        self._do(lambda db: db.executemany("DELETE FROM notices WHERE id = ?", gone))
+        await self._wait(lambda db: db.executemany("DELETE FROM notices WHERE id = ?", gone))
 
     async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
         gone = [(exp_id, body.decode()) for body in bodies]
-        self._do(lambda db: db.executemany("DELETE FROM notices WHERE exp_id = ? AND body = ?", gone))
+        await self._wait(lambda db: db.executemany("DELETE FROM notices WHERE exp_id = ? AND body = ?", gone))
 
     async def dead(self, letter: Leased, reason: str) -> None:
         row = letter.exp_id, letter.body.decode("utf-8", "replace"), reason, self._clock()
@@ -121,7 +122,19 @@ class SqliteNotifier:
             db.execute("INSERT INTO dead (exp_id, body, reason, at) VALUES (?, ?, ?, ?)", row)
             db.execute("DELETE FROM notices WHERE id = ?", (letter.receipt,))
 
-        self._do(bury)
+        await self._wait(bury)
+
+    async def _wait(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """The same when others write just now, a little later."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + BUSY_FOR_S
+        while True:
+            try:
+                return self._do(work)
+            except _Busy:
+                if loop.time() >= end:
+                    raise
+            await asyncio.sleep(POLL_S)
 
     def _free(self, exp_id: str) -> list[Row]:
         try:
@@ -144,7 +157,8 @@ class SqliteNotifier:
             with self._db:
                 return work(self._db)
         except sqlite3.Error as error:
-            kind = _Busy if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY else Unavailable
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # busy with a snapshot, or with recovery, too
+            kind = _Busy if code == sqlite3.SQLITE_BUSY else Unavailable
             raise kind(f"{self._root / filestore.HINTS}: {error}") from error
 
 
