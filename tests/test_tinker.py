@@ -227,6 +227,33 @@ def test_a_loop_that_was_broken_goes_on_bit_for_bit(model_path, tmp_path):
             again.load_state(tmp_path)
 
 
+def test_the_learning_rate_that_counts_is_the_one_given_last(model_path, tmp_path):
+    def moved(tuner: Tuner, lr: float | None = None) -> float:
+        before = weights(tuner)
+        tuner.forward_backward([tuner.sample(ASKED, 1, SHORT)[0].datum(1.0)])
+        tuner.optim_step(lr)
+        return max(float((tensor - before[name]).abs().max()) for name, tensor in weights(tuner).items())
+
+    with Tuner.open(model_path, lr=1e-2, device="cpu") as first:
+        assert moved(first) > 0
+        assert moved(first, 0.0) == 0
+        assert moved(first) > 0  # what was said of one step is not said of the next
+        first.save_state(tmp_path / "state")
+    with Tuner.open(model_path, lr=0.0, device="cpu") as still:
+        still.load_state(tmp_path / "state")
+        assert moved(still) == 0
+        assert moved(still, 1e-2) > 0
+
+
+def test_weights_and_states_do_not_take_the_place_of_a_file(tuner, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("a week's work")
+    for save in (tuner.save_weights, tuner.save_state):
+        with pytest.raises(UsageError, match=r"notes\.txt is a file; name a directory"):
+            save(notes)
+    assert notes.read_text() == "a week's work"
+
+
 def test_what_cannot_be_is_refused_before_anything_adds_up(tuner, model_path):
     reply = tuner.sample(ASKED, 1, SHORT)[0]
     datum = reply.datum(1.0)

@@ -77,6 +77,8 @@ def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None
 def replaced(directory: Path) -> Iterator[Path]:
     """A fresh directory that takes the place of `directory` when the block, which only writes, ends well."""
     directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file; name a directory, or move the file away")
     try:
         with _replaced(directory) as fresh:
             yield fresh

@@ -207,7 +207,7 @@ class Tuner:
 
     def optim_step(self, lr: float | None = None) -> float:
         """Move the weights by what has added up, and begin anew; the gradient's norm. The next `sample`
-        draws from the new weights."""
+        draws from the new weights. `lr` is for this step alone; without it, the tuner's counts."""
         if not any(parameter.grad is not None for parameter in self.policy.trainable):
             raise UsageError("there is no gradient; call forward_backward first")
         if lr is not None and not 0 <= lr < math.inf:
@@ -247,6 +247,7 @@ class Tuner:
             torch.save(state, fresh / STATE)
 
     def load_state(self, directory: str | Path) -> None:
+        """Goes on from there, with the learning rate of this tuner."""
         path = Path(directory) / STATE
         if not path.is_file():
             raise UsageError(f"{directory} holds no {STATE}; give a directory that save_state() wrote")

@@ -44,6 +44,7 @@ class Updates:
         if not 0 <= lr < math.inf:
             raise UsageError(f"lr = {lr} must be 0 or positive")
         self.policy = policy
+        self._given = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         self.optimizer = torch.optim.AdamW(policy.trainable, lr=lr, eps=eps, weight_decay=weight_decay)
         self.grad_clip = grad_clip
         self.max_tokens_per_pass = max_tokens_per_pass
@@ -113,13 +114,13 @@ class Updates:
         return float(torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.grad_clip))
 
     def apply(self, lr: float | None = None) -> float:
-        """Move the weights by the gradients that have added up, which stay; their norm, before it is cut."""
+        """Move the weights by the gradients that have added up, which stay; their norm, before it is cut.
+        An `lr` given here is for this once."""
         norm = self.clip()
         if not math.isfinite(norm):
             raise UsageError(f"the gradient's norm is {norm}; lower the learning rate")
-        if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._given["lr"] if lr is None else lr
         self.optimizer.step()
         return norm
 
@@ -137,5 +138,8 @@ class Updates:
         return {"model": self.policy.state(), "optimizer": self.optimizer.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Weights and moments are those saved; how large a step is, and its kind, stays as given here."""
         self.policy.load_state(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group.update(self._given)
