@@ -486,8 +486,7 @@ async def test_a_call_says_how_long_there_was_no_slot_for_it(model: Path) -> Non
             assert (await anext(first)).queued_s < 5.0
             asked = loop.time()
             second = asyncio.create_task(answer(engine, a_call("b", [7, 8], max_tokens=4, stop_ids=())))
-            await asyncio.sleep(0.3)
-        freed = loop.time() - asked
+            await asyncio.sleep(1.0)
         chunks = await second
-    assert sum(chunk.queued_s for chunk in chunks) >= min(0.25, freed - 0.05)
+    assert 0.2 < sum(chunk.queued_s for chunk in chunks) <= loop.time() - asked
     assert all(chunk.queued_s == 0.0 for chunk in chunks[1:])
