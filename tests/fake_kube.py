@@ -49,6 +49,7 @@ class FakeKube:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.bodies: list[Json] = []
         self.down = False
+        self.expired_pages = 0  # how many requests for a further page come too late
         self._watches: dict[int, web.Request] = {}
 
     @property
@@ -237,6 +238,9 @@ class FakeKube:
         self._allow("list", kind)
         query = request.query
         found = self.store.select(kind, query.get("labelSelector", ""), query.get("fieldSelector", ""))
+        if "continue" in query and self.expired_pages:
+            self.expired_pages -= 1
+            raise Problem(410, "Expired", "The provided continue parameter is too old")
         start, limit = int(query.get("continue", "0")), int(query.get("limit", "0"))
         page = found[start : start + limit] if limit else found
         meta = {"resourceVersion": str(self.store.version)}

@@ -124,6 +124,9 @@ async def test_a_list_comes_in_pages(kube: FakeKube) -> None:
     async with runtime_on(kube) as runtime:
         assert len({live.session_id for live in await runtime.list()}) == 1_201
     assert asked(kube, "GET", "/jobs") == 3
+    kube.expired_pages = 2
+    async with runtime_on(kube) as runtime:
+        assert len({live.session_id for live in await runtime.list()}) == 1_201
 
 
 # --- a server that says no ---------------------------------------------------------------------------

@@ -27,6 +27,7 @@ log = logging.getLogger("afield.runtimes.kube")
 REQUEST_S = 30.0
 CONNECT_S = 10.0
 PAGE = "500"
+EXPIRED = 410
 TRIES = 4
 PAUSE_S = 0.3
 TOKEN_S = 60.0  # how long a token is used before it is read, or made, again
@@ -121,12 +122,21 @@ class Cluster:
             raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
 
     async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> tuple[list[T], str]:
-        """All of them, page by page, and the version they were at."""
+        """All of them, page by page, and the version they were at.
+
+        A server that forgot the version of the first page (410) is asked for everything in one.
+        """
         items: list[T] = []
         more = ""
         while True:
             page = {**params, "limit": PAGE, **({"continue": more} if more else {})}
-            found = await self.get(path, Listed[kind], params=page)
+            try:
+                found = await self.get(path, Listed[kind], params=page)
+            except Refused as error:
+                if error.status != EXPIRED or not more:
+                    raise
+                items = []
+                found = await self.get(path, Listed[kind], params=params)
             items += found.items or []
             more = found.metadata.continue_
             if not more:
