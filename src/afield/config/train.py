@@ -1,24 +1,15 @@
-"""TOML and environment to plain values; the only reader of the environment.
-
-Precedence: command line, then the file given with --config, then the defaults below. An unknown key
-is an error that suggests the nearest known one. Components never see what is read here, only values.
-"""
+"""Everything a training run is made of, and its defaults."""
 
 from __future__ import annotations
 
-import difflib
 import math
-import os
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct, structs
 
+from afield.config.values import check_keys, converted, from_file, merged
 from afield.errors import UsageError
 from afield.options import (
     AgentCoreOptions,
@@ -28,12 +19,9 @@ from afield.options import (
     RayOptions,
     SandboxOptions,
 )
-from afield.types import Task, check_id
+from afield.types import check_id
 
-T = TypeVar("T", bound=Struct)
 Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-PATHS = ("agent", "verifier", "model", "tasks", "val_tasks", "limiter_file")
-TARGETS = ("agent", "verifier")
 DEADLINES = (
     *("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s"),
     *("dead_s", "straggler_s"),
@@ -52,17 +40,8 @@ NOT_NEGATIVE = (
     *("kl", "cold_start_s", "val_temperature", "extra", "gateway_port"),
     *("retries_task", "retries_verifier", "retries_infrastructure"),
 )
-SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES")
 APART = ("sandbox",)  # nothing but the gateway can be reached from there
 ELSEWHERE = ("container", "agentcore", "kubernetes", "ray")  # this machine's files are not there
-KINDS = {  # of values, for people
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a table",
-}
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
@@ -235,180 +214,9 @@ def train_config(file: Path | None, given: Mapping[str, Any], **defaults: Any) -
     return build(merged(defaults, said), str(file) if file else "the command line")
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of both, key by key; elsewhere `above` counts."""
-    both = dict(below)
-    for key, value in above.items():
-        tables = isinstance(value, Mapping) and isinstance(both.get(key), Mapping)
-        both[key] = merged(both[key], value) if tables else value
-    return both
-
-
-def assigned(words: Sequence[str]) -> dict[str, Any]:
-    """`KEY=VALUE` or `TABLE.KEY=VALUE`; a value is read as TOML has it, or is text."""
-    values: dict[str, Any] = {}
-    for word in words:
-        key, sign, text = word.partition("=")
-        if not sign or not key:
-            raise UsageError(f"--set {word!r} must be KEY=VALUE or TABLE.KEY=VALUE")
-        value: Any = text
-        with suppress(tomllib.TOMLDecodeError):
-            value = tomllib.loads(f"value = {text}")["value"]
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        values = merged(values, value)
-    return values
-
-
 def build(values: Mapping[str, Any], source: str) -> TrainConfig:
-    _check_keys(values, TrainConfig, source)
+    check_keys(values, TrainConfig, source)
     for field in structs.fields(TrainConfig):
         if field.required and not values.get(field.name):
             raise UsageError(f"{field.name} is missing: give it on the command line or in --config")
     return converted(values, TrainConfig, source)
-
-
-def _check_keys(values: Mapping[str, Any], into: type[Struct], source: str, table: str = "") -> None:
-    """Keys, and words of which there are only a few, in all tables."""
-    known = {field.name: field for field in structs.fields(into)}
-    for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {table + near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            raise UsageError(f"unknown key {table + key!r} in {source}; {hint}")
-        inner = known[key].type
-        words = get_args(inner) if get_origin(inner) is Literal else ()
-        if words and value not in words:
-            raise UsageError(f"{source}: {table}{key} = {value!r} must be one of: {', '.join(words)}")
-        if isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, Mapping):
-            _check_keys(value, inner, source, f"{table}{key}.")
-
-
-def converted(values: Mapping[str, Any], into: type[T], source: str) -> T:
-    """Values to a Struct, every one checked. What is wrong is told by its key, with what would be right."""
-    _check_keys(values, into, source)
-    try:
-        return msgspec.convert(dict(values), into)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{source}: {_told(str(error), values)}") from error
-
-
-def _told(problem: str, values: Any) -> str:
-    """What msgspec says of `$.sandbox.limits.cpus`, in the words of who wrote sandbox.limits.cpus."""
-    problem, _, where = problem.partition(" - at `$")
-    key = where.removeprefix(".").removesuffix("`")
-    wrong = re.fullmatch(r"Expected `(.+)`, got `.+`", problem)
-    if not key or not wrong:
-        return f"{key}: {problem}" if key else problem
-    kinds = " or ".join(KINDS.get(kind, kind) for kind in wrong[1].split(" | ") if kind != "null")
-    if "[...]" in key:  # of a table with names of the user's own, where the others may be secrets
-        return f"all values of {key.partition('[')[0]} must be {kinds}"
-    for part in re.findall(r"[^.\[\]]+", key):
-        values = values[part] if isinstance(values, Mapping) else values[int(part)]
-    return f"{key} = {values!r} must be {kinds}"
-
-
-def from_file(file: Path, table: str = "train") -> dict[str, Any]:
-    """One table; its paths count from where the file lies."""
-    values = _read_toml(file, table)
-    return values | {key: located(key, values[key], file.parent) for key in PATHS if key in values}
-
-
-def located(key: str, value: Any, base: Path) -> Any:
-    """A path made absolute, so that a run can be resumed from anywhere."""
-    if not isinstance(value, str):
-        return value
-    if key not in TARGETS:
-        return str((base / value).absolute()) if value else value
-    place, colon, name = value.rpartition(":")
-    return f"{(base / place).absolute()}{colon}{name}" if place.endswith(".py") else value
-
-
-def _read_toml(path: Path, table: str) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"there is no configuration file {path}") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    if extra := sorted(set(document) - {table}):
-        raise UsageError(f"{path} has unknown top-level keys {extra}; everything goes under [{table}]")
-    values = document.get(table, {})
-    if not isinstance(values, dict):
-        raise UsageError(f"{path}: {table} must be a table, [{table}], not {values!r}")
-    return values
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """A JSONL file: one object per line. `id` names a task; without one, its line does."""
-    if not path.exists():
-        raise UsageError(f"there is no task file {path}")
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory; give a JSONL file with one task per line")
-    tasks: dict[str, Task] = {}
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        task = _task(path, number, line)
-        if task.id in tasks:
-            raise UsageError(
-                f"{path} line {number}: the id {task.id!r} was used before; ids name one task each"
-            )
-        tasks[task.id] = task
-    if not tasks:
-        raise UsageError(f"{path} has no tasks: write one JSON object per line")
-    return list(tasks.values())
-
-
-def _task(path: Path, number: int, line: bytes) -> Task:
-    try:
-        row = msgspec.json.decode(line)
-        if not isinstance(row, dict):
-            raise ValueError(f"expected an object, got {type(row).__name__}")
-        given = row.get("id")
-        return Task(f"line-{number}" if given is None else str(given), row)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise UsageError(f"{path} line {number}: {error}") from error
-
-
-class Environment(Struct, frozen=True):
-    """What afield takes from the environment."""
-
-    admin_key: str | None
-    runs: Path
-    envs: Path  # where foreign programs are installed
-    certificates: Path  # what was found out about chat templates
-    outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
-
-    @classmethod
-    def read(cls) -> Self:
-        given = os.environ.get("XDG_CACHE_HOME")
-        cache = (Path(given) if given else Path.home() / ".cache") / "afield"
-        return cls(
-            os.environ.get("AFIELD_ADMIN_KEY") or None,
-            Path(os.environ.get("AFIELD_RUNS", "runs")),
-            cache / "envs",
-            cache / "certificates",
-            os.environ.get("AFIELD_OUTCOMES", ""),
-        )
-
-
-def from_environment(prefix: str) -> dict[str, Any]:
-    """The values of PREFIX_KEY and PREFIX_TABLE__KEY, read as `assigned` reads them; an empty one is none."""
-    given = {name: value for name, value in os.environ.items() if name.startswith(f"{prefix}_") and value}
-    keys = {name: name.removeprefix(f"{prefix}_").lower().replace("__", ".") for name in given}
-    return assigned([f"{keys[name]}={value}" for name, value in given.items()])
-
-
-def agent_environment() -> dict[str, str]:
-    """The environment an agent process inherits: ours without our secrets."""
-    return {key: value for key, value in os.environ.items() if key not in SECRET}
-
-
-def lend(values: Mapping[str, str]) -> None:
-    """Into this process's environment, for libraries that look only there."""
-    os.environ.update(values)

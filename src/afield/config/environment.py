@@ -1,0 +1,53 @@
+"""What afield takes from the environment, and what agents get of it; nothing else reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from msgspec import Struct
+
+from afield.config.values import assigned
+
+SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES")
+
+
+class Environment(Struct, frozen=True):
+    """What afield takes from the environment."""
+
+    admin_key: str | None
+    runs: Path
+    envs: Path  # where foreign programs are installed
+    certificates: Path  # what was found out about chat templates
+    outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
+
+    @classmethod
+    def read(cls) -> Self:
+        given = os.environ.get("XDG_CACHE_HOME")
+        cache = (Path(given) if given else Path.home() / ".cache") / "afield"
+        return cls(
+            os.environ.get("AFIELD_ADMIN_KEY") or None,
+            Path(os.environ.get("AFIELD_RUNS", "runs")),
+            cache / "envs",
+            cache / "certificates",
+            os.environ.get("AFIELD_OUTCOMES", ""),
+        )
+
+
+def from_environment(prefix: str) -> dict[str, Any]:
+    """The values of PREFIX_KEY and PREFIX_TABLE__KEY, read as `assigned` reads them; an empty one is none."""
+    given = {name: value for name, value in os.environ.items() if name.startswith(f"{prefix}_") and value}
+    keys = {name: name.removeprefix(f"{prefix}_").lower().replace("__", ".") for name in given}
+    return assigned([f"{keys[name]}={value}" for name, value in given.items()])
+
+
+def agent_environment() -> dict[str, str]:
+    """The environment an agent process inherits: ours without our secrets."""
+    return {key: value for key, value in os.environ.items() if key not in SECRET}
+
+
+def lend(values: Mapping[str, str]) -> None:
+    """Into this process's environment, for libraries that look only there."""
+    os.environ.update(values)

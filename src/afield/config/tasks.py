@@ -1,0 +1,46 @@
+"""A file of tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from afield.errors import UsageError
+from afield.types import Task
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """A JSONL file: one object per line. `id` names a task; without one, its line does."""
+    if not path.exists():
+        raise UsageError(f"there is no task file {path}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; give a JSONL file with one task per line")
+    tasks: dict[str, Task] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        task = _task(path, number, line)
+        if task.id in tasks:
+            raise UsageError(
+                f"{path} line {number}: the id {task.id!r} was used before; ids name one task each"
+            )
+        tasks[task.id] = task
+    if not tasks:
+        raise UsageError(f"{path} has no tasks: write one JSON object per line")
+    return list(tasks.values())
+
+
+def _task(path: Path, number: int, line: bytes) -> Task:
+    try:
+        row = msgspec.json.decode(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"expected an object, got {type(row).__name__}")
+        given = row.get("id")
+        return Task(f"line-{number}" if given is None else str(given), row)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path} line {number}: {error}") from error
