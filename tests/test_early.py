@@ -100,6 +100,8 @@ def test_a_model_that_is_not_whole_is_named_with_what_it_lacks(
     assert "lacks part-2.safetensors" in told(tmp_path, capsys, *asked)
     index.write_text("[")
     assert "index.json cannot be read" in told(tmp_path, capsys, *asked)
+    assert main(["gateway", "--model", str(model), "--port", "0"]) == 2
+    assert "index.json cannot be read" in capsys.readouterr().err
     (model / "config.json").unlink()
     assert "it has no config.json" in told(tmp_path, capsys, *asked)
 

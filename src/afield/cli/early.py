@@ -33,12 +33,20 @@ def check(config: TrainConfig, part: str) -> None:
         if config.verifier:
             check_target("verifier", config.verifier)
     learns = part != Part.COLLECT
-    samples = not config.gateway and config.engine.partition("=")[0] == "torch"
     model = Path(config.model)
-    if learns or samples:
+    if not config.gateway:
+        check_engine(config.engine, model)
+    if learns:
         check_config(model)
-    if samples or (learns and not config.freeze_weights):
-        check_weights(model, pickled=not samples)
+    if learns and not config.freeze_weights:
+        check_weights(model, pickled=True)
+
+
+def check_engine(spec: str, model: Path) -> None:
+    """What the embedded engine will read; a server has a model of its own."""
+    if spec.partition("=")[0] == "torch":
+        check_config(model)
+        check_weights(model)
 
 
 def check_target(what: str, target: str) -> None:
@@ -64,6 +72,8 @@ def check_target(what: str, target: str) -> None:
 
 
 def check_config(model: Path) -> None:
+    if not model.is_dir():
+        raise UsageError(f"{model} is not a directory; give the path of a model directory")
     path = model / "config.json"
     if not path.is_file():
         raise UsageError(f"{model} is not a whole model directory: it has no config.json")
@@ -73,7 +83,7 @@ def check_config(model: Path) -> None:
         raise UsageError(f"{path} cannot be read: {error}; save the model there again") from error
 
 
-def check_weights(model: Path, *, pickled: bool) -> None:
+def check_weights(model: Path, *, pickled: bool = False) -> None:
     """Whether all files are there and none was cut off. `pickled`: weights of the older kind will do."""
     if (model / ONE_FILE).is_file():
         files = [ONE_FILE]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from afield.cli.early import check_engine
 from afield.cli.logs import FORMATS, start_logging
 from afield.config import Environment, agent_environment
 from afield.errors import UsageError
@@ -113,6 +114,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--outcomes memory ends with the gateway and nobody else reads it; use files:///DIR")
     if args.processes > 1 and args.engine_ledger:
         raise UsageError("--engine-ledger takes one writer: leave it out, or use --processes 1")
+    for engine in args.engine:
+        check_engine(engine, Path(args.model))
     embedded = [e for e in args.engine if e.partition("=")[0] in ("torch", "scripted")]
     if args.processes > 1 and embedded:
         raise UsageError(
