@@ -18,39 +18,17 @@ from afield.engines.probe import probe
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sglang import SglangEngine
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, Engine, Image
+from afield.seams.engine import Call, Chunk, Image
 from afield.types import FinishReason, Sampling, VersionSpan
+from engine_calls import BOUND_S, a_call, answer, begin, ids, slowly, versions
 from fake_sglang import FakeSglang, serving_sglang
 from replay_sglang import replaying
 
 pytestmark = pytest.mark.anyio
-BOUND_S = 90
-
-
-def a_call(**changes: Any) -> Call:
-    call = Call(
-        id="call-1",
-        session_id="rollout.1",
-        prompt_ids=(5, 6, 7),
-        sampling=Sampling(),
-        max_tokens=12,
-        stop_ids=(0,),
-        stream=True,
-    )
-    return structs.replace(call, **changes)
 
 
 def counting(call: Call) -> Scripted:
     return Scripted(token_ids=tuple(range(20, 60)), chunks=(1, 2), delay_s=0.002)
-
-
-async def answer(engine: Engine, call: Call) -> list[Chunk]:
-    async with asyncio.timeout(BOUND_S):
-        return [chunk async for chunk in engine.generate(call)]
-
-
-def ids(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 def logprobs(chunks: list[Chunk]) -> list[float]:
@@ -276,29 +254,6 @@ def adapter(path: Path, name: str) -> str:
     (path / name).mkdir()
     (path / name / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
     return str(path / name)
-
-
-def slowly(call: Call) -> Scripted:
-    """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
-    first = call.prompt_ids[-1] + 1
-    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
-
-
-async def begin(fake: FakeSglang, engine: Engine, call: Call) -> asyncio.Task[list[Chunk]]:
-    """Under way at the server, a few tokens of it sampled."""
-    before = len(fake.bodies)
-    begun = asyncio.create_task(answer(engine, call))
-    async with asyncio.timeout(BOUND_S):
-        while len(fake.bodies) == before:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.15)
-    return begun
-
-
-def versions(chunks: list[Chunk]) -> list[int]:
-    """One for each token."""
-    assert all(chunk.low == chunk.high and chunk.versions is None for chunk in chunks)
-    return [chunk.low for chunk in chunks for _ in chunk.token_ids]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -20,8 +20,9 @@ from afield.errors import Conflict, Unavailable, UsageError
 from afield.gateway.pool import Pool
 from afield.seams.engine import Call, Image
 from afield.types import FinishReason, Sampling, VersionSpan
+from engine_calls import BOUND_S, a_call, answer, ids
 from fake_vllm import FakeVllm, serving
-from vllm_calls import BOUND_S, a_call, answer, connected, counting, ids
+from vllm_calls import connected, counting
 
 pytestmark = pytest.mark.anyio
 

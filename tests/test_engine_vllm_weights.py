@@ -11,10 +11,10 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.vllm import VllmEngine
 from afield.engines.vllm_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, Engine
 from afield.types import FinishReason, VersionSpan
+from engine_calls import a_call, answer, begin, ids, slowly, versions
 from fake_vllm import FakeVllm
-from vllm_calls import BOUND_S, a_call, answer, connected, counting, ids
+from vllm_calls import connected, counting
 
 pytestmark = pytest.mark.anyio
 
@@ -95,29 +95,6 @@ def adapters(tmp_path: Path) -> list[str]:
         (tmp_path / str(version)).mkdir()
         (tmp_path / str(version) / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
     return [str(tmp_path / str(version)) for version in range(5)]
-
-
-def slowly(call: Call) -> Scripted:
-    """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
-    first = call.prompt_ids[-1] + 1
-    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
-
-
-async def begin(fake: FakeVllm, engine: Engine, call: Call) -> asyncio.Task[list[Chunk]]:
-    """Under way at the server, a few tokens of it sampled."""
-    before = len(fake.served)
-    begun = asyncio.create_task(answer(engine, call))
-    async with asyncio.timeout(BOUND_S):
-        while len(fake.served) == before:
-            await asyncio.sleep(0.005)
-    await asyncio.sleep(0.15)
-    return begun
-
-
-def versions(chunks: list[Chunk]) -> list[int]:
-    """One for each token."""
-    assert all(chunk.low == chunk.high and chunk.versions is None for chunk in chunks)
-    return [chunk.low for chunk in chunks for _ in chunk.token_ids]
 
 
 @pytest.mark.parametrize("stream", [True, False])
