@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from afield.cli.ending import TERM_S
 from afield.cli.main import main
 from afield.config import TrainConfig
 from afield.runtimes.roster import Owner, Roster, Rostered
@@ -201,6 +203,75 @@ def test_kill_ends_the_process_of_a_session_and_leaves_the_controller(field: Fie
     assert (said["ended"], said["failed"]) == (1, 0)
     until(lambda: not alive(pid), "the worker is gone")
     assert controller.poll() is None
+
+
+def a_sleeper(field: Field) -> subprocess.Popen[Any]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    field.started.append(process)
+    return process
+
+
+def test_what_is_still_starting_is_killed_as_soon_as_it_has_a_process(field: Field, told: Told) -> None:
+    run, us = field.run("first"), Owner.of(os.getpid())
+    sleeper = a_sleeper(field)
+
+    def place() -> None:
+        roster = Roster(run / "sessions.sqlite")
+        roster.place("r.1", Phase.RUNNING, f"pid {sleeper.pid}")
+        sleeper.wait(20)
+        roster.close()
+
+    roster = Roster(run / "sessions.sqlite")
+    roster.note("r.1", "process", us, outlives=False, phase=Phase.STARTING)
+    roster.close()
+    placing = threading.Timer(0.5, place)
+    placing.start()
+    said = told("kill", "r.1")
+    placing.join()
+    assert (said["ended"], said["failed"]) == (1, 0)
+    assert sleeper.poll() == -signal.SIGTERM
+
+
+def test_what_a_killed_worker_served_beside_is_told(field: Field, told: Told) -> None:
+    run, us = field.run("first"), Owner.of(os.getpid())
+    sleeper = a_sleeper(field)
+    roster = Roster(run / "sessions.sqlite")
+    for session_id in ("a.1", "b.1"):
+        roster.note(session_id, "process", us, outlives=False, phase=Phase.RUNNING)
+        roster.place(session_id, Phase.RUNNING, f"pid {sleeper.pid}")
+    roster.close()
+
+    def hear() -> None:  # as its collector does: what ended with the worker is struck at once
+        sleeper.wait(20)
+        heard = Roster(run / "sessions.sqlite")
+        heard.strike("b.1")
+        heard.close()
+
+    hearing = threading.Thread(target=hear)
+    hearing.start()
+    [line] = told("kill", "a.1")["sessions"]
+    hearing.join()
+    assert "and with it what it served beside: b.1" in line["said"]
+
+
+def test_sessions_that_take_long_to_end_are_ended_at_the_same_time(field: Field, told: Told) -> None:
+    run, us = field.run("first"), Owner.of(os.getpid())
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    roster = Roster(run / "sessions.sqlite")
+    for n in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"{deaf}; print(flush=True); time.sleep(60)"], stdout=subprocess.PIPE
+        )
+        field.started.append(process)
+        assert process.stdout and process.stdout.readline()
+        # Nobody waits for it but us, and what is dead and not waited for still has its number.
+        threading.Thread(target=process.wait, daemon=True).start()
+        roster.note(f"r.{n + 1}", "process", us, outlives=False, phase=Phase.RUNNING)
+        roster.place(f"r.{n + 1}", Phase.RUNNING, f"pid {process.pid}")
+    roster.close()
+    began = time.monotonic()
+    assert told("kill", "--run", "first")["ended"] == 4
+    assert time.monotonic() - began < 3 * TERM_S
 
 
 def test_what_runs_inside_its_controller_is_not_killed_with_it(field: Field, told: Told) -> None:

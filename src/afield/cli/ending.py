@@ -24,12 +24,14 @@ from afield.cli import sessions as shown
 from afield.cli.sessions import Part, Session
 from afield.errors import AfieldError, UsageError
 from afield.seams import Runtime
+from afield.seams.runtime import Phase
 from afield.types import Attempt
 
 AT_ONCE = 16
 TRIES = 4
 POLL_S = 0.5
 TERM_S = 3.0
+START_S = 10.0
 KILL_S = 10.0
 
 
@@ -148,7 +150,8 @@ async def _end_part(part: Part, wanted: Sequence[Session], *, others: bool) -> l
         runtime = part.runtime()
         can = runtime.capabilities
         if not can.reaches:
-            return [await _end_process(session) for session in wanted]
+            ids = {session.id for session in wanted}
+            return list(await asyncio.gather(*(_end_process(session, ids) for session in wanted)))
         async with runtime:
             attempts = [session.attempt for session in wanted]
             if others and can.lists:
@@ -178,14 +181,34 @@ async def _stop(part: Part, runtime: Runtime, attempt: Attempt, room: asyncio.Se
     return Ended(part.run.id, attempt.session_id, True, "stopped")
 
 
-async def _end_process(session: Session) -> Ended:
+async def _placed(session: Session) -> Session | None:
+    """Once it has a process of its own, where it will have one; None where it ended before."""
+    end = time.monotonic() + START_S
+    while session.entry.process is None and session.entry.phase is Phase.STARTING and time.monotonic() < end:
+        await asyncio.sleep(POLL_S / 5)
+        now = [other for other in shown.sessions([session.part]) if other.id == session.id]
+        if not now:
+            return None
+        session = now[0]
+    return session
+
+
+async def _end_process(wanted: Session, ending: set[str]) -> Ended:
+    """`ending` are all that are ended together."""
+    session = await _placed(wanted)
+    if session is None:
+        return Ended(wanted.part.run.id, wanted.id, True, "it has ended by itself")
     entry, run = session.entry, session.part.run.id
     process = entry.process
+    if process is None and entry.phase is Phase.STARTING:
+        said = f"it is still starting after {START_S:g} s; ask again, or stop pid {entry.owner.pid}"
+        return Ended(run, session.id, False, said)
     if process is None or process == entry.owner:
         said = f"it runs inside its collector: stop that, pid {entry.owner.pid} on {entry.owner.host}"
         return Ended(run, session.id, False, said)
     if process.alive is None:
         return Ended(run, session.id, False, f"it runs on {process.host}: kill it there")
+    beside = _beside(session, ending)  # before its collector hears of its end, and begins them anew
     for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         end = time.monotonic() + seconds
         if process.alive:
@@ -195,16 +218,16 @@ async def _end_process(session: Session) -> Ended:
     if process.alive:
         return Ended(run, session.id, False, f"pid {process.pid} does not end")
     _strike(session.part, session.id)
-    return Ended(run, session.id, True, f"pid {process.pid} has ended{_beside(session)}")
+    return Ended(run, session.id, True, f"pid {process.pid} has ended{beside}")
 
 
-def _beside(session: Session) -> str:
+def _beside(session: Session, ending: set[str]) -> str:
     """A warm worker serves several sessions, which end with it."""
     process = session.entry.process
     roster = session.part.roster()
     try:
         others = [
-            e.session_id for e in roster.entries() if e.process == process and e.session_id != session.id
+            e.session_id for e in roster.entries() if e.process == process and e.session_id not in ending
         ]
     finally:
         roster.close()
