@@ -105,3 +105,21 @@ async def running(
 def vocabulary(model: Path = POLICY) -> Vocabulary:
     path = model / "tokenizer.json"
     return Vocabulary(path.read_bytes(), path)
+
+
+async def chat_session(up: Running, function: dict[str, Any]) -> None:
+    """What a Chat client asks of prices; sessions of other dialects are compared with it."""
+    client = await up.agent()
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How much are x and y?"},
+    ]
+    tools: list[Any] = [{"type": "function", "function": function}]
+    for more in ("4", "Thanks."):
+        reply = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0]
+        messages.append(reply.message)
+        calls = reply.message.tool_calls or []
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": more} for c in calls] or [
+            {"role": "user", "content": more}
+        ]
+    await client.chat.completions.create(model="m", messages=messages, tools=tools)

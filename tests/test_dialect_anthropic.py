@@ -21,7 +21,7 @@ from afield.gateway.marks import seal
 from afield.gateway.refusal import Refusal, context_exceeded, engine_down
 from afield.seams import SessionSpec
 from afield.types import FinishReason, Message, ToolCall
-from gateways import Running, running, vocabulary
+from gateways import Running, chat_session, running, vocabulary
 from replies import REPLIES, STARTED, done, pieces
 
 pytestmark = pytest.mark.anyio
@@ -179,7 +179,7 @@ async def test_every_way_to_ask_records_the_same_forest(tmp_path: Path) -> None:
         engine = ScriptedEngine(list(SCRIPT))
         async with running(engine, tmp_path / str(stream)) as up:
             if stream is None:
-                await chat_session(up)
+                await chat_session(up, FUNCTION)
             else:
                 await session(up, stream, "r.1")
             record = await up.client.finalize("r.1")
@@ -190,23 +190,6 @@ async def test_every_way_to_ask_records_the_same_forest(tmp_path: Path) -> None:
         assert sum(row.loss_mask) == sum(len(entry.token_ids) for entry in engine.ledger)
         assert len(Forest(record.turns)) == 3
     assert shapes[0] == shapes[1] == shapes[2]
-
-
-async def chat_session(up: Running) -> None:
-    client = await up.agent()
-    messages: list[Any] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "How much are x and y?"},
-    ]
-    tools: list[Any] = [{"type": "function", "function": FUNCTION}]
-    for more in ("4", "Thanks."):
-        reply = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0]
-        messages.append(reply.message)
-        calls = reply.message.tool_calls or []
-        messages += [{"role": "tool", "tool_call_id": c.id, "content": more} for c in calls] or [
-            {"role": "user", "content": more}
-        ]
-    await client.chat.completions.create(model="m", messages=messages, tools=tools)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -26,7 +26,7 @@ from afield.gateway.request import ModelRequest
 from afield.seams import SessionSpec
 from afield.tokens import ChatTokens
 from afield.types import FinishReason, Message
-from gateways import POLICY, Running, running, vocabulary
+from gateways import POLICY, Running, chat_session, running, vocabulary
 from replies import REPLIES, STARTED, done, pieces
 
 # The client's own business with aiohttp.
@@ -279,7 +279,7 @@ async def test_a_chat_of_the_client_records_what_chat_completions_records(
     for gemini in (True, False):
         engine = ScriptedEngine(list(SCRIPT))
         async with running(engine, tmp_path / str(gemini)) as up:
-            await (gemini_session(up, stream) if gemini else chat_session(up))
+            await (gemini_session(up, stream) if gemini else chat_session(up, FUNCTION))
             record = await up.client.finalize("r.1")
         fields = ("id", "parent", "root", "delta_ids", "token_ids", "tier", "digest")
         shapes.append([[getattr(turn, name) for name in fields] for turn in record.turns])
@@ -300,23 +300,6 @@ async def gemini_session(up: Running, stream: bool) -> None:
         results = [types.Part.from_function_response(name=c.name, response={"result": "4"}) for c in calls]
         await ask(chat, results, stream)
         await ask(chat, "Thanks.", stream)
-
-
-async def chat_session(up: Running) -> None:
-    client = await up.agent()
-    messages: list[Any] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "How much are x and y?"},
-    ]
-    tools: list[Any] = [{"type": "function", "function": FUNCTION}]
-    for more in ("4", "Thanks."):
-        reply = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0]
-        messages.append(reply.message)
-        calls = reply.message.tool_calls or []
-        messages += [{"role": "tool", "tool_call_id": c.id, "content": more} for c in calls] or [
-            {"role": "user", "content": more}
-        ]
-    await client.chat.completions.create(model="m", messages=messages, tools=tools)
 
 
 async def test_the_client_reads_usage_counts_and_log_probabilities(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from afield.config import Environment
 from afield.conformance.environments import python_environment
@@ -40,3 +43,16 @@ def verl_environment(**values: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     return {**os.environ, **settled, **values}
+
+
+def figures(script: Path) -> dict[str, float]:
+    """What a script that compares us with veRL prints last. Skips without veRL, and fails where `CI` is set."""
+    try:
+        python = verl_python()
+    except Unavailable as error:
+        pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
+    done = subprocess.run(
+        [python, script], env=verl_environment(), capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])

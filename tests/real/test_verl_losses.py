@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from afield.errors import Unavailable
-from verl_env import verl_environment, verl_python
+from verl_env import figures
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SCRIPT = Path(__file__).parent / "verl_losses.py"
@@ -18,15 +14,7 @@ SCRIPT = Path(__file__).parent / "verl_losses.py"
 
 @pytest.fixture(scope="module")
 def apart() -> dict[str, float]:
-    try:
-        python = verl_python()
-    except Unavailable as error:
-        pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
-    done = subprocess.run(
-        [python, SCRIPT], env=verl_environment(), capture_output=True, text=True, timeout=800, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return figures(SCRIPT)
 
 
 @pytest.mark.parametrize("what", ["ppo", "cispo", "gspo"])
