@@ -137,7 +137,7 @@ def test_a_run_that_lacked_memory_goes_on_in_smaller_parts_and_learns_nothing_el
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     run.write_tasks([Task("t", {})])
-    (tmp_path / "agent.py").touch()
+    (tmp_path / "agent.py").write_text("def agent(task): ...\n")
     given = {"agent": f"{tmp_path / 'agent.py'}:agent", "model": str(model_path), "tasks": "tasks.jsonl"}
     save_config(run, train_config(None, given))
     parser = argparse.ArgumentParser()

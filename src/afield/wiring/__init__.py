@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from afield.wiring.checks import check_choices, check_place, check_reach
 from afield.wiring.choices import ENGINES, RUNTIMES, START_TIMEOUT_S, TAKES_TARGET, TOLD, choose, load
-from afield.wiring.engines import pool
+from afield.wiring.engines import engine, pool
 from afield.wiring.places import runtime, verifiers
 from afield.wiring.runs import limiter, plan, trainer, transport, window
 
@@ -22,6 +22,7 @@ __all__ = [
     "check_place",
     "check_reach",
     "choose",
+    "engine",
     "limiter",
     "load",
     "plan",
