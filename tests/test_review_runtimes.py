@@ -46,6 +46,7 @@ from afield.types import Attempt, Rollout, Task
 from agents.places import ACTING, Place
 from agents.sink import Sink
 from collecting import bench, good
+from gateways import POLICY
 from isolation import keeper_of, needs_bubblewrap
 from kubes import fake_kube, placed
 from test_agentcore_runtime import opened, serving
@@ -340,7 +341,8 @@ def test_what_a_run_was_told_is_for_its_owner_alone(tmp_path: Path) -> None:
 def test_a_resumed_run_takes_what_the_file_and_the_command_say_of_one_place(tmp_path: Path) -> None:
     from afield.cli import train
 
-    train.save_config(run := RunDir(tmp_path), TrainConfig(model="m"))
+    told = TrainConfig(model=str(POLICY), runtime="container=agents/math:1")
+    train.save_config(run := RunDir(tmp_path), told)
     run.write_tasks([Task("t", {})])
     file = tmp_path / "train.toml"
     file.write_text("[train.container]\nnetwork = 'mine'\n")

@@ -46,7 +46,7 @@ def verl_environment(**values: str) -> dict[str, str]:
 
 
 def figures(script: Path) -> dict[str, float]:
-    """What a script that compares us with veRL prints last. Skips without veRL, and fails where `CI` is set."""
+    """What a script that compares us with veRL prints last. Skips without veRL; in `CI` it fails."""
     try:
         python = verl_python()
     except Unavailable as error:
