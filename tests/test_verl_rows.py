@@ -16,7 +16,8 @@ from msgspec import structs
 from afield.config import read_tasks
 from afield.errors import UsageError
 from afield.integrations.verl import dataset, rows, settings
-from afield.types import Failure, FailureKind, Finished, Outcome, Reason, Task
+from afield.integrations.verl.manager import Asked, Group, Tally
+from afield.types import Failure, FailureKind, Finished, Outcome, Reason, Split, Task
 from batch_groups import Maker, branching
 
 PROMPT = {"uid": "u-1", "global_steps": 7, "raw_prompt": [{"role": "user", "content": "hi"}], "index": 3}
@@ -26,6 +27,18 @@ def failed(rollout_id: str, kind: FailureKind, reward: float | None = None) -> F
     broke = Failure(kind, Reason.TIMEOUT, "it broke")
     outcome = Outcome(rollout_id=rollout_id, attempt=1, reward=reward, failure=broke)
     return structs.replace(branching(rollout_id, 1.0), outcome=outcome)
+
+
+# --- groups --------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_asks_for_no_rollout_ends_at_once_whatever_its_uid_is_made_of() -> None:
+    asked = Asked(step=1, split=Split.TRAIN, version=0, groups=1)
+    ended: list[str] = []
+    Group({"uid": 7}, Tally(asked), []).when_ended(lambda group: ended.append(group.uid))
+    assert ended == ["7"]
+    judged = rows.judge([], quorum=0)
+    assert (judged.sessions, judged.dropped) == ((), None)
 
 
 # --- rows ----------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Group:
 
     @property
     def uid(self) -> str:
-        return self.prompt["uid"]
+        return str(self.prompt["uid"])
 
     def when_ended(self, call: Callable[[Group], object]) -> None:
         def one_more(_: RolloutFuture) -> None:
@@ -107,6 +107,8 @@ class Group:
 
         for future in self.futures:
             future.add_done_callback(one_more)
+        if not self.futures:  # a prompt may ask for none, and veRL waits for its end all the same
+            call(self)
 
 
 class Manager:
@@ -177,7 +179,7 @@ class Manager:
 
     def _begin(self, asked: Sequence[dict[str, Any]], tally: Tally) -> None:
         for prompt in asked:
-            self._queue.mark(prompt["uid"], str(tally.asked.split), "running")
+            self._queue.mark(str(prompt["uid"]), str(tally.asked.split), "running")
             futures = [self._client.begin(rollout) for rollout in self._rollouts(prompt, tally.asked.split)]
             Group(prompt, tally, futures).when_ended(lambda group: self._then(self._write, group))
 
