@@ -482,7 +482,8 @@ async def test_the_ledger_file_says_what_was_served_and_what_was_abandoned(
 async def test_a_call_says_how_long_there_was_no_slot_for_it(model: Path) -> None:
     async with asyncio.timeout(BOUND_S), TorchEngine(model, max_slots=1) as engine:
         loop = asyncio.get_running_loop()
-        async with aclosing(engine.generate(a_call("a", [5, 6], max_tokens=ENDLESS, stream=True))) as first:
+        endless = a_call("a", [5, 6], max_tokens=ENDLESS, stream=True, stop_ids=())
+        async with aclosing(engine.generate(endless)) as first:
             assert (await anext(first)).queued_s < 5.0
             asked = loop.time()
             second = asyncio.create_task(answer(engine, a_call("b", [7, 8], max_tokens=4, stop_ids=())))
