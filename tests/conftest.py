@@ -1,7 +1,10 @@
+import signal
 from pathlib import Path
 
 import pytest
 
+# A shell that starts something in the background has it ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite("contracts.runtime_contract")
 
 # Files are handed out whole and in this order. One that takes a minute or more must not begin when the

@@ -322,7 +322,7 @@ def test_what_an_agent_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
     words = ["train", f"{written(tmp_path / 'agent', STEERING)}:agent", "--tasks", tasks, "--model", POLICY]
     words += ["--engine", f"scripted={script}", "--freeze-weights", "--steps", 1, "--tasks-per-step", 1]
     code, out, err = afield(tmp_path, *words, "--rollouts", 2, "--json", "--set", "retries_task=0")
-    assert code == 0 and "RuntimeError: wrong" in err, err
+    assert code == 1 and "RuntimeError: wrong" in err, err
     assert all(c.isprintable() or c == "\n" for c in out + err)
 
 
