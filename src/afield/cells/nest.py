@@ -36,6 +36,7 @@ REMEDY = (
     "this machine does not let us make user namespaces: see the settings user.max_user_namespaces,"
     " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns"
 )
+DIED = "died with its nest"
 
 
 class Nest:
@@ -61,7 +62,7 @@ class Nest:
         self._log = log_dir / f"nest-{os.getpid()}.log"
         self._ids = itertools.count(1)
         self._cells: dict[int, Cell] = {}
-        self._starting: dict[int, asyncio.Future[Started]] = {}
+        self._starting: dict[int, asyncio.Future[Cell | str]] = {}  # or the problem
         self._named: dict[int, tuple[str, Path]] = {}
         self._asked: dict[int, asyncio.Future[Done]] = {}
         self._channel: Channel | None = None
@@ -194,10 +195,10 @@ class Nest:
             raise
         finally:
             del self._starting[number], self._named[number]
-        if started.problem:
-            said = f"the cell of {name} {started.problem}; its log ends: {Tail(str(log))}"
+        if isinstance(started, str):
+            said = f"the cell of {name} {started}; its log ends: {Tail(str(log))}"
             raise InfrastructureFailure(said, Reason.LAUNCH)
-        return self._cells[number]
+        return started  # which may have ended by now
 
     def _port(self, doors: Sequence[Address]) -> int:
         """Where the program serves: not where one of its doors is."""
@@ -256,19 +257,21 @@ class Nest:
         future = self._starting.get(started.id)
         if future is None or future.done():
             return
-        if not started.problem and self._channel is not None:
-            name, log = self._named[started.id]
-            self._cells[started.id] = Cell(
-                started.id,
-                name,
-                pid=started.pid,
-                log=log,
-                socket=Path(started.socket),
-                started=time.time(),
-                channel=self._channel,
-                ask=self._ask,
-            )
-        future.set_result(started)
+        if started.problem or self._channel is None:
+            future.set_result(started.problem or DIED)
+            return
+        name, log = self._named[started.id]
+        cell = self._cells[started.id] = Cell(
+            started.id,
+            name,
+            pid=started.pid,
+            log=log,
+            socket=Path(started.socket),
+            started=time.time(),
+            channel=self._channel,
+            ask=self._ask,
+        )
+        future.set_result(cell)
 
     def _bury(self, gone: Gone) -> None:
         if cell := self._cells.pop(gone.id, None):
@@ -285,9 +288,9 @@ class Nest:
         """The keeper is gone, and all cells with it."""
         if self._warm is not None and not self._warm.done():
             self._warm.set_result(Warm(problem="the keeper of the nest ended"))
-        for number, future in self._starting.items():
+        for future in self._starting.values():
             if not future.done():
-                future.set_result(Started(id=number, problem="died with its nest"))
+                future.set_result(DIED)
         for number, future in list(self._asked.items()):
             if not future.done():
                 future.set_result(Done(id=number, problem="its nest has died"))
