@@ -136,6 +136,20 @@ async def test_null_empty_and_absent_content_are_one(tmp_path: Path, content: An
         assert parents(await good(there, client)) == [None, "t1"]
 
 
+async def test_a_turn_of_thoughts_alone_was_said_also_where_its_thoughts_are_left_out(tmp_path: Path) -> None:
+    """Leaving such a turn out as well would make another conversation of it, and no edit of this one."""
+    async with answering(tmp_path, said("Yes."), said("No.")) as there:
+        client = await there.client()
+        silent = {"role": "assistant", "content": ""}
+        await chat(client, u("Hi"), silent | {"reasoning_content": "Hm."}, u("And?"))
+        edited = {"role": "assistant", "content": "Perhaps."}
+        await chat(client, u("Hi"), silent, u("And?"), edited, u("Sure?"))
+        seen = await good(there, client)
+        assert links(seen, "t2") == [("edit", "t1")]
+        roles = [message["role"] for message in seen.by_id["t2"]["messages"]]
+        assert roles == ["user", "assistant", "user", "assistant", "user", "assistant"]
+
+
 async def test_text_may_be_trimmed(tmp_path: Path) -> None:
     async with answering(tmp_path, said("  An answer with room around it.\n\n")) as there:
         client = await there.client()

@@ -70,11 +70,12 @@ def locate(
 ) -> Spot:
     """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
     spot = _locate(forest, tokens, request, None, missed, recall)
-    if any(m.role == "assistant" and not _says_anything(m) for m in spot.new):
-        # Some clients put an empty turn that nobody sampled before the one that was.
-        said = tuple(m for m in spot.messages if m.role != "assistant" or _says_anything(m))
+    if len(rest := _without_empty(spot.new)) < len(spot.new):
+        # Some clients put an empty turn that nobody sampled before the one that was. Where leaving it out
+        # leads to no other turn, it was said.
+        said = _without_empty(spot.messages)
         without = _locate(forest, tokens, request, said, missed, recall) if said else spot
-        return without if len(without.new) < len(spot.new) else spot
+        return without if len(without.new) < len(rest) else spot
     return spot
 
 
@@ -101,6 +102,10 @@ def _locate(
         parent=parent,
         depth=depth,
     )
+
+
+def _without_empty(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(m for m in messages if m.role != "assistant" or _says_anything(m))
 
 
 def _says_anything(message: Message) -> bool:
