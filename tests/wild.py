@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from msgspec import Struct, structs
@@ -172,10 +172,21 @@ class Agent:
             action = self.rng.choices(ACTIONS, self._weights)[0]
             await action(self, self.rng.choice(self._threads[-3:]))
 
-    def left(self, row: dict[str, Any]) -> int:
-        """The tools of a request that was left before the engine was asked."""
-        (toolset,) = {m.request[0] for m in self.made if m.turn_id is None and said_in(row, m)}
-        return toolset
+    def left(self, row: dict[str, Any], parents: Sequence[dict[str, Any]] | None) -> int:
+        """The tools of a request that was left before the engine was asked.
+
+        Several may have had all that the turn was newly asked, which may be next to nothing. Then it is the
+        one with the tools of the turn it continues; and if it begins a conversation, the one that says no more.
+        """
+        left = [m for m in self.made if m.turn_id is None and said_in(row, m)]
+        found = {m.request[0] for m in left}
+        if len(found) > 1 and parents is not None:
+            found = {n for n in found if list(TOOLSETS[n]) == list(parents)}
+        elif len(found) > 1:
+            shortest = min(len(m.texts) for m in left)
+            found = {m.request[0] for m in left if len(m.texts) == shortest}
+        assert len(found) == 1, f"{row['id']}: asked with tools {found}?"
+        return found.pop()
 
     # --- what it can do ---------------------------------------------------------------------------
 

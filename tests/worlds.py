@@ -69,7 +69,7 @@ class World:
         seen = await look(self.get, agent.session_id, mine, tools)
         for turn in seen.turns:
             if turn["id"] not in tools:  # its client left before the engine was asked
-                tools[turn["id"]] = list(TOOLSETS[agent.left(turn)])
+                tools[turn["id"]] = list(TOOLSETS[agent.left(turn, tools.get(turn["parent"]))])
         for check in SINGLE.values():
             check(seen)
         court = judge(agent.made, seen)
