@@ -175,8 +175,8 @@ class Agent:
     def left(self, row: dict[str, Any], parents: Sequence[dict[str, Any]] | None) -> int:
         """The tools of a request that was left before the engine was asked.
 
-        Several may have had all that the turn was newly asked, which may be next to nothing. Then it is the
-        one with the tools of the turn it continues; and if it begins a conversation, the one that says no more.
+        Several may have had all that the turn was newly asked, which may be next to nothing. Then it is
+        the one with the tools of the turn it continues; if it begins a conversation, the one that says least.
         """
         left = [m for m in self.made if m.turn_id is None and said_in(row, m)]
         found = {m.request[0] for m in left}
