@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+OF_A_RUN = (":!bench/results", ":!docs/benchmarks.md")  # what a run itself writes
 
 
 class Absent(Exception):
@@ -52,7 +53,7 @@ def commit() -> str:
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no", "--", ".", *OF_A_RUN) else ""
     return git("rev-parse", "--short=12", "HEAD") + dirty
 
 
