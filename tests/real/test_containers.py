@@ -22,6 +22,7 @@ from afield.runtimes.container import ContainerRuntime
 from afield.runtimes.container_exec import ContainerSandbox
 from afield.runtimes.container_spec import name_of
 from afield.seams.runtime import Phase
+from afield.seams.sandbox import MOST_BYTES
 from afield.transports.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import BOUND_S, Place, Spec
@@ -98,8 +99,9 @@ class Here:
             poll_s=0.1,
         )
 
-    def sandbox(self, **changes: Any) -> ContainerSandbox:
-        return ContainerSandbox(options=self.engine.options(**changes), name=self.run)
+    def sandbox(self, most_bytes: int = MOST_BYTES, **changes: Any) -> ContainerSandbox:
+        options = self.engine.options(**changes)
+        return ContainerSandbox(options=options, name=self.run, most_bytes=most_bytes)
 
 
 @pytest.fixture
@@ -379,18 +381,15 @@ async def test_files_go_in_and_come_out(here: Here) -> None:
             await sandbox.download("/tmp/none")
 
 
-async def test_what_is_no_plain_file_or_has_no_end_is_not_waited_for(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("afield.runtimes.container_exec.MOST_BYTES", 1_000_000)
-    async with here.sandbox() as sandbox:
+async def test_what_is_no_plain_file_or_has_no_end_is_not_waited_for(here: Here) -> None:
+    async with here.sandbox(most_bytes=1_000_000) as sandbox:
         assert (await sandbox.exec("mkfifo /tmp/pipe; truncate -s 1G /tmp/holes")).ok
         for path in ("/tmp/pipe", "/tmp"):
             with pytest.raises(InfrastructureFailure, match="no plain file"):
                 await sandbox.upload(path, b"x" * 100_000)
             with pytest.raises(Missing):
                 await sandbox.download(path)
-        with pytest.raises(InfrastructureFailure, match="/tmp/holes in the sandbox has more than"):
+        with pytest.raises(InfrastructureFailure, match="holes in the sandbox has more than 1000000 bytes"):
             await sandbox.download("/tmp/holes")
         with pytest.raises(UsageError, match="NUL"):
             await sandbox.exec("echo a\0b")

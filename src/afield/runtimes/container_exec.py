@@ -122,7 +122,10 @@ class _Ended(Struct, frozen=True):
 
 
 class ContainerSandbox:
-    """`options.network` of bridge, the default for agents, becomes none here: name a network to have one."""
+    """`options.network` of bridge, the default for agents, becomes none here: name a network to have one.
+
+    `keep_bytes` of what a command prints are kept; a file that is read has `most_bytes` at most.
+    """
 
     def __init__(
         self,
@@ -131,6 +134,7 @@ class ContainerSandbox:
         *,
         name: str = "sandbox",
         keep_bytes: int = KEPT,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         given = options or ContainerOptions()
         network = "none" if given.network == "bridge" else given.network
@@ -140,7 +144,7 @@ class ContainerSandbox:
         # Of the form that sessions have, so that it is listed and stopped like one.
         self._session_id = f"sandbox-{uuid4().hex}.1"
         self._name = name_of(self._session_id)
-        self._keep_bytes = keep_bytes
+        self._keep_bytes, self._most_bytes = keep_bytes, most_bytes
         self._running = 0
 
     async def __aenter__(self) -> Self:
@@ -197,10 +201,10 @@ class ContainerSandbox:
     async def download(self, path: str) -> bytes:
         check_path(path)
         argv = ["/bin/sh", "-c", READ, "read", path]
-        ended = await self._exec(argv, 600.0, None, {}, b"", Whole(MOST_BYTES))
+        ended = await self._exec(argv, 600.0, None, {}, b"", Whole(self._most_bytes))
         content = ended.out.bytes
         if ended.out.cut:
-            raise too_large(path, "the sandbox")
+            raise too_large(path, "the sandbox", self._most_bytes)
         if ended.exit_code == NO_FILE:
             raise Missing(f"there is no file {path} in the sandbox")
         if ended.exit_code != 0:
