@@ -2,12 +2,14 @@
 
     python bench/tree.py --json
 
-A random-initialised model in bfloat16 with gradient checkpointing makes one forward and backward pass over
-the same rollouts in four forms: a row per turn, merged rows padded, merged rows packed without padding
-(varlen), and the forest. All forms run the same model code and the same chunked head, logits only where a
-token was sampled, in passes as large as a common bound on tokens allows. Rows are checkpointed as the
-library does it, whole layers; what attention over the forest gave is kept meanwhile, as the trainer keeps
-it, and counts in its peak memory. Needs torch and transformers only.
+A random-initialised model makes one forward and backward pass over the same rollouts in four forms: a row
+per turn, merged rows padded, merged rows packed without padding (varlen), and the forest. Arithmetic is the
+trainer's: weights and their gradients in float32, products in bfloat16 (`--arithmetic bfloat16` keeps
+weights in it too), with gradient checkpointing. All forms run the same model code and the same chunked head,
+logits only where a token was sampled, in passes as large as a common bound on tokens allows. Rows are
+checkpointed as the library does it, whole layers; what attention over the forest gave is kept meanwhile, as
+the trainer keeps it, and counts in its peak memory. Gradients are compared with one another, and with
+`--exact` with what merged rows give in float32. Needs torch and transformers only.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from afield.trainers.tree import Tree, watch
 PROMPT, TURN, SAMPLED = 2048, 192, 64  # a turn is what came in and, half as long, what was sampled
 ENOUGH = 16384  # tokens that keep the device busy
 MODELS = {
-    "large": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 27,
-              "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_936},
+    "large": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 23,
+              "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
+    "wide": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 27,
+             "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_936},
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512},
 }  # fmt: skip
@@ -196,7 +200,7 @@ class Line:
 def line_attention(
     _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any = None, *, line: Line, **_: Any
 ) -> tuple[Tensor, None]:
-    q, k, v = (t[0].transpose(0, 1).contiguous() for t in (query, key, value))
+    q, k, v = (t[0].transpose(0, 1).to(torch.bfloat16).contiguous() for t in (query, key, value))
     out = torch.ops.aten._flash_attention_forward(
         q, k, v, line.offsets, line.offsets, line.longest, line.longest, 0.0, True, False,
         scale=q.shape[-1] ** -0.5,
@@ -216,54 +220,64 @@ def made_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def backward(model: Any, parts: Sequence[Part], kind: str) -> None:
-    """Of the mean over all sampled tokens, however many passes they take."""
-    model.set_attn_implementation(kind)
-    head = model.get_output_embeddings()
-    total = sum(len(one.target) for one in parts)
-    for one in parts:
-        hidden = taken(one.hidden(model), one.source)
-        heat = torch.ones_like(one.advantage)
-        logp = sampled_log_probabilities(hidden, head.weight, None, one.target, heat)
-        (-(logp * one.advantage).sum() / total).backward()
+class Bench(NamedTuple):
+    """A model on a device, and whether its products are in bfloat16 while its weights are not."""
 
+    model: Any
+    device: torch.device
+    mixed: bool
 
-def gradient(model: Any, parts: Sequence[Part], kind: str) -> list[Tensor]:
-    """What a trainer accumulates: each pass's gradient, added up in float32."""
-    model.zero_grad(set_to_none=True)
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+    def backward(self, parts: Sequence[Part], kind: str) -> None:
+        """Of the mean over all sampled tokens, however many passes they take."""
+        self.model.set_attn_implementation(kind)
+        head = self.model.get_output_embeddings()
+        total = sum(len(one.target) for one in parts)
+        for one in parts:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
+                hidden = taken(one.hidden(self.model), one.source)
+                heat = torch.ones_like(one.advantage)
+                logp = sampled_log_probabilities(hidden, head.weight, None, one.target, heat)
+            (-(logp * one.advantage).sum() / total).backward()
 
-    def add(parameter: Any) -> None:
-        sums[parameter] += parameter.grad
-        parameter.grad = None
+    def gradient(self, parts: Sequence[Part], kind: str) -> list[Tensor]:
+        """What a trainer accumulates, each pass's gradient added up in float32; kept off the device, whose
+        memory is measured."""
+        self.clear()
+        sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in self.model.parameters()}
 
-    hooks = [p.register_post_accumulate_grad_hook(add) for p in sums]
-    backward(model, parts, kind)
-    for hook in hooks:
-        hook.remove()
-    return list(sums.values())
+        def add(parameter: Any) -> None:
+            sums[parameter] += parameter.grad
+            parameter.grad = None
+
+        hooks = [p.register_post_accumulate_grad_hook(add) for p in sums]
+        self.backward(parts, kind)
+        for hook in hooks:
+            hook.remove()
+        return [tensor.cpu() for tensor in sums.values()]
+
+    def clear(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def measured(self, parts: Sequence[Part], kind: str, times: int) -> Measured:
+        seconds: list[float] = []
+        for turn in range(times + 1):
+            self.clear()
+            with Stopwatch(self.device) as watched:
+                self.backward(parts, kind)
+            if turn:  # the first one compiles
+                seconds.append(watched.seconds)
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return Measured(statistics.median(seconds), peak, self.gradient(parts, kind))
 
 
 class Measured(NamedTuple):
     seconds: float
     peak: int
     gradient: list[Tensor]
-
-
-def measured(model: Any, parts: Sequence[Part], kind: str, times: int, device: torch.device) -> Measured:
-    seconds: list[float] = []
-    for turn in range(times + 1):
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        with Stopwatch(device) as watched:
-            backward(model, parts, kind)
-        if turn:  # the first one compiles
-            seconds.append(watched.seconds)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return Measured(statistics.median(seconds), peak, gradient(model, parts, kind))
 
 
 class Stopwatch:
@@ -313,10 +327,8 @@ def needed_flops(model: Any, parts: Sequence[Part], rows: Sequence[Row]) -> floa
     return 3 * (2 * body * tokens + attention + head)
 
 
-def compare(
-    model: Any, rows: list[Row], told: argparse.Namespace, device: torch.device, top: float
-) -> dict[str, Any]:
-    bound, times, kernel = told.bound, told.times, told.kernel
+def compare(bench: Bench, rows: list[Row], told: argparse.Namespace, top: float) -> dict[str, Any]:
+    bound, times, kernel, device = told.bound, told.times, told.kernel, bench.device
     forms: dict[str, tuple[list[Part], str]] = {
         "tree": (forest(rows, bound, device, kernel), "afield_tree"),
         "merged": (padded(rows, bound, device), "sdpa"),
@@ -328,16 +340,19 @@ def compare(
     for name, (parts, kind) in forms.items():
         if not kind:
             continue
-        seen[name] = one = measured(model, parts, kind, times if name != "per_turn" else 1, device)
+        seen[name] = one = bench.measured(parts, kind, times if name != "per_turn" else 1)
         real = sum(p.tokens for p in parts)
         print(f"  {name:9} {one.seconds:8.3f} s {one.peak / 2**30:7.2f} GiB {real:8} tokens"
               f" {len(parts):3} passes", flush=True)  # fmt: skip
     peaks = {name: round(one.peak / 2**30, 2) for name, one in seen.items()}
     seconds = {name: round(one.seconds, 4) for name, one in seen.items()}
+    exact = exact_gradient(bench, *forms["merged"]) if told.exact else None
+    truth = {n: cosine_of(exact, one.gradient, device) for n, one in seen.items()} if exact else {}
     tree = seen.pop("tree")
     told = {n: sum(len(r.ids) for r in (per_turn(rows) if n == "per_turn" else rows)) / unique for n in seen}
-    flops = needed_flops(model, forms["tree"][0], rows)
-    cosine = {n: cosine_of(tree.gradient, one.gradient) for n, one in seen.items()}
+    flops = needed_flops(bench.model, forms["tree"][0], rows)
+    rows_alone = cosine_of(seen["merged"].gradient, seen.get("varlen", seen["per_turn"]).gradient, device)
+    cosine = {n: cosine_of(tree.gradient, one.gradient, device) for n, one in seen.items()}
     return {
         "speedup": {name: round(one.seconds / tree.seconds, 3) for name, one in seen.items()},
         "token_ratio": {name: round(ratio, 3) for name, ratio in told.items()},
@@ -345,6 +360,8 @@ def compare(
         "peak_ratio": round(tree.peak / max(seen["merged"].peak, 1), 3),
         "grad_cosine": round(min(cosine.values()), 6),
         "grad_cosines": {name: round(value, 6) for name, value in cosine.items()},
+        "rows_cosine": round(rows_alone, 6),
+        "float32_cosines": {name: round(value, 6) for name, value in truth.items()},
         "mfu": round(flops / tree.seconds / top, 3),
         "tflops": round(flops / tree.seconds / 1e12, 1),
         "seconds": seconds,
@@ -353,12 +370,20 @@ def compare(
     }  # fmt: skip
 
 
-def cosine_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+def exact_gradient(bench: Bench, parts: Sequence[Part], kind: str) -> list[Tensor]:
+    """The same in float32 throughout."""
+    kept = next(bench.model.parameters()).dtype
+    found = bench._replace(model=bench.model.float(), mixed=False).gradient(parts, kind)
+    bench.model.to(kept)
+    return found
+
+
+def cosine_of(a: Sequence[Tensor], b: Sequence[Tensor], device: torch.device) -> float:
     """In float64, piece by piece: sums over a billion numbers need it."""
     dot = aa = bb = 0.0
     for x, y in zip(a, b, strict=True):
         for left, right in zip(x.flatten().split(1 << 26), y.flatten().split(1 << 26), strict=True):
-            u, v = left.double(), right.double()
+            u, v = left.to(device).double(), right.to(device).double()
             dot, aa, bb = dot + float(u @ v), aa + float(u @ u), bb + float(v @ v)
     return dot / (aa * bb) ** 0.5
 
@@ -367,11 +392,15 @@ def main() -> None:
     reading = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     reading.add_argument("--json", action="store_true", help="end with one line of JSON")
     reading.add_argument("--model", choices=list(MODELS), default="large")
-    reading.add_argument("--bound", type=int, default=73728, help="tokens of one pass, at most")
+    reading.add_argument("--bound", type=int, default=65536, help="tokens of one pass, at most")
     reading.add_argument("--times", type=int, default=5)
     reading.add_argument(
         "--kernel", choices=["peeled", "flex"], help="of the tree's attention; else the cheaper"
     )
+    reading.add_argument(
+        "--arithmetic", choices=["mixed", "bfloat16"], default="mixed", help="what weights are kept in"
+    )
+    reading.add_argument("--exact", action="store_true", help="compare with gradients in float32, too")
     reading.add_argument("--compile", action="store_true", help="compile every layer, in all forms")
     reading.add_argument("--save", action="store_true", help="write bench/results/tree-COMMIT.json")
     told = reading.parse_args()
@@ -379,7 +408,9 @@ def main() -> None:
     scale = 1 if told.model != "tiny" else 16
     AttentionInterface.register("bench_line", line_attention)
     AttentionMaskInterface.register("bench_line", lambda *_, **__: None)
-    model = made_model(told.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    whole = device.type == "cpu" or told.arithmetic == "mixed"
+    model = made_model(told.model, device, torch.float32 if whole else torch.bfloat16)
+    bench = Bench(model, device, mixed=device.type == "cuda" and whole)
     watch(model)
     if told.compile:
         for layer in model.get_decoder().layers:
@@ -391,7 +422,7 @@ def main() -> None:
     for name, shape in (("shared prompt", shared_prompt), ("sub-agents", sub_agents)):
         print(name, flush=True)
         rows = shape(model.config.vocab_size, scale)
-        results.append(compare(model, rows, told, device, top))
+        results.append(compare(bench, rows, told, top))
     line = {**results[0], "forest": results[1], "parameters": size, "ceiling_tflops": round(top / 1e12, 1)}
     line["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if told.save:

@@ -7,6 +7,7 @@ sequences is the judge.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -247,6 +248,36 @@ def test_no_part_of_a_split_forest_exceeds_the_bound_and_nothing_is_left_out(bou
     assert sorted(number for part in parts for number in part) == list(range(12))
     for part in parts:
         assert len(part) == 1 or len(pack([sequences[number] for number in part]).ids) <= bound
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_forest_is_split_into_the_fewest_parts_where_least_is_computed_twice(seed: int) -> None:
+    """Against all ways to cut what stands in order."""
+    wild = random.Random(seed)
+    starts = [[wild.randrange(9) for _ in range(wild.randrange(12))] for _ in range(3)]
+    sequences = [
+        wild.choice(starts) + [wild.randrange(9) for _ in range(wild.randrange(9))] for _ in range(9)
+    ]
+    bound = wild.randrange(12, 60)
+
+    def told(parts: list[list[int]]) -> tuple[int, int, int]:
+        sizes = [len(pack([sequences[number] for number in part]).ids) for part in parts]
+        fits = all(size <= bound or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
+        return len(parts) if fits else 99, sum(sizes), sum(size * size for size in sizes)
+
+    order = sorted(range(9), key=sequences.__getitem__)
+    ways = (
+        [order[start:end] for start, end in itertools.pairwise((0, *cuts, 9))]
+        for count in range(9)
+        for cuts in itertools.combinations(range(1, 9), count)
+    )
+    assert told(split(sequences, bound)) == min(map(told, ways))
+
+
+def test_a_forest_of_two_trees_is_cut_between_them() -> None:
+    one, other = [[tree] * 8 + [tree, turn] * 3 for tree in (1, 2) for turn in (3, 4, 5)], [[9] * 40]
+    assert split(one, 41) == [[0, 1, 2], [3, 4, 5]]
+    assert split([*other, *one], 64) == [[1, 2, 3, 4, 5, 6], [0]]
 
 
 @pytest.mark.parametrize("count", [128, 256, 384])

@@ -114,6 +114,21 @@ def test_gradients_of_the_forest_are_no_further_from_float32_than_those_of_rows(
     assert 0.001 < found["rows"] < 0.03, found
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_with_weights_in_float32_products_in_bfloat16_give_the_gradients_of_rows(again: bool) -> None:
+    """As the trainer does it: what norms of float32 weights give is float32, what kernels take is not."""
+    model, rows = made(torch.float32, 5), sequences(5)
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    truth = over(model, rows, None)
+    with torch.autocast("cpu", dtype=LOW):
+        padded = squared(model, rows, None, truth)
+        forests = [squared(model, rows, kernel, truth) for kernel in ("peeled", "each")]
+    assert 1e-6 < padded < 1e-3, padded
+    assert max(forests) <= 1.2 * padded, (padded, forests)
+
+
 # --- its parts -----------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 Sequences that begin alike share those tokens, whoever they come from: a group's prompt, the history of
 a branch, what sub-agents were told. Tokens stand in depth-first order, so what descends from a token
 follows it directly: token `kv` is seen by token `q` exactly if `kv <= q < end[kv]`. A forest too large for
-memory is split between sequences; what its parts share is then computed once in each.
+memory is split between sequences, where they share least; that is then computed once in each part.
 """
 
 from __future__ import annotations
@@ -59,19 +59,37 @@ def pack(sequences: Sequence[Ids]) -> Packed:
 
 
 def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Which sequences to pack together so that no forest has more than `max_tokens`, unless one alone has."""
+    """Which sequences to pack together so that no forest has more than `max_tokens`, unless one alone has.
+
+    They are as few as that takes, computing as little as possible twice; then, as even as possible.
+    """
+    ordered = _sorted(sequences)
+    whole = [len(sequence) for _, sequence in ordered]
+    befores = [(), *(sequence for _, sequence in ordered)]
+    fresh = [len(s) - common(before, s) for before, (_, s) in zip(befores, ordered, strict=False)]
+    if sum(fresh) <= max_tokens:
+        return [[number for number, _ in ordered]] if ordered else []
+    # Of the first so many sequences: forests, tokens, squares of their sizes; and where the last one begins.
+    best, begins = [(0, 0, 0)], [0]
+    for end in range(1, len(ordered) + 1):
+        found: list[tuple[tuple[int, int, int], int]] = []
+        after = 0
+        for start in range(end - 1, -1, -1):
+            size = whole[start] + after  # grows with every sequence more
+            if found and size > max_tokens:
+                break
+            forests, tokens, squares = best[start]
+            found.append(((forests + 1, tokens + size, squares + size * size), start))
+            after += fresh[start]
+        least, begin = min(found)
+        best.append(least)
+        begins.append(begin)
     parts: list[list[int]] = []
-    used = 0
-    previous: tuple[int, ...] = ()
-    for number, sequence in _sorted(sequences):
-        fresh = len(sequence) - common(previous, sequence)
-        if not parts or used + fresh > max_tokens:
-            parts.append([])
-            used, fresh = 0, len(sequence)
-        parts[-1].append(number)
-        used += fresh
-        previous = sequence
-    return parts
+    end = len(ordered)
+    while end:
+        parts.append([number for number, _ in ordered[begins[end] : end]])
+        end = begins[end]
+    return parts[::-1]
 
 
 def _sorted(sequences: Sequence[Ids]) -> list[tuple[int, tuple[int, ...]]]:

@@ -176,9 +176,8 @@ def computed_again(model: Any) -> bool:
 @contextmanager
 def walk(tree: Tree, model: Any) -> Iterator[Walk]:
     kept = Kept(torch.is_grad_enabled() and computed_again(model))
-    device = tree.ids.device.type
     # Chosen before the layers run, since trying a kernel has gradients of its own.
-    tree.kernel(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype)
+    tree.kernel(_arithmetic(tree.ids.device.type, model.dtype))
     made = Walk(tree, kept)
     yield made
     kept.first = False
@@ -186,6 +185,10 @@ def walk(tree: Tree, model: Any) -> Iterator[Walk]:
         raise NotImplementedError(
             f"{type(model).__name__} does not attend over trees; watch(model) makes it, or train padded rows"
         )
+
+
+def _arithmetic(device: str, otherwise: torch.dtype) -> torch.dtype:
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else otherwise
 
 
 def _listed(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,7 +248,10 @@ def _over(walk: Walk, layer: int, scaling: float | None, *given: Tensor) -> Tens
     tree, kept = walk.tree, walk.kept
     walk.seen = True
     scale = given[0].shape[-1] ** -0.5 if scaling is None else scaling
-    kernel = tree.kernel(given[0].dtype)
+    # Norms and rotations of weights in float32 leave queries and keys in it, values not.
+    dtype = _arithmetic(given[0].device.type, given[0].dtype)
+    given = tuple(tensor.to(dtype) for tensor in given)
+    kernel = tree.kernel(dtype)
     if kernel == "peeled":
         return kept(layer, _as_they_are, lambda *inputs: Attention.apply(*inputs, tree.plan, scale), *given)
     if kernel == "flex":
