@@ -65,6 +65,7 @@ def _tree(line: dict[str, Any] | None) -> str:
             for what, seen, ok, bar in tree_bars(line)
             if what.startswith(f"{name}: ")
         ]
+        rest += [(f"{name}: {what}", seen, "", "") for what, seen in _cosines(shape)]
         rest.append((f"{name}: TFLOP/s, share of the ceiling", f"{shape['tflops']}, {shape['mfu']}", "", ""))
         parts += [
             f"**{title}**, {shape['unique_tokens']:,} tokens in the forest:",
@@ -72,6 +73,16 @@ def _tree(line: dict[str, Any] | None) -> str:
             table(("", "seen", "wanted", ""), [(what.partition(": ")[2], *more) for what, *more in rest]),
         ]
     return "\n\n".join(parts)
+
+
+def _cosines(shape: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What the forest's gradients are measured by: rows among themselves, and all against float32."""
+    exact = shape.get("float32_cosines")
+    told = [("the same of rows, padded and not", shape["rows_cosine"])] if "rows_cosine" in shape else []
+    if exact:
+        told.append(("of the forest's gradients and float32's", exact["tree"]))
+        told.append(("of merged rows' gradients and float32's", exact["merged"]))
+    return told
 
 
 def _form(form: str, shape: dict[str, Any]) -> tuple[Any, ...]:
