@@ -107,7 +107,8 @@ def gpu(bars: Bars, cwd: Path) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise Absent("it needs a CUDA device, and there is none here")
-    tree = last_line([sys.executable, "bench/tree.py", "--json"], ROOT)
+    shown(bars, "steps on the device are those on a CPU", tested("tests/test_cuda.py"))
+    tree = last_line([sys.executable, "bench/tree.py", "--json", "--exact"], ROOT)
     engine = last_line([sys.executable, "bench/engine.py", "--json"], ROOT)
     for name, line in (("tree", tree), ("engine", engine)):
         kept = {"commit": commit(), "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from afield.trainers.packing import Segment
 
@@ -302,30 +303,50 @@ def kernel(device: str) -> type[Cudnn] | type[Cpu]:
     return Cudnn if device == "cuda" else Cpu
 
 
+class Heads(NamedTuple):
+    """How many there are of queries and of keys, and how large they are."""
+
+    queries: int
+    keys: int
+    size: int
+
+
 @cache
-@torch.enable_grad()
-def usable(device: torch.device, dtype: torch.dtype) -> bool:
+def usable(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     """Whether this kernel is there for such numbers, and does what it should; tried once on a small tree."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if torch.cuda.get_device_capability(device) < (9, 0):
         return False
+    # A layer that is computed again would take what is saved here for its own.
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False), saved_tensors_hooks(_same, _same):
+        return tried(device, dtype, heads)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def tried(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     plan = planned([Segment(0, 384, ()), Segment(384, 512, ((0, 256),))], device)
     given = [
-        torch.randn(1, h, 512, 128, generator=generator, device=device, dtype=dtype).requires_grad_()
-        for h in (4, 2, 2)
+        torch.randn(
+            1, count, 512, heads.size, generator=generator, device=device, dtype=dtype
+        ).requires_grad_()
+        for count in (heads.queries, heads.keys, heads.keys)
     ]
     token = torch.arange(512, device=device)
     own = (token[:, None] < 384) == (token[None] < 384)
     seen = (token[None] <= token[:, None]) & (own | (token[None] < 256))
+    scale = heads.size**-0.5
     wanted = torch.nn.functional.scaled_dot_product_attention(
-        given[0].float(), given[1].float(), given[2].float(), seen, scale=0.1, enable_gqa=True
+        given[0].float(), given[1].float(), given[2].float(), seen, scale=scale, enable_gqa=True
     ).transpose(1, 2)
     push = torch.randn(wanted.shape, generator=generator, device=device)
     truth = torch.autograd.grad(wanted, given, push)
     try:
-        out = Attention.apply(*given, plan, 0.1)
+        out = Attention.apply(*given, plan, scale)
         found = torch.autograd.grad(out, given, push.to(dtype))
     except RuntimeError:  # what torch raises for a kernel that is not there
         return False

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.trainers.packing import Packed, Segment
-from afield.trainers.peeled import Attention, Plan, planned, usable
+from afield.trainers.peeled import Attention, Heads, Plan, planned, usable
 
 ATTENTION = "afield_tree"
 Kernel = Literal["peeled", "flex", "each"]
@@ -91,14 +91,14 @@ class Tree:
         self._device = device
         self._kernel: Kernel | None = kernel
 
-    def kernel(self, dtype: torch.dtype) -> Kernel:
+    def kernel(self, dtype: torch.dtype, heads: Heads) -> Kernel:
         """The one that takes less: a single one over what is needed, or faster ones over somewhat more."""
-        if self._kernel is None and self._device.type != "cuda":
-            self._kernel = "each"
-        if self._kernel is None:
-            cheap = self.plan.pairs < self._pairs / FLEX_PACE
-            self._kernel = "peeled" if cheap and usable(self._device, dtype) else "flex"
-        return self._kernel
+        if self._kernel is not None:
+            return self._kernel
+        if self._device.type != "cuda":
+            return "each"
+        cheap = self.plan.pairs < self._pairs / FLEX_PACE
+        return "peeled" if cheap and usable(self._device, dtype, heads) else "flex"
 
     @cached_property
     def plan(self) -> Plan:
@@ -176,8 +176,6 @@ def computed_again(model: Any) -> bool:
 @contextmanager
 def walk(tree: Tree, model: Any) -> Iterator[Walk]:
     kept = Kept(torch.is_grad_enabled() and computed_again(model))
-    # Chosen before the layers run, since trying a kernel has gradients of its own.
-    tree.kernel(_arithmetic(tree.ids.device.type, model.dtype))
     made = Walk(tree, kept)
     yield made
     kept.first = False
@@ -185,10 +183,6 @@ def walk(tree: Tree, model: Any) -> Iterator[Walk]:
         raise NotImplementedError(
             f"{type(model).__name__} does not attend over trees; watch(model) makes it, or train padded rows"
         )
-
-
-def _arithmetic(device: str, otherwise: torch.dtype) -> torch.dtype:
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else otherwise
 
 
 def _listed(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -249,9 +243,10 @@ def _over(walk: Walk, layer: int, scaling: float | None, *given: Tensor) -> Tens
     walk.seen = True
     scale = given[0].shape[-1] ** -0.5 if scaling is None else scaling
     # Norms and rotations of weights in float32 leave queries and keys in it, values not.
-    dtype = _arithmetic(given[0].device.type, given[0].dtype)
+    device = given[0].device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else given[0].dtype
     given = tuple(tensor.to(dtype) for tensor in given)
-    kernel = tree.kernel(dtype)
+    kernel = tree.kernel(dtype, Heads(given[0].shape[1], given[1].shape[1], given[0].shape[3]))
     if kernel == "peeled":
         return kept(layer, _as_they_are, lambda *inputs: Attention.apply(*inputs, tree.plan, scale), *given)
     if kernel == "flex":

@@ -1,0 +1,99 @@
+"""On a CUDA device: what is trained there is what would be trained on a CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from afield.options import LoraOptions
+from afield.trainers.grpo import GRPO
+from afield.trainers.head import sampled_log_probabilities, taken
+from afield.trainers.packing import pack
+from afield.trainers.padded import Padded
+from afield.trainers.peeled import Heads, usable
+from afield.trainers.tree import Kernel, Tree, watch
+from grouping import group_of
+from tiny_model import build_tiny_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+VOCABULARY, PROMPT = 256, 400
+
+
+def cosine(one: list[Tensor], other: list[Tensor]) -> float:
+    a, b = (torch.cat([t.detach().flatten().cpu().double() for t in side]) for side in (one, other))
+    return float(a @ b / a.norm() / b.norm())
+
+
+def gradients(model: Any, layout: Padded | Tree, source: list[int], target: list[int]) -> list[Tensor]:
+    device = model.device
+    model.zero_grad()
+    worth = torch.tensor([(-1.0) ** n for n in range(len(target))], device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        hidden = taken(layout.hidden(model), torch.tensor(source, device=device))
+        weight = model.get_output_embeddings().weight
+        logp = sampled_log_probabilities(
+            hidden, weight, None, torch.tensor(target, device=device), torch.ones_like(worth)
+        )
+    (logp * worth).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kernel", [None, "peeled", "flex"])
+@pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
+def test_heads_of_any_size_are_trained_over_trees(size: int, kernel: Kernel | None) -> None:
+    """A kernel that is chosen has to be there; one that is asked for, only where it is usable."""
+    torch.manual_seed(size)
+    config = Qwen3Config(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=size, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    wild = random.Random(size)
+    prompt = [wild.randrange(VOCABULARY) for _ in range(PROMPT)]
+    rows = [prompt + [wild.randrange(VOCABULARY) for _ in range(100)] for _ in range(4)]
+    sampled = [(n, p) for n, row in enumerate(rows) for p in range(PROMPT, len(row))]
+    target = [rows[n][p] for n, p in sampled]
+    width = len(rows[0])
+    wanted = gradients(model, Padded(torch.tensor(rows)), [n * width + p - 1 for n, p in sampled], target)
+    model = model.to("cuda")
+    watch(model)
+    packed = pack(rows)
+    tree = Tree(packed, model.device, kernel)
+    if kernel == "peeled" and not usable(model.device, torch.bfloat16, Heads(4, 2, size)):
+        pytest.skip("the kernel for rectangles is not there for heads of this size")
+    found = gradients(model, tree, [packed.paths[n][p - 1] for n, p in sampled], target)
+    assert cosine(found, wanted) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        ({}, 0.99999),
+        ({"layout": "padded"}, 0.99999),
+        ({"dtype": "bfloat16"}, 0.99),
+        ({"dtype": "bfloat16", "checkpointing": True}, 0.99),
+        ({"dtype": "bfloat16", "lora": LoraOptions(rank=4)}, 0.98),
+    ],
+    ids=["float32", "padded", "bfloat16", "checkpointing", "lora"],
+)
+def test_a_step_on_the_device_is_a_step_on_a_cpu(tmp_path: Path, settings: Any, least: float) -> None:
+    path = build_tiny_model(tmp_path / "model", hidden=64, max_positions=128)
+    alike = {"lora": settings["lora"]} if "lora" in settings else {}
+
+    def stepped(device: str, **chosen: Any) -> GRPO:
+        trainer = GRPO(path, lr=1e-3, grad_clip=1e9, device=device, **chosen)
+        report = trainer.step([group_of([1.0, 0.0, 0.5])])
+        assert report.metrics["grad_norm"] > 0
+        return trainer
+
+    ours, wanted = (
+        [p.grad for p in trainer.policy.trainable if p.grad is not None]
+        for trainer in (stepped("cuda", **settings), stepped("cpu", **alike))
+    )
+    assert cosine(ours, wanted) > least
