@@ -79,6 +79,7 @@ def test_agents_that_others_serve_need_no_name(there: Place) -> None:
         ({"agent": AGENT, "transport": "pigeon"}, "unknown transport 'pigeon'; choose one of: files"),
         ({"agent": AGENT, "transport": "memory"}, "'memory' works with runtime 'inline' only"),
         ({"agent": "agent.py"}, "must be path/to/file.py:name"),
+        ({"agent": f"{AGENT}s"}, "the agent; did you mean"),
         ({}, "runtime 'process' needs an agent"),
         ({"agent": yes, "gateway": "127.0.0.1:8400"}, "must be its address"),
         ({"agent": yes, "admin_key": ""}, "no admin key"),

@@ -1,15 +1,8 @@
-"""What reading alone can tell is wrong with an agent's file or a model's directory, before anything starts.
-
-Nothing of the user's is run here: an agent is imported only where it will run. What cannot be told by
-reading, such as a name that appears at run time, is left to the places that try it.
-"""
+"""What reading alone can tell is wrong with a model's directory, before anything starts."""
 
 from __future__ import annotations
 
-import difflib
 import json
-import symtable
-import tokenize
 from pathlib import Path
 
 import msgspec
@@ -17,21 +10,13 @@ import msgspec
 from afield.config import TrainConfig
 from afield.errors import UsageError
 from afield.training import Part
-from afield.wiring import TAKES_TARGET
 
-# With one of these in a file, names may be there that nobody wrote down.
-BY_THE_WAY = ("import *", "globals(", "exec(", "setattr(", "__getattr__", "__dict__", "global ")
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check(config: TrainConfig, part: str) -> None:
-    if part != Part.LEARN:
-        if config.place in TAKES_TARGET:
-            check_target("agent", config.agent)
-        if config.verifier:
-            check_target("verifier", config.verifier)
     learns = part != Part.COLLECT
     model = Path(config.model)
     if not config.gateway:
@@ -47,28 +32,6 @@ def check_engine(spec: str, model: Path) -> None:
     if spec.partition("=")[0] == "torch":
         check_config(model)
         check_weights(model)
-
-
-def check_target(what: str, target: str) -> None:
-    """Whether a file is Python, and has the name; modules are looked for where the agent runs."""
-    place, _, name = target.rpartition(":")
-    if not place.endswith(".py"):
-        return
-    try:
-        with tokenize.open(place) as file:
-            source = file.read()
-        table = symtable.symtable(source, place, "exec")
-    except (SyntaxError, ValueError, OSError) as error:
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        said = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"the {what}'s file {place}{where} cannot be read as Python: {said}") from error
-    has = {one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()}
-    if name in has or any(word in source for word in BY_THE_WAY):
-        return
-    functions = sorted(child.get_name() for child in table.get_children() if child.get_name() in has)
-    near = difflib.get_close_matches(name, sorted(has), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(functions) or 'nothing to run'}"
-    raise UsageError(f"{place} has no {name!r}, the {what}; {hint}")
 
 
 def check_config(model: Path) -> None:

@@ -20,6 +20,7 @@ from afield.wiring.choices import (
 )
 from afield.wiring.places import addresses
 from afield.wiring.runs import plan, transport
+from afield.wiring.targets import check_target
 
 
 def check_choices(config: TrainConfig) -> None:
@@ -44,11 +45,11 @@ def check_place(config: TrainConfig) -> None:
     elif argument and name not in IN_SHORT:
         raise UsageError(f"runtime {name} takes nothing after '=', not {argument!r}")
     if name in TAKES_TARGET:
-        _check_target("agent", config.agent)
+        check_target("agent", config.agent)
     elif name != "served":
         _check_image(name, config, argument)
     if config.verifier:
-        _check_target("verifier", config.verifier)
+        check_target("verifier", config.verifier)
         where = config.verifier_runtime
         if where not in ("process", "sandbox", "ray"):
             raise UsageError(f"verifier_runtime {where!r} must be one of: process, sandbox, ray")
@@ -69,16 +70,6 @@ def check_reach(config: TrainConfig) -> None:
 
 def _is_loopback(host: str | None) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
-
-
-def _check_target(what: str, target: str) -> None:
-    place, _, name = target.rpartition(":")
-    if not target:
-        raise UsageError(f"{what} is missing: give path/to/file.py:name or package.module:name")
-    if not place or not name:
-        raise UsageError(f"{what} {target!r} must be path/to/file.py:name or package.module:name")
-    if place.endswith(".py") and not Path(place).is_file():
-        raise UsageError(f"there is no file {place}")
 
 
 def _check_image(name: str, config: TrainConfig, argument: str) -> None:
