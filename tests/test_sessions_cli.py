@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 from afield.cli.ending import TERM_S
 from afield.cli.main import main
 from afield.config import TrainConfig
+from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.roster import Owner, Roster, Rostered
 from afield.runtimes.served import ServedRuntime
 from afield.seams.runtime import Phase
@@ -401,6 +403,30 @@ def test_the_log_of_a_warm_worker_is_found_while_the_session_runs(
     until(lambda: "good morning" in log.read_text(), "the agent spoke")
     assert main(["logs", "r.1"]) == 0
     assert "good morning" in capsys.readouterr().out
+
+
+def test_what_an_ended_session_printed_is_found_in_the_log_of_its_warm_worker(
+    field: Field, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = field.run("first")
+
+    async def main_loop() -> None:
+        async with ProcessRuntime(f"{ACTING}:act", log_dir=run / "logs", workers=1) as runtime:
+            for number, words in enumerate(("good morning", "", "good night"), 1):
+                attempt = Attempt("r", number)
+                row = {"do": "nothing", "say": words} if words else {"do": "nothing"}
+                told = invocation("r", number, outcome_url=f"file://{run}/outcomes")
+                await runtime.launch(attempt, payload(row, told))
+                await runtime.wait(attempt)
+
+    asyncio.run(main_loop())
+    assert main(["logs", "r.1"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "good morning\n" and "r.1 has ended; what its process printed meanwhile" in err
+    assert main(["logs", "r.3"]) == 0
+    assert capsys.readouterr().out == "good night\n"
+    assert main(["logs", "r.2"]) == 2
+    assert "unknown session 'r.2'; did you mean" in capsys.readouterr().err
 
 
 def test_following_ends_with_the_session(field: Field) -> None:

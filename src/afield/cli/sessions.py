@@ -23,6 +23,7 @@ from afield.cli.train import saved_config
 from afield.config import Environment
 from afield.errors import AfieldError, UsageError
 from afield.rundir import RunDir, find_run
+from afield.runtimes.printed import Slice, noted, text
 from afield.seams import Runtime
 from afield.types import Attempt
 
@@ -246,8 +247,12 @@ def logs(args: argparse.Namespace) -> int:
     if file := next((file for file in files if file.is_file() and file.suffix == ".log"), None):
         _print_file(file, args)
         return 0
+    if ended := [(home, part) for home in homes for part in noted(home.logs) if part.session == args.session]:
+        _print_part(*ended[-1], args)
+        return 0
     if not running:
         stems = [path.stem for home in homes for path in home.logs.glob("*.log")]
+        stems += [part.session for home in homes for part in noted(home.logs)]
         raise unknown(args.session, [*(s.id for s in sessions(parts(args.name))), *stems])
     return asyncio.run(_print_logs(running[0], args))
 
@@ -261,6 +266,12 @@ def _print_file(file: Path, args: argparse.Namespace) -> None:
                 _print(more)
         if args.follow:
             _print(lines.read())
+
+
+def _print_part(home: RunDir, part: Slice, args: argparse.Namespace) -> None:
+    told = f"what its process printed meanwhile, for other sessions, too ({home.logs / part.log})"
+    print(f"afield: {part.session} has ended; {told}:", file=sys.stderr)
+    _print(_last(text(home.logs, part), args.tail))
 
 
 async def _print_logs(session: Session, args: argparse.Namespace) -> int:

@@ -20,7 +20,8 @@ import aiohttp
 from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
 from afield.runtimes.attempts import REMEMBERED, Attempts, broken
 from afield.runtimes.contract import SILENT
-from afield.runtimes.worker import LOG_BYTES, Worker, command_for, tail
+from afield.runtimes.printed import Slice, note, tail
+from afield.runtimes.worker import LOG_BYTES, Worker, command_for
 from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
 
@@ -98,6 +99,8 @@ class ProcessRuntime:
         finally:
             for worker in self._workers:
                 worker.kill()
+            for session_id, worker in self._where.items():
+                self._note(worker, session_id)
             for session_id in self._attempts:
                 message = f"{session_id}: the runtime was closed"
                 self._attempts.settle(session_id, broken(message, Reason.CANCELLED))
@@ -227,11 +230,18 @@ class ProcessRuntime:
 
     def _leave(self, worker: Worker, session_id: str) -> None:
         self._where.pop(session_id, None)
+        self._note(worker, session_id)
         worker.sessions.discard(session_id)
         worker.accepted.discard(session_id)
         if not worker.sessions and (self._fresh or worker.retired):
             worker.kill()
         self._tell()
+
+    def _note(self, worker: Worker, session_id: str) -> None:
+        """Where to find what it printed, among what others of a warm worker did."""
+        log, start = self._logs.get(session_id, (worker.log, 0))
+        if not self._fresh and log == worker.log:
+            note(self._log_dir, Slice(session_id, log.name, start, worker.printed))
 
     async def _post(self, worker: Worker, attempt: Attempt, payload: dict[str, Any]) -> None:
         """Posting is idempotent, so a connection that broke under it is tried once more."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Raw, Struct
 
+from afield.runtimes.printed import tail
 from afield.runtimes.raywire import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Stop, Taken
 from afield.seams.runtime import Phase
 
@@ -204,13 +205,3 @@ class Nest:
 
     def _own_tail(self) -> str:
         return tail(Path(f"/proc/self/fd/{self._log.fileno()}"), TAIL_BYTES)
-
-
-def tail(path: Path, size: int) -> str:
-    """The last `size` bytes; empty where there is no such file."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return file.read().decode("utf-8", "replace").strip()
-    except OSError:
-        return ""

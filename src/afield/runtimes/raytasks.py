@@ -27,9 +27,10 @@ from afield.errors import (
 )
 from afield.options import RayOptions
 from afield.runtimes.attempts import Attempts, broken
+from afield.runtimes.printed import tail
 from afield.runtimes.raycluster import Cluster, shipped
 from afield.runtimes.rayhandle import Handle, Lost, found
-from afield.runtimes.raynest import Settings, Sitting, tail
+from afield.runtimes.raynest import Settings, Sitting
 from afield.runtimes.raynests import Nests, Place
 from afield.runtimes.raywire import LOG_BYTES, Ended, Taken
 from afield.seams.runtime import Capabilities, Exit, Live

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from afield.errors import InfrastructureFailure, Throttled
 from afield.runtimes import contract
+from afield.runtimes.printed import tail
 from afield.types import Attempt, Reason
 
 TAIL_BYTES = 4_000
@@ -45,16 +46,6 @@ def command_for(
         return Command(serve, {k: v for k, v in env.items() if k not in env_drop}, timeout_s)
     dropping = [part for name in env_drop for part in ("-u", name)]
     return Command(("env", *dropping, *serve), None, timeout_s)
-
-
-def tail(log: Path, size: int, start: int = 0) -> str:
-    """The last `size` bytes that were written after `start`; empty where there is no such file."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(start, file.seek(0, os.SEEK_END) - size))
-            return file.read().decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
 
 
 class Worker:
