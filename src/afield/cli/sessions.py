@@ -22,8 +22,8 @@ from afield.cli.logs import without_keys
 from afield.cli.train import saved_config
 from afield.config import Environment
 from afield.errors import AfieldError, UsageError
+from afield.printed import Slice, noted, text
 from afield.rundir import RunDir, find_run
-from afield.runtimes.printed import Slice, noted, text
 from afield.seams import Runtime
 from afield.types import Attempt
 

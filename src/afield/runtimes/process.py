@@ -18,9 +18,9 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
+from afield.printed import Slice, note, tail
 from afield.runtimes.attempts import REMEMBERED, Attempts, broken
 from afield.runtimes.contract import SILENT
-from afield.runtimes.printed import Slice, note, tail
 from afield.runtimes.worker import LOG_BYTES, Worker, command_for
 from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Raw, Struct
 
-from afield.runtimes.printed import tail
+from afield.printed import tail
 from afield.runtimes.raywire import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Stop, Taken
 from afield.seams.runtime import Phase
 

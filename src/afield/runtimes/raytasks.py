@@ -26,8 +26,8 @@ from afield.errors import (
     WireError,
 )
 from afield.options import RayOptions
+from afield.printed import tail
 from afield.runtimes.attempts import Attempts, broken
-from afield.runtimes.printed import tail
 from afield.runtimes.raycluster import Cluster, shipped
 from afield.runtimes.rayhandle import Handle, Lost, found
 from afield.runtimes.raynest import Settings, Sitting

@@ -21,8 +21,8 @@ import aiohttp
 from msgspec import Struct
 
 from afield.errors import InfrastructureFailure, Throttled
+from afield.printed import tail
 from afield.runtimes import contract
-from afield.runtimes.printed import tail
 from afield.types import Attempt, Reason
 
 TAIL_BYTES = 4_000
