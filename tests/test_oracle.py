@@ -30,7 +30,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="afield.gateway")
 
 
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", range(8))
 async def test_random_sessions_are_what_their_agents_made_of_them(tmp_path: Path, batch: int) -> None:
     seeds = range(batch * EACH, (batch + 1) * EACH)
     async with world(tmp_path) as w:
