@@ -59,7 +59,22 @@ def test_an_outcome_has_a_reward_or_a_failure_and_infrastructure_never_a_reward(
 
 
 @pytest.mark.parametrize(
-    "values", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}]
+    "values",
+    [
+        {"temperature": -1},
+        {"temperature": 1e-39},
+        {"temperature": 1e-300},
+        {"temperature": 1e9},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+        {"top_k": 10**19},
+        {"max_tokens": 0},
+        {"max_tokens": 10**19},
+        {"seed": 10**30},
+    ],
 )
 def test_sampling_values_out_of_range_are_refused(values: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):

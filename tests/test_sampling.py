@@ -55,13 +55,14 @@ async def test_nonsense_is_a_bad_request_where_it_would_be_done(tmp_path: Path) 
     scripted, asked = engine()
     async with running(scripted, tmp_path) as up:
         await up.agent("a.1")
-        ticket = await up.agent("b.1", client_sampling=("temperature",))
-        body = {"messages": SAID, "temperature": -1}
-        assert (await up.ask("POST", "/s/a.1/v1/chat/completions", body))[0] == 200
-        status, told = await up.ask("POST", "/s/b.1/v1/chat/completions", body)
-        assert status == 400 and "temperature" in told["error"]["message"]
-        assert ticket
-    assert len(asked) == 1
+        await up.agent("b.1", client_sampling=("temperature", "top_k", "seed"))
+        nonsense = ({"temperature": -1}, {"temperature": 1e-39}, {"top_k": 1e19}, {"seed": 10**30})
+        for value in nonsense:
+            body = {"messages": SAID, **value}
+            assert (await up.ask("POST", "/s/a.1/v1/chat/completions", body))[0] in (200, 400)
+            status, told = await up.ask("POST", "/s/b.1/v1/chat/completions", body)
+            assert status == 400 and next(iter(value)) in told["error"]["message"]
+    assert all(sampling == Sampling() for sampling in asked)
 
 
 async def test_gemini_nests_its_wishes(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -55,7 +56,7 @@ def other_weights(model: Path) -> Path:
     return reseed(model, model.with_name("v1"), seed=1, shard_size="100KB")
 
 
-def a_call(call_id: str, prompt: Sequence[int], sampling: Sampling = Sampling(), **rest: object) -> Call:  # noqa: B008
+def a_call(call_id: str, prompt: Sequence[int], sampling: Any = Sampling(), **rest: object) -> Call:  # noqa: B008
     fields = {"max_tokens": 24, "stop_ids": (2,), **rest}
     return Call(id=call_id, session_id="s.1", prompt_ids=tuple(prompt), sampling=sampling, **fields)
 
@@ -434,7 +435,7 @@ async def test_an_engine_that_breaks_fails_every_call_and_says_why(model: Path, 
         async with aclosing(engine.generate(a_call("first", [5], max_tokens=ENDLESS, stream=True))) as chunks:
             await asyncio.sleep(0)
             await engine.load(1, str(broken))
-            with pytest.raises(Unavailable, match="version 1 give no finite log-probability"):
+            with pytest.raises(Unavailable, match="weights of version 1 are not all finite"):
                 async for _ in chunks:
                     pass
         for call in calls:
@@ -443,6 +444,27 @@ async def test_an_engine_that_breaks_fails_every_call_and_says_why(model: Path, 
         for attempt in (answer(engine, a_call("late", [5])), engine.load(2, str(model)), engine.info()):
             with pytest.raises(Unavailable, match="the engine broke"):
                 await attempt
+
+
+class Unchecked(NamedTuple):
+    """Sampling values that were never validated."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+@pytest.mark.parametrize("fixed_steps", [False, True])
+async def test_a_call_without_finite_scores_is_aborted_alone(model: Path, fixed_steps: bool) -> None:
+    async with asyncio.timeout(BOUND_S), TorchEngine(model, fixed_steps=fixed_steps) as engine:
+        samplings = (Sampling(), Unchecked(temperature=1e-39), Sampling(temperature=0.5))
+        calls = [a_call(f"c{n}", a_prompt(n, 6), s, stop_ids=()) for n, s in enumerate(samplings)]
+        first, bad, last = await asyncio.gather(*(answer(engine, call) for call in calls))
+        assert bad[-1].finish is FinishReason.ABORTED
+        assert ids(bad) == []
+        assert first[-1].finish is last[-1].finish is FinishReason.LENGTH
+        assert len(ids(await answer(engine, a_call("later", a_prompt(0, 6), stop_ids=())))) == 24
 
 
 async def test_an_engine_that_is_closed_fails_the_calls_in_flight(model: Path) -> None:

@@ -39,6 +39,12 @@ class Policy(Struct, frozen=True):
             raise ValueError(f"policy version {self.version} is negative")
 
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
+"""Outside these, float32 logits divided by the temperature overflow, or all tokens are equally likely."""
+MAX_COUNT = 2**31 - 1
+"""The largest `top_k` and `max_tokens`; engines keep both in 32 bits."""
+
+
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """How tokens are drawn. The trainer owns these; `top_k` 0 means off."""
 
@@ -49,14 +55,19 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature {self.temperature} must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature} must be 0 (greedy)"
+                f" or between {MIN_TEMPERATURE:g} and {MAX_TEMPERATURE:g}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k {self.top_k} must be 0 (off) or positive")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens {self.max_tokens} must be at least 1")
+        if not 0 <= self.top_k <= MAX_COUNT:
+            raise ValueError(f"top_k {self.top_k} must be 0 (off) or positive, at most {MAX_COUNT}")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_COUNT:
+            raise ValueError(f"max_tokens {self.max_tokens} must be at least 1 and at most {MAX_COUNT}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed} does not fit into 64 bits")
 
     @property
     def truncated(self) -> bool:

@@ -19,7 +19,7 @@ from afield.options import (
     RayOptions,
     SandboxOptions,
 )
-from afield.types import check_id
+from afield.types import Sampling, check_id
 
 Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 DEADLINES = (
@@ -149,6 +149,11 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         self._check_places()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed = {self.seed} must be between 0 and 2**63")
+        for name in ("temperature", "val_temperature"):
+            try:
+                Sampling(temperature=getattr(self, name), max_tokens=self.max_tokens)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         if self.quorum > self.rollouts:
             raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
 

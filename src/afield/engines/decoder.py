@@ -10,6 +10,8 @@ those, and the next step is launched before the host looks at what the last one 
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 import time
 from collections import deque
@@ -23,7 +25,9 @@ from afield.engines.graphs import Flight, Steps, forward
 from afield.engines.sampler import draw
 from afield.engines.slots import Slots
 
-Finish = Literal["stop", "length"]
+log = logging.getLogger("afield.engines")
+
+Finish = Literal["stop", "length", "aborted"]
 
 
 class Counters(NamedTuple):
@@ -270,11 +274,23 @@ class Decoder:
         self._take_all(requests, *draw(logits, asks, [r.uniform() for r in requests]))
 
     def _take_all(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
-        # A comparison with NaN is false; so is one of minus infinity.
-        if not all(p > float("-inf") for p in logprobs):
-            raise ArithmeticError(f"the weights of version {self.version} give no finite log-probability")
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-            self._take(request, token, logprob)
+            if math.isfinite(logprob):
+                self._take(request, token, logprob)
+            else:
+                self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        """End a call for which the model computes no number. Broken weights end the engine instead."""
+        if not all(bool(weight.isfinite().all()) for weight in self._weights):
+            raise ArithmeticError(f"the weights of version {self.version} are not all finite")
+        log.warning(
+            "call of %d tokens aborted: its logits are not finite at temperature %g",
+            request.length,
+            request.ask.temperature,
+        )
+        self._end(request)
+        request.hand_over("aborted")
 
     def _take(self, request: Request, token: int, logprob: float) -> None:
         if request.tokens and request.version != self.version:

@@ -197,12 +197,15 @@ def _trainer(config: dict[str, Any], settings: Settings) -> Trainer:
 
 def _sampling(told: Mapping[str, Any], max_tokens: int) -> Sampling:
     """veRL has -1 for no top_k."""
-    return Sampling(
-        temperature=float(told["temperature"]),
-        top_p=float(told["top_p"]),
-        top_k=max(0, int(told["top_k"])),
-        max_tokens=max_tokens,
-    )
+    try:
+        return Sampling(
+            temperature=float(told["temperature"]),
+            top_p=float(told["top_p"]),
+            top_k=max(0, int(told["top_k"])),
+            max_tokens=max_tokens,
+        )
+    except ValueError as error:
+        raise UsageError(f"actor_rollout_ref.rollout: {error}") from error
 
 
 def _check(given: Given, config: dict[str, Any]) -> None:
