@@ -148,6 +148,49 @@ def test_history_left_to_us_is_named_by_a_response_or_an_item() -> None:
     assert (request.after, [m.content for m in request.messages]) == ("t2", ["On"])
 
 
+def referring(id: str) -> dict[str, Any]:
+    return {"type": "item_reference", "id": id}
+
+
+def answered(call_id: str, output: str = "42") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+CALLED = call("look", id="fc_t2_0", call_id="call_t2_0")
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [referring("rs_t2"), CALLED, answered("call_t2_0")],
+        [referring("rs_t2"), referring("fc_t2_0"), answered("call_t2_0")],
+        [referring("fc_t2_0"), answered("call_t2_0"), referring("fc_t2_1")],
+        [CALLED, answered("call_t2_0"), referring("msg_t2_0")],
+        [referring("rs_t1"), answered("call_t1_0", "early"), referring("rs_t2"), answered("call_t2_0")],
+        # Ids that a template shows to the model name no turn.
+        [referring("rs_t2"), call("look", id="fc_t2_0", call_id="0a1b2c3d4"), answered("0a1b2c3d4")],
+    ],
+)
+def test_the_output_of_a_call_is_never_dropped_behind_a_reference_to_its_turn(
+    items: list[dict[str, Any]],
+) -> None:
+    request = decode(input=[{"role": "user", "content": "Go"}, *items])
+    assert request.after == "t2"
+    assert [(m.role, m.content) for m in request.messages] == [("tool", "42")]
+
+
+def test_outputs_of_parallel_calls_all_stay_behind_a_reference() -> None:
+    outputs = [answered("call_t2_0", "a"), answered("call_t2_1", "b"), {"role": "user", "content": "On"}]
+    request = decode(input=[referring("rs_t2"), referring("fc_t2_0"), referring("fc_t2_1"), *outputs])
+    assert [m.content for m in request.messages] == ["a", "b", "On"]
+
+
+def test_the_output_of_a_shell_that_the_client_runs_is_a_result() -> None:
+    output = {"type": "local_shell_call_output", "call_id": "c9", "output": "README.md"}
+    (message,) = turns([output])
+    assert (message.role, message.content, message.tool_call_id) == ("tool", "README.md", "c9")
+
+
 def test_images_are_taken_in_by_digest_also_from_tools() -> None:
     picture = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "auto"}
     output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]}

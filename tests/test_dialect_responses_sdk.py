@@ -123,6 +123,34 @@ async def test_the_history_may_be_left_to_us(tmp_path: Path, stream: bool) -> No
     assert [turn.parent for turn in record.turns] == [None, "t1", "t2"]
 
 
+@pytest.mark.parametrize("whole_calls", [False, True])
+async def test_a_client_that_refers_to_items_gets_its_tool_results_to_the_model(
+    tmp_path: Path, whole_calls: bool
+) -> None:
+    """As the Vercel AI SDK writes it: what a turn sampled is referred to, its results are sent."""
+    engine = ScriptedEngine(list(TALK))
+    async with running(engine, tmp_path / "references") as up:
+        client = await up.agent()
+        items: list[Any] = [{"role": "user", "content": "Prices?"}]
+        for n in range(4):
+            response = await respond(
+                client, False, input=items, instructions="Be brief.", tools=FLAT, store=True
+            )
+            items += [
+                item if whole_calls and item.type == "function_call" else refer(item)
+                for item in response.output
+            ]
+            items += results(response)
+            items += [{"role": "user", "content": "Thanks."}] if n == 2 else []
+        record = await up.client.finalize("r.1")
+    referred = [[getattr(turn, name) for name in FIELDS] for turn in record.turns]
+    assert referred == await through_chat(tmp_path / "chat")
+
+
+def refer(item: Any) -> Any:
+    return {"type": "item_reference", "id": item.id}
+
+
 async def test_an_unknown_previous_response_is_an_error_with_its_code(tmp_path: Path) -> None:
     async with running(ScriptedEngine(list(TALK)), tmp_path) as up:
         client = await up.agent()

@@ -25,7 +25,6 @@ from afield.gateway.wishes import Wishing, wishes
 from afield.types import ImageRef, Message, ToolCall
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
-OUTPUTS = ("function_call_output", "custom_tool_call_output")
 RAW_INPUT = "ctr_"  # ids of custom calls whose arguments were not an input: they come back as they were
 PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
 
@@ -184,7 +183,20 @@ def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, I
             f"input[{last}] refers to {given[last].id!r}, which is not an item of this session",
             "send the item itself",
         )
-    return after, [(n, item) for n, item in items[last + 1 :] if mark(item) != after]
+    # The turn's own items stand in its record already. All that follows its first one, or its last
+    # reference where no id names it, is new; outputs always are: they share only the id of their call.
+    first = next((n for n, item in items if _of_turn(item, after)), last)
+    return after, [(n, item) for n, item in items[first:] if not _of_turn(item, after)]
+
+
+def _of_turn(item: Item, turn: str) -> bool:
+    """Whether an item is a part of what this turn sampled, or refers to one."""
+    return not is_output(item.type) and mark(item) == turn
+
+
+def is_output(kind: str | None) -> bool:
+    """Results of calls: of functions, custom tools and shells that the client runs."""
+    return kind is not None and kind.endswith("_call_output")
 
 
 def mark(item: Item) -> str | None:
@@ -248,7 +260,7 @@ class Conversation:
             self._reasoning.append(_thought(item))
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, where)
-        elif kind in OUTPUTS:
+        elif is_output(kind):
             self.close()
             text, images = self._content(item.output, where)
             made = Message(role="tool", content=text, tool_call_id=item.call_id or "", images=images)
