@@ -115,6 +115,65 @@ def test_fields_may_be_in_snake_case_but_the_clients_own_data_is_left_alone() ->
     assert (request.max_tokens, request.stop) == (5, ("x",))
 
 
+def camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+SETTINGS: dict[str, Any] = {
+    "top_p": 0.5,
+    "top_k": 7.0,
+    "presence_penalty": 0.25,
+    "frequency_penalty": 0.75,
+    "max_output_tokens": 5,
+    "stop_sequences": ["x"],
+    "response_mime_type": "application/json",
+    "response_json_schema": {"type": "object"},
+    "response_schema": {"type": "OBJECT"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_alone_means_the_same_in_snake_and_camel_case(name: str) -> None:
+    snake, other = (
+        decoded([USER], generationConfig={spelled: SETTINGS[name]}) for spelled in (name, camel(name))
+    )
+    assert snake == other
+    assert snake != decoded([USER])
+
+
+@pytest.mark.parametrize("name", ["candidate_count", "response_modalities"])
+def test_what_is_refused_is_refused_in_both_spellings(name: str) -> None:
+    value = {"candidate_count": 2, "response_modalities": ["AUDIO"]}[name]
+    for spelled in (name, camel(name)):
+        with pytest.raises(Refusal, match=camel(name)):
+            decoded([USER], generationConfig={spelled: value})
+
+
+@pytest.mark.parametrize("schema", ["parameters_json_schema", "parametersJsonSchema"])
+@pytest.mark.parametrize("tools", ["function_declarations", "functionDeclarations"])
+def test_the_json_schema_of_a_tool_is_read_in_every_spelling(schema: str, tools: str) -> None:
+    declared = {"name": "get_price", "description": FUNCTION["description"], schema: SCHEMA}
+    (tool,) = decoded([USER], tools=[{tools: [declared]}]).tools
+    assert tool.raw == {"type": "function", "function": FUNCTION}
+
+
+def test_a_schema_of_googles_is_a_json_schema_in_either_spelling() -> None:
+    snake = {
+        "type": "OBJECT",
+        "properties": {"a_b": {"any_of": [{"type": "STRING", "max_length": 3}, {"type": "NULL"}]}},
+        "additional_properties": {"type": "INTEGER"},
+        "defs": {"x_y": {"type": "NUMBER"}},
+    }
+    (tool,) = decoded([USER], tools=[{"functionDeclarations": [{"name": "x", "parameters": snake}]}]).tools
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {"a_b": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}},
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"x_y": {"type": "number"}},
+    }
+
+
 def test_images_come_in_either_base64_and_in_results() -> None:
     raw = b"\xfb\xff\xfe picture"
     blob = {"inlineData": {"mimeType": "image/png", "data": base64.urlsafe_b64encode(raw).decode()}}
@@ -317,6 +376,45 @@ async def test_the_client_reads_usage_counts_and_log_probabilities(tmp_path: Pat
         assert (reply.text, reply.candidates[0].finish_reason) == ("Yes.", types.FinishReason.STOP)
         counted = await client.models.count_tokens(model="m", contents="Hi")
         assert 0 < counted.total_tokens < len(entry.prompt_ids)  # this request has no tools
+
+
+def get_price(item: str, pieces: int = 1) -> str:
+    """The price of an item."""
+    return f"{item} {pieces}"
+
+
+@pytest.mark.parametrize("as_schema", [False, True])
+async def test_the_tools_of_the_client_reach_the_model_with_their_parameters(
+    tmp_path: Path, as_schema: bool
+) -> None:
+    declared = types.FunctionDeclaration(name="get_price", parameters_json_schema=SCHEMA)
+    tools: list[Any] = [types.Tool(function_declarations=[declared])] if as_schema else [get_price]
+    off = types.AutomaticFunctionCallingConfig(disable=True)
+    engine = ScriptedEngine([said("Yes.")])
+    async with running(engine, tmp_path) as up, client_of(up) as client:
+        asked = types.GenerateContentConfig(tools=tools, automatic_function_calling=off, top_p=0.5, top_k=7)
+        await client.models.generate_content(model="m", contents="Hi", config=asked)
+        record = await up.client.finalize("r.1")
+    prompt = ChatTokens.load(POLICY).decode(engine.ledger[0].prompt_ids)
+    assert '"item": {"type": "string"}' in prompt
+    assert as_schema or '"pieces": {' in prompt
+    assert {"overridden:top_p", "overridden:top_k"} <= set(record.turns[0].tags)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1beta"])
+async def test_the_client_lists_models_under_either_version(tmp_path: Path, version: str) -> None:
+    async with running(ScriptedEngine([]), tmp_path) as up:
+        ticket = await up.client.open(SessionSpec(id="r.1"))
+        options = types.HttpOptions(base_url=ticket.base_url, api_version=version)
+        client = genai.Client(api_key=ticket.api_key, http_options=options)
+        try:
+            listed = [model.name async for model in await client.aio.models.list()]
+            one = await client.aio.models.get(model="m")
+        finally:
+            await client.aio.aclose()
+            client.close()
+    assert listed == [f"models/{POLICY.name}"]
+    assert one.name == "models/m"
 
 
 async def test_without_alt_sse_a_stream_is_one_json_array(tmp_path: Path) -> None:

@@ -131,7 +131,9 @@ class App:
                 await send_json(send, 200, match.dialect.count(tokens))
             else:
                 await self._answering.answer(session, match.dialect, request, wish, receive, send)
-        elif method == "GET" and (listed := models(self._gateway.tokens.name, path)):
+        elif method == "GET" and (
+            listed := models(self._gateway.tokens.name, path, headers(scope), query(scope))
+        ):
             self._session(session_id, scope, KeyScope.INFER)
             await send_json(send, 200, listed)
         elif (method, path) in control.REPORTS:

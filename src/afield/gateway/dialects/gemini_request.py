@@ -40,6 +40,25 @@ from afield.types import ImageRef, Message, ToolCall
 # What a function is said to return when it returns one thing.
 WRAPPERS = ("result", "output")
 TYPES = {name.upper(): name for name in ("string", "number", "integer", "boolean", "array", "object", "null")}
+# Google's schema in the spelling of its Python clients; other names are the same in both.
+SCHEMA_NAMES = {
+    **{
+        name: camel_name(name)
+        for name in (
+            "additional_properties",
+            "any_of",
+            "max_items",
+            "max_length",
+            "max_properties",
+            "min_items",
+            "min_length",
+            "min_properties",
+            "property_ordering",
+        )
+    },
+    "defs": "$defs",
+    "ref": "$ref",
+}
 URL_SAFE = str.maketrans("-_", "+/")
 
 
@@ -135,12 +154,13 @@ def _schema(given: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = (
         {} if kind is None else {"type": TYPES.get(kind, kind) if isinstance(kind, str) else kind}
     )
-    for key, value in given.items():
-        if key == "properties" and isinstance(value, dict):
+    for spelled, value in given.items():
+        key = SCHEMA_NAMES.get(spelled, spelled)
+        if key in ("properties", "$defs") and isinstance(value, dict):
             made[key] = {name: _schema(v) if isinstance(v, dict) else v for name, v in value.items()}
-        elif key in ("anyOf", "any_of") and isinstance(value, list):
-            made["anyOf"] = [_schema(v) if isinstance(v, dict) else v for v in value]
-        elif key == "items" and isinstance(value, dict):
+        elif key == "anyOf" and isinstance(value, list):
+            made[key] = [_schema(v) if isinstance(v, dict) else v for v in value]
+        elif key in ("items", "additionalProperties") and isinstance(value, dict):
             made[key] = _schema(value)
         elif key != "type":
             made[key] = value

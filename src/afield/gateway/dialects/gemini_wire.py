@@ -81,6 +81,9 @@ class GenerationConfig(Wishing, kw_only=True, rename="camel"):
     top_k: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
 
 
 class Body(Wire):
@@ -102,11 +105,23 @@ class Declaration(Wire):
 
 
 DECODER = msgspec.json.Decoder(Body)
-SNAKE = re.compile(
-    rb'"(?:system_instruction|generation_config|tool_config|function_(?:declarations|calling_config|call|response)'
-    rb"|thought_signature|inline_data|file_data|cached_content|generate_content_request|return_token_ids"
-    rb'|(?:max_output|stop|candidate|response)_[a-z_]+)"\s*:'
+_TOOL = ("function_declarations",)  # the one name that is looked for in tools, which are read as they come
+_STRUCTS = (
+    FunctionCall,
+    Blob,
+    FileData,
+    FunctionResponse,
+    Part,
+    Content,
+    CallingConfig,
+    ToolConfig,
+    GenerationConfig,
+    Body,
+    Declaration,
 )
+# Every name of a field that has another spelling in snake case: no list to forget one in.
+_SNAKE_NAMES = sorted({n for struct in _STRUCTS for n in struct.__struct_fields__ if "_" in n} | {*_TOOL})
+SNAKE = re.compile(rf'"(?:{"|".join(_SNAKE_NAMES)})"\s*:'.encode())
 ANY = msgspec.json.Decoder()
 # Below these lies the client's own data, whose keys are not ours to respell.
 OPAQUE = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
