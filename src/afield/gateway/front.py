@@ -31,6 +31,8 @@ class Process:
         self._command = command
         self._index = index
         self._environment = environment
+        self._handing_over = asyncio.Lock()
+        self._writable = asyncio.Event()
 
     async def start(self) -> bytes:
         """Its first line of output, which says that it serves."""
@@ -59,20 +61,35 @@ class Process:
         return line
 
     async def hand_over(self, connection: socket.socket) -> None:
-        """Waits while the process has no time for another; OSError when it is gone."""
-        loop = asyncio.get_running_loop()
-        while True:
-            link = self.link
-            try:
-                socket.send_fds(link, [b"c"], [connection.fileno()])
-                return
-            except BlockingIOError:
-                writable = asyncio.Event()
-                loop.add_writer(link, writable.set)
+        """Waits its turn while the process has no time for another; OSError when it is gone.
+
+        An event loop keeps one callback for each descriptor, so only one caller waits on the link itself.
+        """
+        async with self._handing_over:
+            while True:
+                link = self.link
                 try:
-                    await writable.wait()
-                finally:
-                    loop.remove_writer(link)
+                    socket.send_fds(link, [b"c"], [connection.fileno()])
+                    return
+                except BlockingIOError:
+                    await self._wait_for_space(link)
+
+    async def _wait_for_space(self, link: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._writable.clear()
+        loop.add_writer(link, self._writable.set)
+        try:
+            await self._writable.wait()
+        finally:
+            if link.fileno() >= 0:  # `close_link` has removed it otherwise
+                loop.remove_writer(link)
+
+    def close_link(self) -> None:
+        """The process is gone: whoever waits for space learns it at once."""
+        if self.link.fileno() >= 0:
+            asyncio.get_running_loop().remove_writer(self.link)
+            self.link.close()
+        self._writable.set()
 
     async def stop(self) -> None:
         with suppress(ProcessLookupError):
@@ -82,7 +99,7 @@ class Process:
         except TimeoutError:
             self.process.kill()
             await self.process.wait()
-        self.link.close()
+        self.close_link()
 
 
 class Front:
@@ -110,7 +127,7 @@ class Front:
         while True:
             code = await process.process.wait()
             log.error("a gateway process ended with code %s; it is started again", code)
-            process.link.close()
+            process.close_link()
             with suppress(Unavailable):
                 await process.start()
                 continue

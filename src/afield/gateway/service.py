@@ -216,7 +216,9 @@ class LocalGateway:
         first = session.phase is not Phase.FINALIZED
         await self.sessions.finalize(session)
         if first:
-            self.metrics.drift += await asyncio.to_thread(self._drifted, session.forest.turns)
+            # In two steps: `+=` reads the sum before it waits, and loses what others add meanwhile.
+            drifted = await asyncio.to_thread(self._drifted, session.forest.turns)
+            self.metrics.drift += drifted
         return self.record(session)
 
     async def submission(self, session_id: str) -> Submission | None:

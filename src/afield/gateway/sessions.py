@@ -72,7 +72,7 @@ class Sessions:
         self._shard = shard
         self._live: dict[str, Session] = {}
         self._known: weakref.WeakValueDictionary[str, Session] = weakref.WeakValueDictionary()
-        self._opening = asyncio.Lock()
+        self._opening: dict[str, asyncio.Task[Session]] = {}
 
     def __len__(self) -> int:
         """How many are held in memory: the open ones."""
@@ -84,22 +84,32 @@ class Sessions:
         check_id(session_id, "session id")
         if session_id == RESERVED:
             raise ValueError(f"session id {session_id!r} is the name of a route; choose another")
-        async with self._opening:
-            known = self._find(session_id)
-            if known is not None:
-                if known.row.spec != structs.replace(spec, id=session_id):
-                    raise Conflict(f"session {session_id} exists with another specification")
-                return known, False
-            row = SessionRow(
-                id=session_id,
-                spec=structs.replace(spec, id=session_id),
-                phase=Phase.OPEN,
-                created=self._clock(),
-                nonce=secrets.token_hex(4),
-            )
+        while session_id in self._opening:
+            await asyncio.wait([self._opening[session_id]])
+        known = self._find(session_id)
+        if known is not None:
+            if known.row.spec != structs.replace(spec, id=session_id):
+                raise Conflict(f"session {session_id} exists with another specification")
+            return known, False
+        row = SessionRow(
+            id=session_id,
+            spec=structs.replace(spec, id=session_id),
+            phase=Phase.OPEN,
+            created=self._clock(),
+            nonce=secrets.token_hex(4),
+        )
+        opening = self._opening[session_id] = asyncio.create_task(self._create(row))
+        return await to_its_end(opening), True
+
+    async def _create(self, row: SessionRow) -> Session:
+        """Opens of different ids wait together: the store writes them as one group."""
+        try:
             await self._store.put_session(row)
-            session = self._live[session_id] = self._known[session_id] = self._session(row, [])
-            return session, True
+            session = self._known.get(row.id) or self._session(row, [])  # written rows are there for all
+            self._live[row.id] = self._known[row.id] = session
+            return session
+        finally:
+            del self._opening[row.id]
 
     def get(self, session_id: str) -> Session:
         session = self._find(session_id)
