@@ -1,7 +1,16 @@
+import atexit
+import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
+
+# Secrets of the gateways that tests start stay out of the user's own state.
+_STATE = tempfile.mkdtemp(prefix="afield-tests-state-")
+os.environ["XDG_STATE_HOME"] = _STATE
+atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 
 # A shell that starts something in the background has it ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

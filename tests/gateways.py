@@ -18,6 +18,7 @@ from afield.gateway.outcomes import USUAL, Limits
 from afield.gateway.pool import Pool
 from afield.gateway.server import serve
 from afield.gateway.service import LocalGateway
+from afield.gateway.signing_secret import SecretPlace
 from afield.sdk.listen import listen
 from afield.seams import Engine, SessionSpec, Transport
 from afield.tokens import ChatTokens
@@ -84,6 +85,7 @@ async def running(
         store=store,
         admin_key=ADMIN,
         public_url=url,
+        secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
         outlet=outlet,
         limits=limits,
     )

@@ -23,6 +23,7 @@ from afield.gateway.app import App
 from afield.gateway.outcomes import USUAL, Limits
 from afield.gateway.pool import Pool
 from afield.gateway.service import LocalGateway
+from afield.gateway.signing_secret import SecretPlace
 from afield.seams import Call, Engine, SessionSpec
 from afield.tokens import ChatTokens
 from afield.types import Message
@@ -99,6 +100,7 @@ async def place(store: Path, engine: Engine, limits: Limits = USUAL) -> AsyncIte
         store=store,
         admin_key=ADMIN,
         public_url="http://gateway",
+        secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
         limits=limits,
     )
     async with pool, gateway:

@@ -16,6 +16,7 @@ from afield.engines.scripted import ScriptedEngine
 from afield.gateway.app import App
 from afield.gateway.pool import Pool
 from afield.gateway.service import LocalGateway
+from afield.gateway.signing_secret import SecretPlace
 from afield.seams import SessionSpec
 from afield.tokens import ChatTokens
 from book import judge
@@ -116,6 +117,7 @@ async def world(store: Path) -> AsyncIterator[World]:
         store=store,
         admin_key=ADMIN,
         public_url="http://gateway",
+        secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
     )
     async with pool, gateway:
         yield World(gateway, engine, wild)

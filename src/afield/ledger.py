@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
+from afield.private_files import private_database, private_directory
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason
 
 SCHEMA = """
@@ -81,7 +82,8 @@ class Ledger:
 
     def __enter__(self) -> Self:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self._path.parent, (self._path.name,))
+            private_database(self._path)
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")

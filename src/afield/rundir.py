@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import UsageError
+from afield.private_files import private_directory
 from afield.types import Finished, Task
 
 STATE = "state.json"
@@ -116,7 +117,7 @@ class RunDir:
         with ExitStack() as locks:
             for part in parts:
                 try:
-                    self.path.mkdir(parents=True, exist_ok=True)
+                    private_directory(self.path, (self.config.name, self.ledger.name))
                     lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
                 except OSError as error:
                     told = f"a run cannot be kept in {self.path}: {error}"

@@ -27,7 +27,7 @@ class Spool:
         path = self._path(finished.rollout.id)
         partial = path.with_name(f"{path.name}.partial")
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             partial.write_bytes(_ENCODER.encode(finished))
             partial.replace(path)
         except OSError as error:

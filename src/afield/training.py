@@ -90,7 +90,7 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
         environment["AFIELD_OUTCOMES"] = spec
     if config.engine_ledger:
         command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
-    run.logs.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_path = run.logs / "gateway.log"
     with log_path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(

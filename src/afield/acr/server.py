@@ -73,7 +73,7 @@ class AcrServer:
         logs = options.logs
         if logs is None:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="afield-acr-")))
-        logs.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         luck, counts = Luck(dict(options.faults), options.seed), Counts(time.monotonic)
         places = await stack.enter_async_context(self._places(logs))
         sessions = Sessions(places, options.quotas, options.pace, luck, counts)

@@ -75,7 +75,7 @@ class Nest:
         self._warm = asyncio.get_running_loop().create_future()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             await self._open(await walls(self._program, self._directory))
             await self._warmed(self._warm)
         except BaseException:

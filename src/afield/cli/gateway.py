@@ -48,6 +48,12 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--store", type=Path, default=Path("gateway-store"), metavar="DIR", help="default: gateway-store"
     )
+    command.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="secret behind session keys; default: a file in ~/.local/state/afield/gateways",
+    )
     command.add_argument("--admin-key", help="or AFIELD_ADMIN_KEY; made up and printed on loopback")
     command.add_argument(
         "--processes", type=int, default=1, help="gateway processes on the one port (default: 1)"
@@ -154,6 +160,9 @@ async def serve(
             durable=args.durable,
             shard=shard,
             outlet=outlet,
+            secret=wiring.load("gateway.signing_secret:SecretPlace")(
+                directory=Environment.read().secrets, file=args.secret_file
+            ),
             limits=wiring.load("gateway.outcomes:Limits")(
                 submission_bytes=args.max_submission_mb * 1024 * 1024, rewards=args.max_rewards
             ),
@@ -214,6 +223,7 @@ def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
     words += ["--log-format", args.log_format, "--json", "--exit-with-parent"]
     told = args.outcomes != Environment.read().outcomes  # what the environment says, shards find there
     words += ["--outcomes", args.outcomes] if args.outcomes and told else []
+    words += ["--secret-file", str(args.secret_file)] if args.secret_file else []
     return words + (["--durable"] if args.durable else [])
 
 

@@ -21,17 +21,21 @@ class Environment(Struct, frozen=True):
     runs: Path
     envs: Path  # where foreign programs are installed
     certificates: Path  # what was found out about chat templates
+    secrets: Path  # signing secrets of gateways, one file for each store
     outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
 
     @classmethod
     def read(cls) -> Self:
         given = os.environ.get("XDG_CACHE_HOME")
         cache = (Path(given) if given else Path.home() / ".cache") / "afield"
+        given = os.environ.get("XDG_STATE_HOME")
+        state = (Path(given) if given else Path.home() / ".local" / "state") / "afield"
         return cls(
             os.environ.get("AFIELD_ADMIN_KEY") or None,
             Path(os.environ.get("AFIELD_RUNS", "runs")),
             cache / "envs",
             cache / "certificates",
+            state / "gateways",
             os.environ.get("AFIELD_OUTCOMES", ""),
         )
 

@@ -61,7 +61,7 @@ def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Genera
     aws = urlsplit(cloud.env["AWS_ENDPOINT_URL"]).port
     acr = urlsplit(cloud.endpoint_url).port
     python = [sys.executable, "-m"]
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     allowed = [f"127.0.0.1:{port}" for port in (told.gateway_port, aws)]
     with ExitStack() as stack:
 

@@ -17,6 +17,7 @@ from typing import Self
 from msgspec import Struct
 
 from afield.errors import Unavailable
+from afield.private_files import private_file
 from afield.seams.engine import Call, Chunk, Engine, EngineInfo
 from afield.seams.witness import SESSION
 from afield.types import FinishReason, Sampling, VersionSpan
@@ -54,6 +55,7 @@ class Ledger:
     async def __aenter__(self) -> Self:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            private_file(self._path)
         await self._engine.__aenter__()
         return self
 

@@ -1,7 +1,7 @@
 """Session keys: capabilities that name their session and what they may do, signed by the gateway.
 
-A key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart (the secret lives in the
-store), opens nothing but its own session, and ends with it.
+A key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart (see
+`signing_secret`), opens nothing but its own session, and ends with it.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from afield.gateway.refusal import bad_request
 from afield.gateway.session import Phase, Session
 from afield.gateway.sessions import Sessions, turns_of
 from afield.gateway.shards import Shard
+from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
 from afield.tokens import ChatTokens
@@ -55,6 +56,7 @@ class LocalGateway:
         shard: Shard | None = None,
         outlet: Transport | None = None,
         limits: Limits = USUAL,
+        secret: SecretPlace = SecretPlace(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokens = tokens
@@ -66,6 +68,7 @@ class LocalGateway:
         self._outlet = outlet
         self.limits = limits
         self._admin_key = admin_key
+        self._secret_place = secret
         self._clock = clock
         self._stack = AsyncExitStack()
         self._outbox: Outbox | None = None
@@ -73,7 +76,8 @@ class LocalGateway:
     async def __aenter__(self) -> Self:
         store = Store(self._store_path / "gateway.sqlite", durable=self._durable)
         self._store = await self._stack.enter_async_context(store)
-        self.keys = Keys(store.secret, self._admin_key)
+        secret = await asyncio.to_thread(self._signing_secret, store)
+        self.keys = Keys(secret, self._admin_key)
         self.metrics = Metrics()
         delivers = self._outlet is not None
         self.sessions = Sessions(
@@ -102,6 +106,9 @@ class LocalGateway:
         chores = [asyncio.create_task(self._reap()), asyncio.create_task(self._watch_lag())]
         self._stack.push_async_callback(_end, chores)
         return self
+
+    def _signing_secret(self, store: Store) -> bytes:
+        return signing_secret(self._secret_place, store.id, self._store_path, sessions=not store.empty)
 
     async def __aexit__(self, *exc: object) -> None:
         await self.sessions.close()

@@ -9,6 +9,7 @@ the same key is replaced, which is how a call's intent becomes its turn.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import secrets
 import sqlite3
@@ -25,6 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
+from afield.private_files import private_database, private_directory
 from afield.seams import Image, SessionSpec
 from afield.types import Failure, Turn
 
@@ -39,6 +41,7 @@ CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NUL
 CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 FORMAT = "4"
+log = logging.getLogger("afield.gateway")
 
 
 class Tally(Struct, frozen=True, kw_only=True):
@@ -140,9 +143,14 @@ class Store:
         self._reader.close()
 
     @property
-    def secret(self) -> bytes:
-        """Behind all session keys; made once, kept with the data it protects."""
-        return self._reader.execute("SELECT value FROM meta WHERE key='secret'").fetchone()[0]
+    def id(self) -> str:
+        """Random, made once, and no secret: it names the file with the secret behind session keys."""
+        return self._reader.execute("SELECT value FROM meta WHERE key='id'").fetchone()[0].decode()
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no session."""
+        return self._reader.execute("SELECT 1 FROM sessions LIMIT 1").fetchone() is None
 
     async def put_session(self, row: SessionRow) -> None:
         body = msgspec.msgpack.encode(row)
@@ -249,12 +257,14 @@ class Store:
 
     def _prepare(self) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self._path.parent, (self._path.name,))
+            private_database(self._path)
             connection = self._connect()
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(SCHEMA)
-            for key, value in (("secret", secrets.token_bytes(32)), ("format", FORMAT.encode())):
+            for key, value in (("id", secrets.token_hex(16).encode()), ("format", FORMAT.encode())):
                 connection.execute("INSERT OR IGNORE INTO meta VALUES (?,?)", (key, value))
+            self._drop_secret(connection)
             connection.commit()
             found = connection.execute("SELECT value FROM meta WHERE key='format'").fetchone()[0].decode()
             connection.close()
@@ -263,6 +273,15 @@ class Store:
         if found != FORMAT:
             raise UsageError(
                 f"{self._path} has format {found}, this afield writes {FORMAT}: use a new directory"
+            )
+
+    def _drop_secret(self, connection: sqlite3.Connection) -> None:
+        """Earlier versions kept the secret behind session keys in here, for every reader of the file."""
+        connection.execute("PRAGMA secure_delete=ON")
+        if connection.execute("DELETE FROM meta WHERE key='secret'").rowcount:
+            log.warning(
+                "%s held the secret behind session keys: it is removed, and keys issued before open nothing",
+                self._path,
             )
 
     def _connect(self) -> sqlite3.Connection:

@@ -22,6 +22,7 @@ import msgspec
 
 from afield.errors import UsageError
 from afield.limiter.rhythm import TICK_S, Beats, Pace, Rhythm
+from afield.private_files import private_database
 
 # A place that its process no longer renews comes free after this long.
 LEASE_S = 5.0
@@ -213,6 +214,8 @@ class SharedLimiter:
         return result
 
     def _open(self) -> sqlite3.Connection:
+        with suppress(OSError):  # what keeps it from being written, SQLite says in more words
+            private_database(self._path)
         db = sqlite3.connect(self._path, isolation_level=None, timeout=0)
         try:
             db.execute("PRAGMA journal_mode=WAL")

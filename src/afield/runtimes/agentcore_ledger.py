@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from msgspec import Struct, convert
 
 from afield.errors import UsageError
+from afield.private_files import private_database, private_directory
 
 T = TypeVar("T")
 BUSY_S = 10.0
@@ -124,7 +125,8 @@ class SessionLedger:
 
     def _open(self) -> sqlite3.Connection:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self._path.parent, (self._path.name,))
+            private_database(self._path)
         except OSError as error:
             raise UsageError(f"there is no folder for {self._path}: {error}") from error
         db = sqlite3.connect(self._path, isolation_level=None, timeout=BUSY_S)

@@ -113,7 +113,7 @@ class Fleet:
         try:
             if said := await self._engine.logs(name_of(session_id), LOG_LINES):
                 path = self._log_of(session_id)
-                path.parent.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path.write_text(said + "\n")
         except (OSError, Refused) as error:
             log.warning("what %s printed was not kept: %s", session_id, error)

@@ -113,7 +113,7 @@ class KubernetesRuntime:
 
     async def check(self) -> None:
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
         await check(await self._space.cluster(), self._options, self._space.run)
@@ -344,7 +344,7 @@ class KubernetesRuntime:
         session.log = said[-TAIL:].strip()
         if said:
             try:
-                self._log_dir.mkdir(parents=True, exist_ok=True)
+                self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._log_file(session.id).write_text(said)
             except OSError as error:
                 log.warning("the log of %s cannot be kept: %s", session.id, error)

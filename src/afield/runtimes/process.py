@@ -80,7 +80,7 @@ class ProcessRuntime:
 
     async def __aenter__(self) -> Self:
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)

@@ -313,7 +313,7 @@ def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str
         return 2
     assert runner is not None, "load refuses an app without an entrypoint"
     if log_dir:
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     adopt_orphans()
     gc.freeze()
     extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())

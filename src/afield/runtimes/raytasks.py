@@ -69,7 +69,7 @@ class RayRuntime:
 
     async def __aenter__(self) -> Self:
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
         goods = shipped(self._target, self._options)

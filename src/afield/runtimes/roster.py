@@ -22,6 +22,7 @@ from typing import Any, Self
 from msgspec import Struct
 
 from afield.errors import RolloutFailure, Throttled, Unavailable, UsageError
+from afield.private_files import private_database, private_directory
 from afield.seams.runtime import Capabilities, Exit, Live, Phase, Runtime
 from afield.types import Attempt
 
@@ -156,7 +157,8 @@ class Roster:
 
     def _open(self) -> sqlite3.Connection:
         if self._db is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            private_directory(self.path.parent, (self.path.name,))
+            private_database(self.path)
             db = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
             # Written through to the system with each change, which outlives any process.
             db.execute("PRAGMA journal_mode = WAL")

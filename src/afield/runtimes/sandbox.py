@@ -78,7 +78,7 @@ class SandboxRuntime:
 
     async def __aenter__(self) -> Self:
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"no logs can be kept in {self._log_dir}: {error}; choose another") from error
         self._group = await asyncio.TaskGroup().__aenter__()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from afield.errors import Unavailable, UsageError
+from afield.private_files import private_directory
 from afield.sdk import filestore
 from afield.transports.notifier import LEASE_S, Leased
 from afield.transports.stored import StoreTransport
@@ -44,7 +45,7 @@ class FilesStore(filestore.FileStore):
 
     def open(self) -> None:
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            private_directory(self.root, (filestore.HINTS,))
             tempfile.TemporaryFile(dir=self.root).close()
         except OSError as error:
             raise UsageError(

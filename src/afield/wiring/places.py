@@ -55,7 +55,7 @@ async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
     """A process that ends what we leave running if we are killed, unless another of us takes it over."""
     if not run.config.exists():  # it has to know the places it reaps in
         write_whole(run.config, msgspec.json.encode(config), private=True)
-    run.logs.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
     with (run.logs / "guard.log").open("ab") as output:
         process = await asyncio.create_subprocess_exec(

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from afield.config import Environment, agent_environment
 from afield.errors import Unavailable, UsageError
+from afield.private_files import private_directory
 
 START_S = 600.0  # a large model is read in this time
 LOOK_S = 0.5
@@ -130,7 +131,7 @@ class GatewayKeeper:
 
 def _alone(folder: Path) -> Any:
     """Kept open for as long as the gateway lives: two jobs would overwrite each other's weights."""
-    folder.mkdir(parents=True, exist_ok=True)
+    private_directory(folder, ("lock",))
     lock = (folder / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,123 @@
+"""Files and directories that only their owner may read: mode 0600 and 0700, checked at start.
+
+1. Creates directories with mode 0700 and files with mode 0600.
+2. Repairs what an earlier version left open to other users, and logs a line.
+3. Refuses directories that other users can write to: they could replace what is kept there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+from afield.errors import UsageError
+
+log = logging.getLogger("afield.files")
+
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def private_directory(path: Path, contents: Collection[str] = ()) -> Path:
+    """Create `path` with mode 0700, or check it; raises UsageError when other users can write to it.
+
+    An existing directory is made private if it is empty or holds one of `contents`, the names that say
+    it belongs to afield. Any other directory keeps its mode: the files in it are private one by one.
+    """
+    _make(path)
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        _refuse_owner(path, status.st_uid)
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & OTHERS:
+        return path
+    if _belongs_to_afield(path, contents) and status.st_uid == os.geteuid():
+        path.chmod(0o700)
+        log.warning("%s could be read by other users (mode %04o); it is private now (0700)", path, mode)
+    elif mode & OTHERS_WRITE:
+        raise UsageError(
+            f"{path} can be written by other users (mode {mode:04o}), who could replace what is kept in it:"
+            f" choose another directory, or: chmod go-w {path}"
+        )
+    return path
+
+
+def private_file(path: Path) -> Path:
+    """Create `path` with mode 0600 if it is missing; repair its mode if it is there."""
+    with contextlib.suppress(PermissionError):  # whoever opens a file that is read-only says so
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & OTHERS and status.st_uid == os.geteuid():
+        path.chmod(0o600)
+        log.warning("%s could be read by other users (mode %04o); it is private now (0600)", path, mode)
+    return path
+
+
+def private_database(path: Path) -> Path:
+    """A SQLite file and the files beside it, which take over its mode when SQLite creates them."""
+    private_file(path)
+    for suffix in ("-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists():
+            private_file(beside)
+    return path
+
+
+def write_once(path: Path, data: bytes) -> bytes:
+    """What `path` holds: `data`, unless a file is there already. Raises UsageError if others can read it."""
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial.unlink(missing_ok=True)
+        with os.fdopen(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(partial, path)  # the first of several processes decides
+        except FileExistsError:
+            pass
+        finally:
+            partial.unlink(missing_ok=True)
+    return read_private(path)
+
+
+def read_private(path: Path) -> bytes:
+    """Raises UsageError when another user owns `path` or may read it."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0):
+            _refuse_owner(path, status.st_uid)
+        if stat.S_IMODE(status.st_mode) & OTHERS:
+            raise UsageError(
+                f"{path} holds a secret and can be read by other users"
+                f" (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600 {path}"
+            )
+        return file.read()
+
+
+def _make(path: Path) -> None:
+    """`path` with mode 0700; the directories above it as the user's umask says."""
+    if path.is_dir():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def _belongs_to_afield(path: Path, contents: Collection[str]) -> bool:
+    with os.scandir(path) as entries:
+        names = {entry.name for entry in entries}
+    return not names or any(name in names for name in contents)
+
+
+def _refuse_owner(path: Path, owner: int) -> None:
+    if os.geteuid() == 0:
+        log.warning("%s belongs to user %d, who can replace what is kept in it", path, owner)
+        return
+    raise UsageError(
+        f"{path} belongs to user {owner}, not to user {os.geteuid()}: choose a place of your own"
+    )

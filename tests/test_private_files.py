@@ -1,0 +1,137 @@
+"""What afield keeps on disk is read by its owner alone, and the secret behind session keys by no agent."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sqlite3
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from afield.engines.scripted import ScriptedEngine
+from afield.errors import UsageError
+from afield.gateway.signing_secret import SecretPlace, signing_secret
+from afield.gateway.store import Store
+from afield.ledger import Ledger
+from afield.private_files import private_directory, private_file
+from afield.rundir import RunDir
+from afield.seams import SessionSpec
+from gateways import running
+from other_user import needs_other_user, open_folder, readable_files
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def shared_place() -> Iterator[Path]:
+    folder = open_folder()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_a_store_and_its_folder_are_for_their_owner_alone(shared_place: Path) -> None:
+    async with Store(shared_place / "gateway-store" / "gateway.sqlite"):
+        assert mode(shared_place / "gateway-store") == 0o700
+        for path in (shared_place / "gateway-store").iterdir():
+            assert mode(path) == 0o600, path
+
+
+async def test_a_store_that_others_could_read_is_repaired_with_a_line(
+    shared_place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shared_place / "store" / "gateway.sqlite"
+    async with Store(path):
+        pass
+    path.parent.chmod(0o755)
+    path.chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        async with Store(path):
+            assert (mode(path.parent), mode(path)) == (0o700, 0o600)
+    assert [record for record in caplog.messages if "0644" in record and "private now" in record]
+
+
+def test_a_folder_that_others_can_write_is_refused(shared_place: Path) -> None:
+    (shared_place / "something-else").touch()
+    shared_place.chmod(0o777)
+    with pytest.raises(UsageError, match="can be written by other users"):
+        private_directory(shared_place, ("gateway.sqlite",))
+
+
+def test_a_folder_of_other_things_keeps_its_mode(shared_place: Path) -> None:
+    (shared_place / "something-else").touch()
+    private_directory(shared_place, ("gateway.sqlite",))
+    assert mode(shared_place) == 0o755
+    assert mode(private_file(shared_place / "gateway.sqlite")) == 0o600
+
+
+@needs_other_user
+async def test_another_user_reads_nothing_of_a_gateway_or_a_run(shared_place: Path) -> None:
+    run = RunDir(shared_place / "runs" / "one")
+    async with Store(shared_place / "store" / "gateway.sqlite"):
+        with run.locked("collect"), Ledger(run.ledger):
+            (shared_place / "shared.txt").write_text("for all")
+            assert readable_files(shared_place) == [str(shared_place / "shared.txt")]
+
+
+async def test_the_store_holds_nothing_that_a_key_could_be_forged_with(tmp_path: Path) -> None:
+    async with running(ScriptedEngine([]), tmp_path / "store") as place:
+        ticket = await place.client.open(SessionSpec(id="r1.1"))
+        secret = next((tmp_path / "store-secrets").glob("*.key"))
+        files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+        held = b"".join(path.read_bytes() for path in files)
+    assert mode(secret) == 0o600
+    assert mode(secret.parent) == 0o700
+    assert secret.read_bytes() not in held
+    assert ticket.api_key.rpartition("~")[2].encode() not in held
+
+
+async def test_session_keys_work_after_a_restart_and_after_the_store_was_moved(tmp_path: Path) -> None:
+    place = SecretPlace(directory=tmp_path / "secrets")
+    async with Store(tmp_path / "a" / "gateway.sqlite") as store:
+        first = signing_secret(place, store.id, tmp_path / "a", sessions=False)
+    (tmp_path / "a").rename(tmp_path / "b")
+    async with Store(tmp_path / "b" / "gateway.sqlite") as store:
+        assert signing_secret(place, store.id, tmp_path / "b", sessions=True) == first
+    async with Store(tmp_path / "c" / "gateway.sqlite") as store:
+        assert signing_secret(place, store.id, tmp_path / "c", sessions=False) != first
+
+
+async def test_a_lost_secret_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = SecretPlace(directory=tmp_path / "secrets")
+    signing_secret(place, "a" * 32, tmp_path / "store", sessions=True)
+    assert any("keys of earlier sessions open nothing" in line for line in caplog.messages)
+
+
+async def test_a_secret_inside_the_store_or_open_to_others_is_refused(tmp_path: Path) -> None:
+    inside = SecretPlace(file=tmp_path / "store" / "secret")
+    with pytest.raises(UsageError, match="lies in the store"):
+        signing_secret(inside, "a" * 32, tmp_path / "store", sessions=False)
+    shown = tmp_path / "secret"
+    shown.write_bytes(bytes(32))
+    shown.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        signing_secret(SecretPlace(file=shown), "a" * 32, tmp_path / "store", sessions=False)
+
+
+async def test_a_store_of_an_earlier_version_loses_its_secret(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gateway.sqlite"
+    async with Store(path):
+        pass
+    secret = bytes(range(200, 232))
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO meta VALUES ('secret', ?)", (secret,))
+    db.close()
+    assert secret in path.read_bytes()
+    async with Store(path):
+        pass
+    assert secret not in path.read_bytes()
+    assert any("keys issued before open nothing" in line for line in caplog.messages)
