@@ -81,7 +81,7 @@ class Maker:
         """A rollout of any fate; with its turns, or with rows alone."""
         forest = self.forest()
         committed = [t for t in forest.turns if t.status is TurnStatus.COMMITTED]
-        withheld = {t.id: "side:title" for t in committed if self.random.random() < 0.15}
+        withheld = {t.id: "side:declared" for t in committed if self.random.random() < 0.15}
         made = assembly.linear(forest, withheld)
         keeps = self.random.random() < 0.5 if self.kept is None else self.kept
         owned = [turn.id for row in made.trajectories for turn in row.turns]

@@ -198,12 +198,23 @@ class Judge:
             k.row["id"]: "aborted" for k in self._known.values() if not k.reply
         }
         whole = [k for k in self._known.values() if k.reply]
-        work = any(not k.made.side for k in whole)
+        worked_on = self._above([k for k in whole if not k.withheld and not k.made.side])
         for known in whole:
-            if reason := known.withheld or (known.made.side if work else ""):
+            side = "" if known.row["id"] in worked_on else known.made.side
+            if reason := known.withheld or side:
                 expected[known.row["id"]] = reason
         excluded = {e["turn"]: e["reason"] for e in seen.linear["excluded"]}
         assert excluded == expected, f"excluded {excluded}, expected {expected}"
+
+    def _above(self, trained: Sequence[Known]) -> set[str]:
+        """The turns that any of these descends from."""
+        above: set[str] = set()
+        for known in trained:
+            parent = known.row["parent"]
+            while parent is not None:
+                above.add(parent)
+                parent = self._rows[parent]["parent"]
+        return above
 
 
 def said_in(row: dict[str, Any], made: Made) -> bool:

@@ -77,8 +77,10 @@ class Place:
         self.gateway, self.ledger = gateway, ledger
         self.app = App(gateway)
 
-    async def client(self, session_id: str = "r.1", dialect: str = "chat", stream: bool = True) -> Client:
-        ticket = await self.gateway.open(SessionSpec(id=session_id))
+    async def client(
+        self, session_id: str = "r.1", dialect: str = "chat", stream: bool = True, **spec: Any
+    ) -> Client:
+        ticket = await self.gateway.open(SessionSpec(id=session_id, **spec))
         return Client(self.app, ticket.api_key, dialect, stream)
 
     async def get(self, path: str) -> Any:

@@ -26,6 +26,7 @@ from afield.config import TrainConfig, from_file, train_config
 from afield.conformance.client import Command, Stage
 from afield.conformance.clients import CLIENTS
 from afield.deadlines import Deadlines
+from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
 from afield.gateway import control, dialects, lineage, sessions
 from afield.learn import StepLine
 from afield.options import (
@@ -414,14 +415,13 @@ def test_the_page_of_benchmarks_says_what_was_saved() -> None:
 TOKENS = DOCS / "tokens.md"
 
 
-def test_the_page_on_tokens_knows_links_side_calls_and_exclusions() -> None:
+def test_the_page_on_tokens_knows_links_side_calls_and_every_reason_of_an_exclusion() -> None:
     assert set(named(TOKENS, "Links")) == set(get_args(get_type_hints(Link)["type"]))
-    source = (SOURCE / "gateway" / "side.py").read_text()
-    assert set(named(TOKENS, "Side calls")) == {
-        f"side:{tag}" for tag in re.findall(r"\{SIDE\}([\w-]+)", source)
-    }
-    reasons = {"aborted", "dangling", sessions.UNDELIVERED, sessions.SUPERSEDED, "side:..."}
-    assert set(named(TOKENS, "What is left out")) == reasons
+    rows = {row[0].strip(" `"): row[1] for row in table(TOKENS, "What is left out")}
+    assert rows == {reason.name: str(reason.ground) for reason in REASONS.values()}
+    text = section(TOKENS, "Side calls")
+    assert SIDE_CALL_HEADER in text
+    assert not [word for word in get_args(SideCalls) if f"`{word}`" not in text]
 
 
 def test_the_page_on_tokens_knows_tiers_policies_and_formats() -> None:

@@ -18,7 +18,7 @@ from gateways import running
 from invariants import SINGLE, Seen
 from scenes import Client, Place, answering, calls, said, user
 from speaking import LAST, Ask, Heard, read, write
-from wild import TITLE, TOOLSETS
+from wild import TOOLSETS
 
 pytestmark = pytest.mark.anyio
 Row = dict[str, Any]
@@ -332,25 +332,6 @@ async def test_an_old_turn_that_is_kept_word_for_word_is_not_trained_twice(tmp_p
         assert sum(sum(row["loss_mask"]) for row in seen.linear["trajectories"]) == sum(
             len(entry.token_ids) for entry in there.ledger.entries
         )
-
-
-async def test_a_title_is_tagged_and_out_of_the_loss(tmp_path: Path) -> None:
-    async with answering(tmp_path, said("Yes.")) as there:
-        client = await there.client()
-        title = [{"role": "system", "content": TITLE}, u("Hi")]
-        await asyncio.gather(chat(client, *title), chat(client, u("Hi"), toolset=1))
-        seen = await good(there, client)
-        (side,) = [turn for turn in seen.turns if turn["tags"]]
-        assert excluded(seen) == {side["id"]: "side:title"}
-
-
-async def test_a_title_is_trained_when_it_is_all_there_is(tmp_path: Path) -> None:
-    async with answering(tmp_path, said("Mugs.")) as there:
-        client = await there.client()
-        await chat(client, {"role": "system", "content": TITLE}, u("Hi"))
-        seen = await good(there, client)
-        assert seen.turns[0]["tags"] == ["side:title"]
-        assert excluded(seen) == {}
 
 
 async def test_a_sub_agent_names_the_turn_that_called_it(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_everything_that_can_happen_did() -> None:
         pytest.skip("no batch was run")
     kinds = ["committed", "aborted", "replayed", "split", "tier T2", "tier T3", "tier T4"]
     kinds += [f"excluded {reason}" for reason in ("aborted", "undelivered", "superseded")]
-    kinds += [f"excluded side:{reason}" for reason in ("title", "probe", "small-model")]
+    kinds += ["excluded side:declared"]
     kinds += [f"link {link}" for link in ("retry", "edit", "fork", "compaction", "sub-agent")]
     assert [kind for kind in kinds if HAPPENED[kind] < HAPPENED["sessions"] / 50] == []
     assert HAPPENED["calls"] > 5 * HAPPENED["sessions"]
@@ -105,7 +105,7 @@ def leaving_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def side_calls_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side, "withheld", lambda _: {})
+    monkeypatch.setattr(side, "withheld", lambda *_: {})
 
 
 def the_oldest_match_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

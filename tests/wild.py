@@ -270,19 +270,13 @@ class Agent:
             await self._say(self._asked(self._threads[-1]), limit=same + self.rng.choice([0, 4, 90]))
 
     async def ask_aside(self, thread: Thread) -> None:
-        """A title, a probe, a small model."""
-        how = self.rng.randrange(3)
+        """A call that the agent declares to be none of its work; or one that only looks like that."""
+        how = self.rng.randrange(4)
         started = self._begin(system=TITLE if how == 0 else None)
         limit, model = (1 if how == 1 else 200), ("claude-haiku-9" if how == 2 else "m")
-        side = ("side:title", "side:probe", "side:small-model")[how]
-        await self._say(started, limit=limit, model=model, side=side)
+        await self._say(started, limit=limit, model=model, declared=self.rng.random() < 0.5)
 
     # --- how it does it ---------------------------------------------------------------------------
-
-    def _title(self, thread: Thread) -> str:
-        alone = not {"assistant", "tool"} & {m.role for m in thread.messages}
-        asked = thread.messages[0].content == TITLE and not thread.toolset
-        return "side:title" if alone and asked else ""
 
     def _fresh(self) -> int:
         self._nonce += 1
@@ -380,7 +374,7 @@ class Agent:
         leaves_at: int | None = None,
         plan: Plan | None = None,
         model: str = "m",
-        side: str = "",
+        declared: bool = False,
     ) -> None:
         """One request; what came of it is written down."""
         if not thread.messages or thread.messages[-1].role == "assistant":
@@ -391,6 +385,7 @@ class Agent:
         began = self._wild.began[self.session_id]
         known, at = len(self.made), len(began)
         headers = {"x-stainless-retry-count": "1"} if retry else {}
+        headers |= {"x-afield-side-call": "1"} if declared else {}
         answer = await self._send(
             self._ask(thread, limit, stream, model), self._style(thread), headers=headers, leaves_at=leaves_at
         )
@@ -401,14 +396,16 @@ class Agent:
         if heard:
             assert answer.status == 200, answer
             self._threads.append(thread.plus((heard.reply, identity(heard.reply))))
-        made = self._written(thread, limit, heard, known=known, side=side)
+        made = self._written(thread, limit, heard, known=known, declared=declared)
         replayed = heard is not None and asked is None
         if heard and asked:
             assert heard.turn_id == asked, f"the answer says {heard.turn_id}, the engine {asked}"
         turn_id = heard.turn_id if heard else asked
         self.made.append(structs.replace(made, turn_id=turn_id, replayed=replayed, retry=retry, failed=broke))
 
-    def _written(self, thread: Thread, limit: int, heard: Heard | None, known: int, side: str = "") -> Made:
+    def _written(
+        self, thread: Thread, limit: int, heard: Heard | None, known: int, declared: bool = False
+    ) -> Made:
         calls: dict[str, str] = {}
         for m in thread.messages:
             calls |= {call.id: call.id.split("_")[1] for call in m.tool_calls if "_" in call.id}
@@ -421,7 +418,7 @@ class Agent:
             heard=identity(heard.reply) if heard else None,
             reply=heard.reply if heard else None,
             known=known,
-            side=side or self._title(thread),
+            side="side:declared" if declared else "",
             named=frozenset(calls.values()),
         )
 

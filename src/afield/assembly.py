@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from afield.exclusions import check_reason
 from afield.forest import Forest
 from afield.types import Exclusion, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 
@@ -34,7 +35,9 @@ def why_excluded(turn: Turn, withheld: Withheld) -> str | None:
 
 def exclusions(forest: Forest, withheld: Withheld = NOTHING) -> tuple[Exclusion, ...]:
     reasons = ((turn, why_excluded(turn, withheld)) for turn in forest.turns)
-    return tuple(Exclusion(turn.id, len(turn.token_ids), reason) for turn, reason in reasons if reason)
+    return tuple(
+        Exclusion(turn.id, len(turn.token_ids), check_reason(reason)) for turn, reason in reasons if reason
+    )
 
 
 def linear(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:

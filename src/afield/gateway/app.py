@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError, boundary
-from afield.gateway import control
+from afield.gateway import control, side
 from afield.gateway.answering import Answering
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
 from afield.gateway.dialects.models import models
@@ -196,6 +196,8 @@ async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
         request, wish = dialect.decode(asked)
     if not request.messages and request.prompt is None and request.after is None:
         raise bad_request("nothing in this request is a message to answer", "send at least one message")
+    if (tag := side.tag_of(asked.headers, request)) is not None:
+        request = structs.replace(request, tags=(*request.tags, tag))
     return request, wish
 
 

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.forest import extend_digest
-from afield.gateway import lineage, placing, side, wishes
+from afield.gateway import lineage, placing, wishes
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
@@ -292,11 +292,7 @@ class Calls:
             asked=place.asked,
             digest=place.asked,
             tools_digest=place.tools_digest,
-            tags=(
-                *request.tags,
-                *side.tags(request, self._tokens.name),
-                *wishes.tags(sampling, request.wishes),
-            ),
+            tags=(*request.tags, *wishes.tags(sampling, request.wishes)),
             links=place.links,
             started=self._clock(),
         )

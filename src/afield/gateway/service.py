@@ -253,8 +253,8 @@ class LocalGateway:
 
     def withheld(self, session: Session) -> dict[str, str]:
         """Turns that are not trained, and why: side calls, answers nobody got, answers asked for again."""
-        aside = side.withheld(session.forest.turns) if session.row.spec.side_calls == "exclude" else {}
-        return aside | session.row.withheld
+        row = session.row
+        return side.withheld(session.forest.turns, row.withheld, row.spec.side_calls) | row.withheld
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from afield.exclusions import ExclusionReason
 from afield.forest import Forest
 from afield.gateway import outcomes
 from afield.gateway.memo import Memo
@@ -21,7 +22,7 @@ from afield.gateway.store import SessionRow, Tally, TurnRow
 from afield.seams import SessionState
 from afield.types import Turn, TurnStatus
 
-UNDELIVERED = "undelivered"
+UNDELIVERED = ExclusionReason.UNDELIVERED
 ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Conflict, Missing
+from afield.exclusions import ExclusionReason
 from afield.gateway import outcomes
 from afield.gateway.outcomes import USUAL, Limits, Statement, Turns
 from afield.gateway.refusal import conflict
@@ -26,7 +27,7 @@ from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, Tur
 from afield.seams import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
-SUPERSEDED = "superseded"
+SUPERSEDED = ExclusionReason.SUPERSEDED
 RESERVED = "states"
 
 

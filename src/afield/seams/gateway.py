@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
+from afield.exclusions import SideCalls
 from afield.types import Budget, Exclusion, Failure, Policy, Sampling, Split, Trajectory, Turn
 from afield.wire import Submission
 
@@ -22,7 +23,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     last are only noted, and another may follow. What a client asks of sampling is done only for the names in
     `client_sampling`. Sessions of the same `draw` are sampled with the same random numbers, call by call,
     where the engine can do that. `thinking` and `escape` are the policies that `docs/tokens.md` describes;
-    `side_calls` says whether titles and probes are trained.
+    `side_calls` says which side calls are kept out of the loss.
     """
 
     id: str | None = None
@@ -41,7 +42,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     budget: Budget = Budget()
     thinking: Literal["preserve", "template", "per_turn"] = "preserve"
     escape: Literal["escape", "faithful", "reject"] = "escape"
-    side_calls: Literal["exclude", "train"] = "exclude"
+    side_calls: SideCalls = "exclude"
     ttl_s: float | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 

@@ -1,0 +1,116 @@
+"""Token account: what became of every sampled token, by reason.
+
+Sampled tokens are trained, excluded turn by turn (`exclusions.REASONS`), or belong to rollouts that train
+nothing (`exclusions.UntrainedReason`). Step lines, summaries, metrics of veRL and TRL, and the client's
+results all show this one account.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+from msgspec import Struct, field
+
+from afield.exclusions import REASONS, UntrainedReason
+from afield.types import FailureKind, Finished
+
+LIMIT = 0.05
+"""The share of sampled tokens above which a run says that it excludes them."""
+_FAILED = {
+    FailureKind.TASK: UntrainedReason.TASK_FAILURE,
+    FailureKind.VERIFIER: UntrainedReason.VERIFIER_FAILURE,
+    FailureKind.INFRASTRUCTURE: UntrainedReason.INFRASTRUCTURE_FAILURE,
+}
+
+
+class TokenAccount(Struct, frozen=True, kw_only=True):
+    """Sampled tokens of some rollouts, each counted once."""
+
+    trained: int = 0
+    """Tokens in the loss."""
+    excluded: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of turns that are kept out of the loss, by reason."""
+    untrained: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of rollouts that train nothing, by reason; without those that are excluded."""
+
+    def __add__(self, other: Self) -> TokenAccount:
+        return TokenAccount(
+            trained=self.trained + other.trained,
+            excluded=Counter(self.excluded) + Counter(other.excluded),
+            untrained=Counter(self.untrained) + Counter(other.untrained),
+        )
+
+    @property
+    def sampled(self) -> int:
+        return self.trained + sum(self.excluded.values()) + sum(self.untrained.values())
+
+    @property
+    def trained_share(self) -> float:
+        """Of the sampled tokens; 1 where none were sampled."""
+        return self.trained / self.sampled if self.sampled else 1.0
+
+    @property
+    def excluded_share(self) -> float:
+        """Of the sampled tokens; 0 where none were sampled."""
+        return sum(self.excluded.values()) / self.sampled if self.sampled else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """As numbers with names: shares, and tokens by reason where there are any."""
+        return {
+            "delivered_share": self.trained_share,
+            "excluded_share": self.excluded_share,
+            **{f"excluded_tokens.{word(reason)}": float(n) for reason, n in self.excluded.items() if n},
+            **{f"untrained_tokens.{word(reason)}": float(n) for reason, n in self.untrained.items() if n},
+        }
+
+    def warning(self, limit: float = LIMIT) -> str | None:
+        """One line when more than `limit` of the sampled tokens are excluded: why, and what changes it."""
+        if self.excluded_share <= limit:
+            return None
+        remedies = dict.fromkeys(REASONS[r].remedy for r in largest(self.excluded) if r in REASONS)
+        return (
+            f"{self.excluded_share:.1%} of the sampled tokens are excluded from training"
+            f" ({listed(self.excluded)}), more than {limit:.0%}; {'; '.join(remedies)}"
+        )
+
+
+def of_finished(finished: Iterable[Finished]) -> TokenAccount:
+    """Of rollouts before a trainer has seen them: whatever carries a reward counts as trained."""
+    trained = 0
+    excluded: Counter[str] = Counter()
+    untrained: Counter[str] = Counter()
+    for one in finished:
+        for exclusion in one.excluded:
+            excluded[exclusion.reason] += exclusion.tokens
+        owned = sum(row.owned for row in one.trajectories)
+        if reason := failure_reason(one):
+            untrained[reason] += owned
+        else:
+            trained += owned
+    return TokenAccount(trained=trained, excluded=+excluded, untrained=+untrained)
+
+
+def failure_reason(finished: Finished) -> UntrainedReason | None:
+    """Why a rollout carries no reward; None if it carries one. A policy failure does: the floor."""
+    failure = finished.outcome.failure
+    if finished.outcome.reward_or_floor(0.0) is not None or failure is None:
+        return None
+    return _FAILED[failure.kind]
+
+
+def largest(tokens: Mapping[str, int]) -> list[str]:
+    """Reasons, those with most tokens first."""
+    return sorted((reason for reason, n in tokens.items() if n), key=lambda reason: (-tokens[reason], reason))
+
+
+def listed(tokens: Mapping[str, int]) -> str:
+    """For people: `side:opencode/title 320, aborted 12`."""
+    return ", ".join(f"{reason} {tokens[reason]}" for reason in largest(tokens))
+
+
+def word(text: str) -> str:
+    """As part of a metric's name."""
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unknown"
