@@ -149,13 +149,16 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         self._check_places()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed = {self.seed} must be between 0 and 2**63")
+        self._check_sampling()
+        if self.quorum > self.rollouts:
+            raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
+
+    def _check_sampling(self) -> None:
         for name in ("temperature", "val_temperature"):
             try:
                 Sampling(temperature=getattr(self, name), max_tokens=self.max_tokens)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-        if self.quorum > self.rollouts:
-            raise ValueError(f"quorum {self.quorum} is more than the {self.rollouts} rollouts of a task")
 
     def _check_places(self) -> None:
         if self.exp_id:
