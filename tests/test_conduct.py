@@ -348,6 +348,23 @@ async def test_a_session_that_the_gateway_forgot_is_no_reward(tmp_path: Path) ->
     assert note.outcome.failure and note.outcome.failure.kind is INFRA
 
 
+@pytest.mark.parametrize("reward", [1e39, -1e308])
+async def test_a_reward_beyond_the_bound_is_that_rollouts_failure_and_names_the_setting(
+    tmp_path: Path, reward: float
+) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        await ask_model(context)
+        return reward if task["n"] else 1.0
+
+    async with bench(tmp_path, agent) as b, b.conducting(retries={}) as (_, conductor):
+        note, other = await conductor.run(rollout("r", 1)), await conductor.run(rollout("s"))
+    assert other.outcome.reward == 1.0
+    failure = note.outcome.failure
+    assert note.outcome.reward is None
+    assert failure and failure.kind is FailureKind.VERIFIER and failure.reason is Reason.REWARD
+    assert "beyond max_reward = 1e+06" in failure.message
+
+
 # --- after a crash -------------------------------------------------------------------------------
 
 

@@ -120,6 +120,23 @@ def test_a_rollout_weighs_the_same_as_one_row_and_as_a_row_for_each_turn(model_p
     assert relative_error(ours, gradient(model_path, [group(*merged)])) < 1e-5
 
 
+def test_an_update_without_a_finite_gradient_is_skipped_and_the_third_in_a_row_refused(model_path):
+    trainer = GRPO(model_path, lr=1e-3, scale=False, device="cpu")
+    before = weights(trainer)
+    huge, good = group_of([3e38, 0.0, -3e38]), group_of([1.0, 0.0])
+    for _ in range(2):
+        told = trainer.step([huge]).metrics
+        assert told["skipped_updates"] == 1
+        assert all(map(math.isfinite, told.values()))
+        assert same(weights(trainer), before)
+    assert trainer.step([good]).metrics.get("skipped_updates", 0) == 0
+    assert not same(weights(trainer), before)
+    for _ in range(2):
+        trainer.step([huge])
+    with pytest.raises(UsageError, match="in 3 updates in a row"):
+        trainer.step([huge])
+
+
 def test_tokens_that_were_not_sampled_get_no_gradient(model_path):
     """The output embedding's gradient is that of the sampled positions alone, whatever stands after them."""
     ids = (5, 6, 7, 8, 9, 10)
@@ -506,7 +523,7 @@ def test_the_page_on_training_lists_every_key_with_its_default(heading, options)
 def test_the_page_on_training_lists_what_a_step_tells_and_the_usual_clips(model_path):
     told = {name for row in rows_of("What a step tells") for name in re.findall(r"`([a-z_]+)", row[0])}
     report = GRPO(model_path, lr=1e-3, kl=0.1, device="cpu").step([group_of([1.0, 0.0], tier="T2")])
-    now_and_then = {"undelivered_tokens", "weighed_reward"}
+    now_and_then = {"undelivered_tokens", "weighed_reward", "skipped_updates"}
     assert {name.partition(".")[0] for name in report.metrics} | now_and_then == told
     clips = {row[0].strip('`"'): tomllib.loads(f"v = {row[2].strip('`')}")["v"] for row in rows_of("Losses")}
     assert clips == {name: list(clip) for name, clip in USUAL_CLIP.items()}

@@ -65,6 +65,8 @@ def plain_ppo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
     ratio, gain = torch.exp(seen.logp[n] - seen.proximal[n]), float(seen.advantage[n])
     over = gain > 0 and value(ratio) > 1 + high
     under = gain < 0 and value(ratio) < 1 - low
+    if gain < 0 and value(ratio) > 3:
+        return torch.tensor(-3 * gain, dtype=torch.float64)
     bound = 1 + high if over else 1 - low
     return torch.tensor(-bound * gain, dtype=torch.float64) if over or under else -ratio * gain
 
@@ -122,6 +124,27 @@ def test_the_clip_may_be_wider_above_than_below():
     zero = torch.zeros(4, dtype=torch.float64)
     seen = Tokens(ratio.log(), zero, zero, torch.tensor([-1.0, -1, 1, 1]), torch.ones(4), torch.arange(4))
     assert loss_of(seen, Objective(clip=(0.2, 0.3))).clipped.tolist() == [True, False, False, True]
+
+
+def test_the_dual_clip_bounds_what_a_token_with_a_negative_advantage_costs():
+    ratio = torch.tensor([2.9, 3.1, 50.0, 50.0], dtype=torch.float64)
+    zero = torch.zeros(4, dtype=torch.float64)
+    logp = ratio.log().requires_grad_()
+    seen = Tokens(logp, zero, zero, torch.tensor([-1.0, -1, -1, 1]), torch.ones(4), torch.arange(4))
+    loss = loss_of(seen, Objective(importance="off"))
+    assert loss.clipped.tolist() == [False, True, True, True]
+    assert value(loss.total) == pytest.approx(2.9 + 3.0 + 3.0 - 1.28)
+    assert gradient(loss.total, logp).tolist() == pytest.approx([2.9, 0.0, 0.0, 0.0])
+    free = loss_of(seen, Objective(importance="off", dual_clip=math.inf))
+    assert value(free.total) == pytest.approx(2.9 + 3.1 + 50 - 1.28)
+
+
+def test_the_k3_estimate_is_bounded_where_policy_and_reference_are_far_apart():
+    reference = torch.tensor([29.0, 3.0, 0.0, -29.0], dtype=torch.float64)
+    logp = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    estimate = losses.divergence(logp, reference, "k3")
+    assert estimate.tolist() == pytest.approx([10.0, 10.0, 0.0, 10.0], abs=1e-9)
+    assert torch.isfinite(gradient(estimate.sum(), logp)).all()
 
 
 def test_at_its_start_a_step_has_the_gradient_of_reinforce_whatever_the_loss():

@@ -217,7 +217,7 @@ class Conductor:
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, Record(trajectories=(), excluded=())
         names = self._plan.rewards if rollout.split is Split.TRAIN else ()
-        return usable(finished_of(rollout, outcome, record, 1), names), record
+        return usable(finished_of(rollout, outcome, record, 1), names, self._plan.max_reward), record
 
     async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
         """Everything there is of a rollout, to the spool."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -319,7 +320,8 @@ def mean_metrics(finished: Sequence[Finished]) -> dict[str, float]:
     for one in finished:
         for name, value in one.outcome.metrics.items():
             told.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in told.items()}
+    # Divided first: the sum of numbers near the largest float would be infinite.
+    return {name: math.fsum(v / len(values) for v in values) for name, values in told.items()}
 
 
 def usual_failure(finished: Sequence[Finished]) -> str:

@@ -186,7 +186,8 @@ class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the embedded trainer learns; docs/training.md explains each.
 
-    `clip` [low, high] bounds the ratio to 1 - low and 1 + high; empty is what is usual for the loss. `length`
+    `clip` [low, high] bounds the ratio to 1 - low and 1 + high; empty is what is usual for the loss.
+    `dual_clip` bounds the ratio of tokens with a negative advantage (losses "ppo" and "dr_grpo"). `length`
     is what aggregate "constant" divides a rollout by. `importance` says how tokens that an older policy
     sampled are corrected for. `max_logprob_diff` refuses a batch in which sampler and trainer disagree by
     more about one token; None only reports it. `rewards` are the weights of named rewards, whose sum takes
@@ -196,6 +197,7 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     loss: Literal["ppo", "cispo", "gspo", "dr_grpo"] = "ppo"
     clip: tuple[float, ...] = ()
+    dual_clip: float = 3.0
     aggregate: Literal["auto", "rollout", "token", "constant"] = "auto"
     length: int | None = None
     importance: Literal["token", "sequence", "masked", "off"] = "token"
@@ -232,5 +234,10 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError(f"max_logprob_diff = {self.max_logprob_diff} must be positive")
         if wrong := [name for name, weight in self.rewards.items() if not math.isfinite(weight)]:
             raise ValueError(f"rewards.{wrong[0]} = {self.rewards[wrong[0]]} must be a finite number")
+        self._check_clips()
+
+    def _check_clips(self) -> None:
+        if not self.dual_clip > 1:
+            raise ValueError(f"dual_clip = {self.dual_clip} must be above 1; inf switches it off")
         if self.clip and (len(self.clip) != 2 or not all(0 <= part < math.inf for part in self.clip)):
             raise ValueError(f"clip = {list(self.clip)} must be two numbers, how far below and above 1")

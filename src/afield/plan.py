@@ -23,7 +23,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     `baseline` a group has one greedy rollout more, to be measured against. Agents deliver to the store,
     or to their gateway, which writes the store. Who is `judged` hands in to the gateway, and a verifier
     gives the reward. `rewards` names those that an outcome must have, and no others, if training weighs
-    named ones.
+    named ones. A reward whose absolute value is above `max_reward` is the verifier's failure.
     """
 
     exp_id: str
@@ -43,6 +43,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     deliver: Literal["store", "gateway"] = "store"
     judged: bool = False
     rewards: tuple[str, ...] = ()
+    max_reward: float = 1e6
     sweep_s: float = 5.0
     watch_s: float = 1.0
     patience_s: float = 600.0
@@ -52,7 +53,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         for name in ("rollouts", "val_rollouts", "quorum", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("sweep_s", "watch_s", "patience_s", "straggler_s"):
+        for name in ("sweep_s", "watch_s", "patience_s", "straggler_s", "max_reward"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} = {value} must be positive")

@@ -89,7 +89,8 @@ BATCHES = [[group("a", 1), group("b", 2, 3)], [group("c", 3, 7)], [group("d", 4)
 
 def weights(trainer: GRPO | Sharded, directory: Path) -> dict[str, torch.Tensor]:
     trainer.export(directory)
-    return load_file(directory / "model.safetensors")
+    adapter = directory / "adapter_model.safetensors"
+    return load_file(adapter if adapter.is_file() else directory / "model.safetensors")
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -105,7 +106,8 @@ CASES = {
         "max_tokens_per_pass": 40,
     },
     "padded, with a reference": {"layout": "padded", "kl": 0.1, "loss": "gspo"},
-    "adapters, with a reference": {"lora": LoraOptions(rank=4, alpha=8), "kl": 0.1},
+    "adapters, with a reference": {"lora": LoraOptions(rank=4, alpha=8, publish="merged"), "kl": 0.1},
+    "adapters, published alone": {"lora": LoraOptions(rank=4, alpha=8, publish="adapter")},
 }
 
 
@@ -155,6 +157,18 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path
     alone.save(tmp_path / "by one")
     ranks.restore(tmp_path / "by one")
     again.close()
+
+
+def test_a_restored_run_has_its_own_settings_on_several_devices_too(model_path, tmp_path, ranks):
+    ranks.step(BATCHES[0])
+    ranks.save(tmp_path / "checkpoint")
+    settings = {**SETTINGS, "eps": 1e-2, "weight_decay": 0.5}
+    alone, two = GRPO(model_path, **settings), Sharded(model_path, devices=2, **settings)
+    for trainer in (alone, two):
+        trainer.restore(tmp_path / "checkpoint")
+        trainer.step(BATCHES[1])
+    assert apart(weights(two, tmp_path / "two"), weights(alone, tmp_path / "one")) < 1e-6
+    two.close()
 
 
 def test_what_is_refused_leaves_the_ranks_as_they_were(tmp_path, ranks):

@@ -29,12 +29,13 @@ def main() -> dict[str, float]:
     mask[2, 8:] = 0
     sampler = -3 * torch.rand(ROWS, WIDTH, dtype=torch.float64)
     proximal = sampler + 0.5 * torch.randn_like(sampler)
-    logp = (proximal + 0.4 * torch.randn_like(sampler)).requires_grad_()
+    logp = (proximal + 0.9 * torch.randn_like(sampler)).requires_grad_()
+    reference = torch.where(torch.rand_like(proximal) < 0.1, proximal + 29.0, proximal)
     advantage = torch.randn(ROWS, 1, dtype=torch.float64).expand(ROWS, WIDTH)
     found = {
         **losses(mask, proximal, logp, advantage),
         **corrections(mask, proximal, sampler),
-        **penalties(logp, proximal),
+        **penalties(logp, reference),
     }
     return {name: float(value) for name, value in found.items()}
 
@@ -47,7 +48,6 @@ def losses(mask: Tensor, proximal: Tensor, logp: Tensor, advantage: Tensor) -> d
         clip_ratio=CLIP[0],
         clip_ratio_low=CLIP[0],
         clip_ratio_high=CLIP[1],
-        clip_ratio_c=1e9,
         optim=None,
     )
     found: dict[str, Any] = {}
@@ -65,7 +65,9 @@ def losses(mask: Tensor, proximal: Tensor, logp: Tensor, advantage: Tensor) -> d
             gradients = [torch.autograd.grad(total, logp)[0] for total in (told, loss)]
             found[f"{ours} {aggregate} value"] = (told - loss).detach().abs()
             found[f"{ours} {aggregate} gradient"] = (gradients[0] - gradients[1]).abs().max()
-            found[f"{ours} {aggregate} clipped"] = abs(metrics["actor/pg_clipfrac"] - share)
+            # Tokens with a negative advantage that only the dual clip bounds are counted apart there.
+            theirs_share = metrics["actor/pg_clipfrac"] + metrics.get("actor/pg_clipfrac_lower", 0.0)
+            found[f"{ours} {aggregate} clipped"] = abs(theirs_share - share)
     return found
 
 

@@ -136,8 +136,9 @@ def turn_rewards(finished: Finished) -> dict[str, float]:
 # --- before it is too late -----------------------------------------------------------------------
 
 
-def usable(finished: Finished, names: Iterable[str] = ()) -> Outcome:
-    """Its outcome; or, where rewards name what is not there, the verifier's failure in its place.
+def usable(finished: Finished, names: Iterable[str] = (), max_reward: float = math.inf) -> Outcome:
+    """Its outcome; or, where rewards name what is not there or are out of bounds, the verifier's failure in
+    its place.
 
     `names` are those of the rewards that training weighs, if it does. A failure stays what it is, and has no
     rewards any more.
@@ -146,6 +147,7 @@ def usable(finished: Finished, names: Iterable[str] = ()) -> Outcome:
     if outcome.reward_or_floor(0.0) is None:
         return outcome
     try:
+        _check_size(outcome, max_reward)
         if outcome.turn_rewards:
             turn_rewards(finished)
         if outcome.reward is not None and (weights := dict.fromkeys(names, 1.0)):
@@ -155,3 +157,14 @@ def usable(finished: Finished, names: Iterable[str] = ()) -> Outcome:
         failure = outcome.failure or wrong
         return structs.replace(outcome, reward=None, rewards={}, turn_rewards={}, failure=failure)
     return outcome
+
+
+def _check_size(outcome: Outcome, max_reward: float) -> None:
+    of_turns = ((f"reward of turn {turn}", value) for turn, value in outcome.turn_rewards.items())
+    named = ((f"reward {name!r}", value) for name, value in outcome.rewards.items())
+    for name, value in (("reward", outcome.reward or 0.0), *named, *of_turns):
+        if abs(value) > max_reward:
+            raise UsageError(
+                f"{name} {value:g} of {outcome.session_id} is beyond max_reward = {max_reward:g};"
+                " scale rewards down, or raise max_reward"
+            )

@@ -27,7 +27,17 @@ DEADLINES = (
     *("dead_s", "straggler_s"),
 )
 AMOUNTS = (
-    *("temperature", "deadline_s", "lr", "grad_clip", "adam_eps", "sweep_s", "patience_s", "launch_rate"),
+    *(
+        "temperature",
+        "max_reward",
+        "deadline_s",
+        "lr",
+        "grad_clip",
+        "adam_eps",
+        "sweep_s",
+        "patience_s",
+        "launch_rate",
+    ),
     *DEADLINES,
 )
 COUNTS = (
@@ -113,6 +123,7 @@ class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     grad_clip: float = 1.0
     adam_eps: float = 1e-8
     scale_advantages: bool = True
+    max_reward: float = 1e6
     freeze_weights: bool = False
     learn: LearnOptions = LearnOptions()
     keep_weights: int | None = 2

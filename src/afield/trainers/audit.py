@@ -99,7 +99,8 @@ class Audit:
     def summary(self) -> dict[str, float]:
         seen = {name: torch.cat(values) for name, values in self.tokens.items()}
         if not self.updates:
-            return self._compared(seen["entropy"], seen["diff"]) if "diff" in seen else {}
+            compared = self._compared(seen["entropy"], seen["diff"]) if "diff" in seen else {}
+            return {**compared, **{name: float(count) for name, count in self.counts.items()}}
         return {
             **{name: sum(values) / len(values) for name, values in self.updates.items()},
             "ratio_mean": float(seen["ratio"].mean()),

@@ -10,6 +10,8 @@ refused, naming rollout and turn, before any weight changes.
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from afield.seams.trainer import StepReport
 from afield.trainers.audit import Audit, delivery, line_up
 from afield.trainers.directories import copy_but_weights, replaced
 from afield.trainers.losses import (
+    DUAL_CLIP,
     USUAL_AGGREGATE,
     USUAL_CLIP,
     Aggregate,
@@ -42,6 +45,10 @@ from afield.trainers.rows import Batch, Row, check_rows, to_batch
 from afield.trainers.updates import Scores, Updates
 from afield.types import Group
 
+log = logging.getLogger("afield.trainers")
+
+MAX_SKIPPED = 3
+"""Updates in a row without a finite gradient that end a run."""
 STATE = "trainer.pt"
 MODEL = "model"  # in a checkpoint: all of the model's directory but its weights
 POLICY = "policy.json"
@@ -69,6 +76,7 @@ class GRPO:
         lr: float,
         loss: LossName = "ppo",
         clip: tuple[float, ...] = (),
+        dual_clip: float = DUAL_CLIP,
         aggregate: Aggregate | Literal["auto"] = "auto",
         length: int | None = None,
         minibatches: int = 1,
@@ -122,7 +130,9 @@ class GRPO:
             max_tokens_per_pass=max_tokens_per_pass,
         )
         bounds = (clip[0], clip[1]) if clip else USUAL_CLIP[loss]
-        self.objective = Objective(loss, bounds, importance, importance_cap, kl, kl_estimator, entropy)
+        self.objective = Objective(
+            loss, bounds, dual_clip, importance, importance_cap, kl, kl_estimator, entropy
+        )
         self.aggregate: Aggregate = USUAL_AGGREGATE[loss] if aggregate == "auto" else aggregate
         among(self.aggregate, Aggregate, "aggregate")
         among(importance, Importance, "importance")
@@ -132,6 +142,7 @@ class GRPO:
             raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
         self.random = torch.Generator().manual_seed(seed)
         self.steps = 0
+        self.skipped = 0  # updates in a row whose gradient was not finite
         self.minibatches = minibatches
         self.epochs = epochs
         self.floor = floor
@@ -147,6 +158,10 @@ class GRPO:
     @property
     def model(self) -> Any:
         return self.policy.model
+
+    @property
+    def publishes_adapter(self) -> bool:
+        return self.lora is not None and self.lora.publish == "adapter"
 
     @property
     def context(self) -> int | None:
@@ -242,12 +257,30 @@ class GRPO:
             reference=self.objective.kl > 0,
         )
         audit.settle()
-        audit.update(loss=total, grad_norm=self.updates.apply())
+        norm = self.updates.clip()
+        if math.isfinite(norm):
+            self.updates.move()
+            self.skipped = 0
+            audit.update(loss=total, grad_norm=norm)
+        else:
+            self._skip(norm, rollouts)
+            audit.counts["skipped_updates"] += 1
+
+    def _skip(self, norm: float, rollouts: frozenset[str]) -> None:
+        """Leave the weights as they are; one batch that cannot be trained on does not end a run."""
+        self.skipped += 1
+        some = ", ".join(sorted(rollouts)[:3])
+        if self.skipped >= MAX_SKIPPED:
+            raise UsageError(
+                f"the gradient's norm was {norm} in {self.skipped} updates in a row, last for rollouts"
+                f" {some}; lower the learning rate, or go on from an older checkpoint"
+            )
+        log.warning("update skipped: the gradient's norm is %s for rollouts %s, ...", norm, some)
 
     def export(self, directory: Path) -> None:
         """Write what engines load: the model with its weights as they are now, or its adapters alone.
         Repeating replaces it."""
-        if self.lora and self.lora.publish == "adapter":
+        if self.publishes_adapter:
             self.policy.export_adapter(directory)
         else:
             self.policy.export(directory)

@@ -37,6 +37,12 @@ USUAL_AGGREGATE: dict[str, Aggregate] = {
 }
 
 
+DUAL_CLIP = 3.0
+"""Bound on the ratio of a token with a negative advantage (dual clip); for "ppo" and "dr_grpo"."""
+MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
+"""Bounds of the k3 estimator: on the log-ratio before it is exponentiated, and on the estimate itself."""
+
+
 class Tokens(NamedTuple):
     """What a loss sees of each sampled token. All log-probabilities are of the tempered distribution."""
 
@@ -54,6 +60,7 @@ class Objective(NamedTuple):
 
     loss: LossName = "ppo"
     clip: tuple[float, float] = USUAL_CLIP["ppo"]
+    dual_clip: float = DUAL_CLIP
     importance: Importance = "token"
     importance_cap: float = 2.0
     kl: float = 0.0
@@ -85,7 +92,7 @@ def among(word: str, words: Any, what: str) -> None:
 
 def loss_of(tokens: Tokens, objective: Objective) -> Loss:
     among(objective.loss, LossName, "loss")
-    surrogate = SURROGATES[objective.loss](tokens, objective.clip)
+    surrogate = SURROGATES[objective.loss](tokens, objective)
     importance, truncated = staleness_weight(
         tokens.proximal.detach() - tokens.sampler, tokens.row, objective.importance, objective.importance_cap
     )
@@ -109,21 +116,26 @@ def loss_of(tokens: Tokens, objective: Objective) -> Loss:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def ppo(tokens: Tokens, clip: tuple[float, float]) -> Surrogate:
-    """The lesser gain of the ratio as it is and as it is bounded."""
-    return _clipped(torch.exp(tokens.logp - tokens.proximal), tokens.advantage, clip)
+def ppo(tokens: Tokens, objective: Objective) -> Surrogate:
+    """The lesser gain of the ratio as it is and as it is bounded; dual clip bounds what a bad token costs."""
+    ratio = torch.exp(tokens.logp - tokens.proximal)
+    surrogate = _clipped(ratio, tokens.advantage, objective.clip)
+    bound = -objective.dual_clip * tokens.advantage
+    dual = (tokens.advantage < 0) & (surrogate.cost > bound)
+    return Surrogate(torch.where(dual, bound, surrogate.cost), ratio, surrogate.clipped | dual)
 
 
-def gspo(tokens: Tokens, clip: tuple[float, float]) -> Surrogate:
+def gspo(tokens: Tokens, objective: Objective) -> Surrogate:
     """PPO's clip on the ratio of a whole sequence, its geometric mean; the gradient is spread over tokens."""
     apart = row_mean((tokens.logp - tokens.proximal).detach(), tokens.row)[tokens.row]
-    return _clipped(torch.exp(tokens.logp - tokens.logp.detach() + apart), tokens.advantage, clip)
+    ratio = torch.exp(tokens.logp - tokens.logp.detach() + apart)
+    return _clipped(ratio, tokens.advantage, objective.clip)
 
 
-def cispo(tokens: Tokens, clip: tuple[float, float]) -> Surrogate:
+def cispo(tokens: Tokens, objective: Objective) -> Surrogate:
     """REINFORCE weighed by the bounded ratio: every token keeps a gradient, whatever its ratio."""
     ratio = torch.exp(tokens.logp - tokens.proximal).detach()
-    bounded = ratio.clamp(1 - clip[0], 1 + clip[1])
+    bounded = ratio.clamp(1 - objective.clip[0], 1 + objective.clip[1])
     return Surrogate(-bounded * tokens.advantage * tokens.logp, ratio, bounded != ratio)
 
 
@@ -134,7 +146,7 @@ def _clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Sur
 
 
 # Dr. GRPO's surrogate is PPO's: what differs is how it adds up, and advantages that are not scaled.
-SURROGATES: dict[str, Callable[[Tokens, tuple[float, float]], Surrogate]] = {
+SURROGATES: dict[str, Callable[[Tokens, Objective], Surrogate]] = {
     "ppo": ppo,
     "dr_grpo": ppo,
     "cispo": cispo,
@@ -164,8 +176,9 @@ def staleness_weight(apart: Tensor, row: Tensor, kind: Importance, cap: float) -
 def divergence(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Estimates, from a token the policy sampled, of how far it has moved from the reference (KL).
 
-    k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative. k1's
-    gradient teaches nothing as a loss (its mean is 0): it is differentiated as k2.
+    k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative, up to
+    its bounds (a token that the reference finds e^20 times likelier would count 5e8). k1's gradient teaches
+    nothing as a loss (its mean is 0): it is differentiated as k2.
     """
     among(estimator, Estimator, "KL estimator")
     away = logp - reference
@@ -174,7 +187,8 @@ def divergence(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k1":
         halved = 0.5 * away.square()
         return away.detach() + halved - halved.detach()
-    return torch.expm1(-away) + away
+    away = away.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(-away) + away).clamp(max=MAX_K3)
 
 
 def entropy_gain(tokens: Tokens) -> Tensor:

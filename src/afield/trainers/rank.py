@@ -249,7 +249,7 @@ class ShardedUpdates(Updates):
             }
             for number, of in state["optimizer"]["state"].items()
         }
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        self.load_optimizer({**state["optimizer"], "state": moments})
 
 
 # --- the trainer, and its wire -------------------------------------------------------------------
@@ -260,10 +260,11 @@ class RankGRPO(GRPO):
     updates_kind = ShardedUpdates
 
     def export(self, directory: Path) -> None:
+        """Rank 0 writes; the others take part in gathering exactly what it writes."""
         if dist.get_rank() == 0:
             super().export(directory)
         else:
-            self.policy.weights()
+            self.policy.state() if self.publishes_adapter else self.policy.weights()
             self.policy.witness()
 
     def save(self, directory: Path) -> None:

@@ -119,10 +119,14 @@ class Updates:
         norm = self.clip()
         if not math.isfinite(norm):
             raise UsageError(f"the gradient's norm is {norm}; lower the learning rate")
+        self.move(lr)
+        return norm
+
+    def move(self, lr: float | None = None) -> None:
+        """One optimiser step along the gradients, which are finite and clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = self._given["lr"] if lr is None else lr
         self.optimizer.step()
-        return norm
 
     def _logp(self, model: Any, batch: Pass) -> Tensor:
         self.policy.attend(model, batch.layout)
@@ -140,6 +144,9 @@ class Updates:
     def load_state(self, state: dict[str, Any]) -> None:
         """Weights and moments are those saved; how large a step is, and its kind, stays as given here."""
         self.policy.load_state(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.load_optimizer(state["optimizer"])
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
         for group in self.optimizer.param_groups:
             group.update(self._given)

@@ -89,6 +89,7 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         deliver=config.delivery,
         judged=bool(config.verifier),
         rewards=() if config.freeze_weights else tuple(config.learn.rewards),
+        max_reward=config.max_reward,
         sweep_s=config.sweep_s,
         patience_s=config.patience_s,
     )
