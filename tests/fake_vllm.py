@@ -34,7 +34,10 @@ class FakeVllm:
         faults: Iterable[str] = (),
         pieces: int | None = None,
         loras: int | None = None,
+        device: str = "cuda",
+        no_server_info: bool = False,
     ) -> None:
+        self.device, self.no_server_info = device, no_server_info
         self.loras, self.adapters = loras, dict[str, str]()
         self.transferring, self.received = "new", list[str]()
         self.aborts: dict[str, asyncio.Event] = {}
@@ -57,6 +60,7 @@ class FakeVllm:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/metrics", self.metrics)
         if self.scale_out:
             app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/v1/completions", self.completions)
@@ -96,8 +100,16 @@ class FakeVllm:
         return web.json_response({"message": "fine"})
 
     async def server_info(self, request: web.Request) -> web.Response:
+        if self.no_server_info:
+            return web.json_response({"detail": "No module named pip"}, status=500)
         found = {"max_loras": self.loras, "max_lora_rank": 8} if self.loras else None
-        return web.json_response({"vllm_config": {"lora_config": found}})
+        return web.json_response(
+            {"vllm_config": {"lora_config": found, "device_config": {"device": self.device}}}
+        )
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        labels = f'max_lora="{self.loras}",running_lora_adapters="",waiting_lora_adapters=""'
+        return web.Response(text=f"# HELP x\nvllm:lora_requests_info{{{labels}}} 1.0\n" if self.loras else "")
 
     async def abort(self, request: web.Request) -> web.Response:
         named = (await request.json())["request_ids"]

@@ -123,6 +123,33 @@ async def test_a_call_keeps_the_adapter_it_began_with(
     assert fake.served[-3:] == ["tiny-v1", "tiny-v2", "tiny-v3"]
 
 
+async def test_a_server_that_cannot_tell_its_configuration_is_asked_for_its_metrics(
+    adapters: list[str],
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2, no_server_info=True)
+    async with connected(fake) as engine:
+        await engine.load(1, adapters[1])
+        assert versions(await answer(engine, a_call())) == [1] * 12
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("device", "exact"), [("cpu", False), ("cuda", True)])
+async def test_a_call_on_base_weights_beside_an_adapter_is_exact_only_where_the_server_keeps_them_apart(
+    adapters: list[str], stream: bool, device: str, exact: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2, device=device)
+    async with connected(fake) as engine:
+        base = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        await engine.load(1, adapters[1])
+        own = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        chunks = await base
+        spans = {(span.low, span.high) for span in chunks[-1].versions or ()}
+        spans |= {(chunk.low, chunk.high) for chunk in chunks if chunks[-1].versions is None}
+        assert (spans == {(0, 0)}) == exact
+        assert exact or (0, 1) in spans
+        assert versions(await own) == [1] * 30
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for(
     adapters: list[str], stream: bool
@@ -198,6 +225,12 @@ async def test_an_adapter_the_server_refuses_changes_nothing(adapters: list[str]
             await engine.load(2, str(broken))
         assert (await engine.info()).version == 1
         assert versions(await answer(engine, a_call())) == [1] * 12
+    silent = FakeVllm(ScriptedEngine(counting), no_server_info=True)
+    async with connected(silent) as engine:
+        with pytest.raises(
+            UsageError, match=r"answers 500 to /server_info \(.*No module named pip.*/metrics"
+        ):
+            await engine.load(1, adapters[1])
     for loras, told in ((None, "serves no adapters"), (1, "serves 1 adapter at a time")):
         async with connected(FakeVllm(ScriptedEngine(counting), loras=loras)) as engine:
             with pytest.raises(UsageError, match=rf"{told}; start it with --enable-lora --max-loras 2"):

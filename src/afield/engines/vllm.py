@@ -55,6 +55,7 @@ class VllmEngine(RemoteEngine):
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
         self._encoded = Encoded()
+        self._mixes = False  # calls on the base weights may be computed with an adapter beside them
         self._adapters = VllmAdapters(self._http, self._leases)
 
     async def _learn(self) -> EngineInfo:
@@ -131,6 +132,11 @@ class VllmEngine(RemoteEngine):
         self._check_kept(now, low)
         return min(low, now)
 
+    @property
+    def _mixed(self) -> bool:
+        """Versions of calls without an adapter are an interval while adapters are served beside them."""
+        return self._mixes and self._leases.newest is not None
+
     def _cut(self, call: Call, sampled: wire.Sampled, low: int, lease: Lease | None) -> list[Chunk]:
         """One chunk for each version span."""
         if sampled.finish is None:
@@ -139,7 +145,7 @@ class VllmEngine(RemoteEngine):
         cuts = [(0, length, low, max(low, self._version))]
         if lease is not None:
             cuts = [(0, length, lease.version, lease.version)]
-        elif sampled.spans:
+        elif sampled.spans and not self._mixed:
             spans = exact_spans(sampled.spans, length, self._initial, self.url)
             self._check_kept(spans[-1].high if spans else low, low)
             cuts = [(s.start, s.end, s.low, s.high) for s in spans] or cuts
@@ -184,7 +190,7 @@ class VllmEngine(RemoteEngine):
         versions, high = None, max(low, self._version)
         if lease is not None:  # the server's own spans are those of the weights below the adapter
             low = high = lease.version
-        elif sampled.spans:
+        elif sampled.spans and not self._mixed:
             length = before + len(sampled.token_ids)
             versions = exact_spans(sampled.spans, length, self._initial, self.url)
             self._check_kept(versions[-1].high if versions else low, low)
@@ -225,6 +231,7 @@ class VllmEngine(RemoteEngine):
             await self._adapters.make_room(self._call_names)
 
     async def _adopt(self, version: int, path: str) -> None:
+        self._mixes = await self._adapters.mixes()
         await self._adapters.load(self._model or "", version, path, self._call_names)
 
     @property

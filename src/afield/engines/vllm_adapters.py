@@ -25,6 +25,7 @@ REMEDY = (
     " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and VLLM_SERVER_DEV_MODE=1"
 )
 LEAST = 2
+MAX_LORA = re.compile(rb'^vllm:lora_requests_info\{[^}\n]*max_lora="(\d+)"', re.MULTILINE)
 
 
 class Model(Struct):
@@ -91,6 +92,7 @@ class VllmAdapters:
         self._http, self._leases = http, leases
         self._known: _VllmConfig | None = None
         self._named: dict[int, str] = {}  # what the server lists
+        self._silent = ""  # why its configuration is not known
 
     async def look(self, base: str) -> int | None:
         """The newest version among the adapters of `base` that the server lists."""
@@ -141,15 +143,33 @@ class VllmAdapters:
         found = await self._config()
         return found.device_config.device if found else ""
 
+    async def mixes(self) -> bool:
+        """Whether calls on the base weights may be computed with an adapter that shares their batch.
+
+        vLLM on a CPU does that (seen with 0.32); one that does not tell its device is not trusted either.
+        """
+        found = await self._config()
+        return found is None or found.device_config.device == "cpu"
+
     async def _ask_room(self) -> int:
         found = await self._config()
-        if found is None:
-            raise UsageError(f"{self._http.url} does not tell whether it takes adapters; {REMEDY}")
-        loras = found.lora_config
-        if loras is None or loras.max_loras < LEAST:
-            has = "no adapters" if loras is None else f"{loras.max_loras} adapter at a time"
+        if found is not None:
+            room = found.lora_config.max_loras if found.lora_config else 0
+        elif (room := await self._room_by_metrics()) is None:
+            raise UsageError(
+                f"{self._http.url} does not tell how many adapters it takes: {self._silent}, and /metrics"
+                f" names no max_lora; {REMEDY}"
+            )
+        if room < LEAST:
+            has = "no adapters" if not room else f"{room} adapter at a time"
             raise UsageError(f"{self._http.url} serves {has}; {REMEDY}")
-        return loras.max_loras
+        return room
+
+    async def _room_by_metrics(self) -> int | None:
+        """For servers whose /server_info fails: vLLM's looks for pip, which some environments lack."""
+        status, data = await self._http.status("GET", "/metrics")
+        found = MAX_LORA.search(data) if status == 200 else None
+        return int(found[1]) if found else None
 
     async def _config(self) -> _VllmConfig | None:
         """Asked once, when it is needed: a server takes seconds to tell the first time."""
@@ -157,4 +177,6 @@ class VllmAdapters:
             status, data = await self._http.status("GET", "/server_info?config_format=json")
             if status == 200:
                 self._known = self._http.decode(data, SERVER_INFO).vllm_config
+            else:
+                self._silent = f"it answers {status} to /server_info ({data[:200].decode(errors='replace')})"
         return self._known
