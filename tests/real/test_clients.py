@@ -1,5 +1,6 @@
 """Real clients at pinned versions against the gateway: every token they sampled is recorded once.
 
+All clients run on one template family, some on the second one; `make accept PART=gateway` runs all on both.
 A client that cannot be installed here skips with the reason; where `CI` is set it fails.
 """
 
@@ -13,14 +14,22 @@ import pytest
 
 from afield.config import Environment
 from afield.conformance.clients import CLIENTS
+from afield.conformance.families import CHATML, QWEN, TemplateFamily
 from afield.conformance.suite import check
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_what_the_client_sampled_is_recorded_once_and_exactly(name: str, tmp_path: Path):
-    verdict = asyncio.run(check(CLIENTS[name], Environment.read().envs, tmp_path / name, os.environ["PATH"]))
+ON_QWEN = ("langgraph", "openai-agents")
+RUNS = [(name, CHATML) for name in CLIENTS] + [(name, QWEN) for name in ON_QWEN]
+
+
+@pytest.mark.parametrize(("name", "family"), RUNS, ids=[f"{name}-{family.name}" for name, family in RUNS])
+def test_what_the_client_sampled_is_recorded_once_and_exactly(
+    name: str, family: TemplateFamily, tmp_path: Path
+):
+    cache = Environment.read().envs
+    verdict = asyncio.run(check(CLIENTS[name], cache, tmp_path / name, os.environ["PATH"], family))
     skipped = [problem for problem in verdict.problems if problem.startswith("skipped: ")]
     if skipped and not os.environ.get("CI"):
         pytest.skip(skipped[0])

@@ -7,6 +7,8 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,18 @@ def add(commands: Any) -> None:
         "conformance",
         help="run real clients against the gateway and compare every token",
         description="Run real clients, at pinned versions and offline, against a gateway in front of the"
-        " scripted engine, and hold what was recorded against the engine's ledger. Clients are"
-        " installed on demand, into a cache outside the project.",
+        " scripted engine; compare what was recorded with the engine's ledger, and every prompt of the"
+        " engine with the request on the wire. Clients are installed on demand, into a cache outside the"
+        " project.",
     )
     command.add_argument("clients", nargs="*", metavar="CLIENT", help="which ones; default: all")
+    command.add_argument(
+        "--template",
+        action="append",
+        default=[],
+        metavar="FAMILY",
+        help="template family, may be repeated; default: all (chatml, qwen3.5)",
+    )
     command.add_argument("--json", action="store_true", help="end with one line of JSON")
     command.add_argument("--keep", type=Path, metavar="DIR", help="keep records, ledgers and logs here")
     command.set_defaults(run=run)
@@ -30,32 +40,52 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from afield.conformance.clients import chosen
+    from afield.conformance.families import families
 
-    clients = chosen(args.clients)
+    clients, templates = chosen(args.clients), families(args.template)
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         raise UsageError(f"{args.keep} is not empty; give --keep a new folder")
-    with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as made:
-        folder = (args.keep or Path(made)).absolute()
-        verdicts = {client.name: _check(client, folder) for client in clients}
+    with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as scratch:
+        folder = (args.keep or Path(scratch)).absolute()
+        verdicts = {
+            client.name: {family.name: _check(client, family, folder) for family in templates}
+            for client in clients
+        }
     if args.json:
-        told = {name: _told(verdict) for name, verdict in verdicts.items()}
-        print(json.dumps({"clients": told}))
-    return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
+        print(json.dumps({"clients": {name: _summary(of) for name, of in verdicts.items()}}))
+    return 0 if all(verdict.ok for of in verdicts.values() for verdict in of.values()) else 1
 
 
-def _check(client: Any, folder: Path) -> Any:
+def _check(client: Any, family: Any, folder: Path) -> Any:
     from afield.conformance.suite import check
 
     path = agent_environment().get("PATH", "")
-    verdict = asyncio.run(check(client, Environment.read().envs, folder / client.name, path))
+    place = folder / client.name / family.name
+    verdict = asyncio.run(check(client, Environment.read().envs, place, path, family))
     counts = f"{verdict.calls:5} calls {verdict.matched:5} matched {verdict.duplicates:3} duplicates"
-    print(f"{client.name:20} {counts} {verdict.branches:3} branches  {'ok' if verdict.ok else 'NOT OK'}")
+    excluded = ", ".join(f"{reason} {n}" for reason, n in sorted(verdict.excluded.items())) or "none"
+    print(
+        f"{client.name:20} {family.name:8} {counts} {verdict.branches:3} branches"
+        f"  excluded: {excluded}  {'ok' if verdict.ok else 'NOT OK'}"
+    )
     for problem in verdict.problems:
         print(f"{'':20} - {problem}", file=sys.stderr)
     sys.stdout.flush()
     return verdict
 
 
-def _told(verdict: Any) -> dict[str, Any]:
-    names = ("calls", "matched", "duplicates", "branches", "ok")
-    return {name: getattr(verdict, name) for name in names}
+COUNTS = ("calls", "matched", "duplicates", "branches")
+
+
+def _summary(verdicts: Mapping[str, Any]) -> dict[str, Any]:
+    """The sums over all template families, and each of them."""
+    excluded: Counter[str] = Counter()
+    for verdict in verdicts.values():
+        excluded.update(verdict.excluded)
+    templates = {
+        family: {name: getattr(verdict, name) for name in (*COUNTS, "excluded", "ok")}
+        for family, verdict in verdicts.items()
+    }
+    sums = {name: sum(getattr(verdict, name) for verdict in verdicts.values()) for name in COUNTS}
+    ok = all(verdict.ok for verdict in verdicts.values())
+    return {**sums, "excluded": dict(excluded), "templates": templates, "ok": ok}

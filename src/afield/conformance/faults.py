@@ -1,8 +1,12 @@
-"""A small proxy between client and gateway, which lets chosen requests fail, each once.
+"""A proxy between client and gateway: keeps every request, and lets chosen ones fail, each once.
 
-Bytes pass as they are. A request is recognised by the last marker in its body. A refused one is
-answered with the dialect's own 500 and never reaches the gateway; one that is cut loses its connection
-in both directions after `CUT_S`, which is in the middle of what the script samples slowly for it.
+Bytes pass as they are. A request is recognised by the last marker in its body. `Fault` says what happens
+to it:
+
+1. refuse: the proxy answers with the dialect's own 500; the gateway never sees the request.
+2. cut: the connection breaks in both directions after `CUT_S`, in the middle of a slow answer.
+3. lose: the proxy reads the whole answer, so that the gateway has delivered it; the client gets a part
+   of a streamed answer, nothing of another, and a broken connection.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
+from afield.conformance.captured import CapturedRequest, captured
 from afield.conformance.scenario import Fault, last_marker
 
 CUT_S = 2.0
@@ -19,16 +24,15 @@ GONE = (ConnectionError, asyncio.IncompleteReadError)
 
 
 class Faults:
-    """`fired` says what happened so far; `posts` counts requests with a marker."""
+    """`fired` says what happened so far; `requests` are all that were sent, in order of arrival."""
 
     def __init__(self, faults: Mapping[str, Fault]) -> None:
         self._left = dict(faults)
         self.fired: dict[str, Fault] = {}
-        self.posts = 0
+        self.requests: list[CapturedRequest] = []
 
     def of(self, body: bytes) -> Fault | None:
         where = last_marker(body.decode(errors="replace"))
-        self.posts += where is not None
         fault = self._left.pop(where, None) if where else None
         if where and fault:
             self.fired[where] = fault
@@ -64,10 +68,11 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._faults = faults
-        self._cut = False
+        self._losing = False
+        self._broken = False
 
     async def run(self, upstream: tuple[str, int]) -> None:
-        back, forth = await asyncio.open_connection(*upstream)
+        back, forth = await asyncio.open_connection(*upstream, limit=1 << 24)
         tasks = [asyncio.create_task(self._responses(back)), asyncio.create_task(self._requests(forth))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -75,8 +80,10 @@ class _Connection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._broken:
+                self._writer.transport.abort()
             for end in (self._writer, forth):
-                if self._cut:
+                if self._broken and not self._losing:
                     end.transport.abort()
                 else:
                     end.close()
@@ -87,45 +94,89 @@ class _Connection:
         with suppress(*GONE):
             while True:
                 head = await self._reader.readuntil(b"\r\n\r\n")
-                body = await _body(self._reader, head)
+                wire, body = await _body(self._reader, head)
                 fault = self._faults.of(body)
+                self._faults.requests.append(captured(head, body, fault))
                 if fault is Fault.REFUSE:
                     self._writer.write(refusal(head))
                     await self._writer.drain()
                     continue
-                forth.write(head + body)
+                self._losing = fault is Fault.LOSE
+                forth.write(head + wire)
                 await forth.drain()
                 if fault is Fault.CUT:
                     await asyncio.sleep(CUT_S)
-                    self._cut = True
+                    self._broken = True
                     return
 
     async def _responses(self, back: asyncio.StreamReader) -> None:
         with suppress(*GONE):
-            while data := await back.read(1 << 16):
+            while True:
+                data = await back.read(1 << 16)
+                if not data:
+                    return
+                if self._losing:
+                    await self._lose(data, back)
+                    return
                 self._writer.write(data)
                 await self._writer.drain()
 
+    async def _lose(self, begun: bytes, back: asyncio.StreamReader) -> None:
+        """Read the answer to its end; the client sees less than half of what is streamed."""
+        answer = begun
+        while b"\r\n\r\n" not in answer:
+            answer += await back.read(1 << 16)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        head += b"\r\n\r\n"
+        while not _complete(head, body):
+            more = await back.read(1 << 16)
+            if not more:
+                break
+            body += more
+        if b"text/event-stream" in head.lower():
+            self._writer.write(head + body[: len(body) // 3])
+            await self._writer.drain()
+        self._broken = True
 
-async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
+
+def _headers(head: bytes) -> dict[bytes, bytes]:
     fields = [line.partition(b":") for line in head.lower().split(b"\r\n")[1:]]
-    headers = {name.strip(): value.strip() for name, _, value in fields}
+    return {name.strip(): value.strip() for name, _, value in fields}
+
+
+def _complete(head: bytes, body: bytes) -> bool:
+    headers = _headers(head)
+    if headers.get(b"transfer-encoding") == b"chunked":
+        return body.endswith(b"0\r\n\r\n")
+    return len(body) >= int(headers.get(b"content-length", b"0"))
+
+
+async def _body(reader: asyncio.StreamReader, head: bytes) -> tuple[bytes, bytes]:
+    """The body as it was on the wire, and without its transfer encoding."""
+    headers = _headers(head)
     if headers.get(b"transfer-encoding") != b"chunked":
-        return await reader.readexactly(int(headers.get(b"content-length", b"0")))
-    parts: list[bytes] = []
+        body = await reader.readexactly(int(headers.get(b"content-length", b"0")))
+        return body, body
+    wire, parts = [], []
     while True:
-        size = await reader.readuntil(b"\r\n")
-        parts += [size, await reader.readexactly(int(size.partition(b";")[0], 16) + 2)]
-        if int(size.partition(b";")[0], 16) == 0:
-            return b"".join(parts)
+        line = await reader.readuntil(b"\r\n")
+        size = int(line.partition(b";")[0], 16)
+        data = await reader.readexactly(size + 2)
+        wire += [line, data]
+        parts.append(data[:-2])
+        if size == 0:
+            return b"".join(wire), b"".join(parts)
 
 
 def refusal(head: bytes) -> bytes:
     """A 500 as the API that was asked would give it."""
     error: dict[str, object] = {"message": "the server had an error", "type": "server_error"}
     body: dict[str, object] = {"error": {**error, "code": None, "param": None}}
-    if b"/messages" in head.split(b"\r\n", 1)[0]:
+    line = head.split(b"\r\n", 1)[0]
+    if b"/messages" in line:
         body = {"type": "error", "error": {**error, "type": "api_error"}}
+    elif b"enerateContent" in line:
+        body = {"error": {"code": 500, "message": "the server had an error", "status": "INTERNAL"}}
     data = json.dumps(body).encode()
     lines = ("HTTP/1.1 500 Internal Server Error", "content-type: application/json")
     return "\r\n".join((*lines, f"content-length: {len(data)}", "", "")).encode() + data

@@ -1,9 +1,15 @@
-"""The judge: what a session recorded, held against what the engine really served.
+"""Judge: compares what a session recorded with what the engine served.
 
 Calls are told apart by what they are (prompt, sampled ids, log-probabilities), never by ids the gateway
-made up. Every call of the ledger has to be in the record once; every stretch of training tokens has to
-be one call's tokens behind that call's prompt; every committed call is trained once or excluded with
-a reason; no prompt is trained twice; the forest has the branches it should have.
+made up. Checks:
+
+1. Every call of the ledger is in the record once, and nothing else.
+2. Every stretch of training tokens is one call's tokens behind that call's prompt.
+3. Every committed call is trained once, unless the client's allow-list names it with the reason.
+4. No prompt is trained twice.
+5. The forest has the branches it should have.
+
+Whether the prompts are what the client sent is the oracle's question; see `oracle`.
 """
 
 from __future__ import annotations
@@ -24,6 +30,9 @@ class Served(Protocol):
     """A ledger's entry."""
 
     @property
+    def call_id(self) -> str: ...
+
+    @property
     def prompt_ids(self) -> tuple[int, ...]: ...
 
     @property
@@ -34,24 +43,42 @@ class Served(Protocol):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
+    """What was found about one client on one template family."""
+
     calls: int = 0
+    """Calls that the engine served."""
     matched: int = 0
+    """Calls that are in the record exactly as served."""
     duplicates: int = 0
+    """Calls that are trained besides another with the same prompt."""
     branches: int = 0
+    """Committed leaves of the forest."""
+    excluded: dict[str, int] = {}
+    """Calls that are not trained, by reason."""
     problems: tuple[str, ...] = ()
+    """Everything that is wrong; empty where the client is ok."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
 
-def judge(ledger: Sequence[Served], record: Record, branches: int) -> Verdict:
+def judge(
+    ledger: Sequence[Served],
+    record: Record,
+    branches: int,
+    allowed: Mapping[str, Sequence[str]],
+    places: Mapping[str, str],
+) -> Verdict:
+    """`allowed` are the markers or phrases of the calls that may stay untrained, by reason; `places` says at
+    which marker or phrase each call of the ledger was made."""
     served = Counter(_key(entry) for entry in ledger)
     turns = {turn.id: turn for turn in record.turns}
     recorded = {turn.id: (_prompt(turns, turn), turn.token_ids, turn.logprobs) for turn in record.turns}
     held = Counter(recorded.values())
     trained, problems = _trained(served, record.trajectories)
     excluded = {e.turn: e.reason for e in record.excluded}
+    problems += _unlisted(ledger, record, recorded, allowed, places)
     problems += [f"call {_name(key)} is not in the record" for key in served - held]
     problems += [f"the record has a call {_name(key)} that the engine never served" for key in held - served]
     problems += _unaccounted(turns, recorded, trained, excluded)
@@ -64,6 +91,7 @@ def judge(ledger: Sequence[Served], record: Record, branches: int) -> Verdict:
         matched=sum((served & held).values()),
         duplicates=duplicates,
         branches=found,
+        excluded=dict(Counter(e.reason for e in record.excluded)),
         problems=tuple(problems),
     )
 
@@ -121,6 +149,33 @@ def _unaccounted(
             problems.append(f"turn {turn.id} was aborted; in the loss: {in_loss}, excluded: {why_not}")
         elif turn.status is TurnStatus.COMMITTED and in_loss == (why_not is not None):
             problems.append(f"turn {turn.id} was committed; in the loss: {in_loss}, excluded: {why_not}")
+    return problems
+
+
+def _unlisted(
+    ledger: Sequence[Served],
+    record: Record,
+    recorded: Mapping[str, Key],
+    allowed: Mapping[str, Sequence[str]],
+    places: Mapping[str, str],
+) -> list[str]:
+    """Exclusions that the client's allow-list does not name, or that do not say what they leave out."""
+    where = {_key(entry): places.get(entry.call_id, "nowhere") for entry in ledger}
+    left = Counter((reason, place) for reason, listed in allowed.items() for place in listed)
+    problems: list[str] = []
+    for exclusion in record.excluded:
+        key = recorded.get(exclusion.turn)
+        if key is None:
+            problems.append(f"an exclusion names turn {exclusion.turn}, which is not in the record")
+            continue
+        if exclusion.tokens != len(key[1]):
+            problems.append(
+                f"turn {exclusion.turn} has {len(key[1])} tokens, its exclusion says {exclusion.tokens}"
+            )
+        place = where.get(key, "nowhere")
+        if left[exclusion.reason, place] < 1:
+            problems.append(f"the call at {place!r} is excluded as {exclusion.reason!r}, which is not listed")
+        left[exclusion.reason, place] -= 1
     return problems
 
 

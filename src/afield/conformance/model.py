@@ -1,8 +1,8 @@
 """A model directory without a model: a tokenizer and a chat template, written on the fly.
 
 Byte-level, so that it encodes whatever a client sends; merges are few, so that every text can be
-sampled in many ways. The template is ChatML with hermes tool calls and reasoning, and takes any role
-anywhere, as the clients' messages need.
+sampled in many ways. The suite's own template is ChatML with hermes tool calls and reasoning, and takes
+any role anywhere, as the clients' messages need.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TEMPLATE = """\
 """
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, template: str = TEMPLATE) -> Path:
     """Write the files a gateway reads; the same ones every time."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -78,6 +78,6 @@ def write_model(directory: Path) -> Path:
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     return directory

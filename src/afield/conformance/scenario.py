@@ -8,7 +8,6 @@ words in other tokens. Requests whose new messages hold a certain phrase (titles
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -17,6 +16,8 @@ from typing import Any
 from msgspec import Struct
 
 MARKER = re.compile(r"\[at ([a-z]+-\d+)\]")
+BESIDE = "Beside"  # a thread whose steps are no markers: the second of two parallel calls leads on
+ABORTED = "aborted"  # the reason a call that was cut stays untrained
 LONG = (
     "This takes a while to say, because the connection is going to break before it is said: first a few"
     " words in plain letters, then some that are not (naïve café, 北京 を見る, ☂ 🚲), and then again the same"
@@ -55,15 +56,6 @@ class Reply(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     uses: tuple[Use, ...] = ()
 
-    def words(self) -> str:
-        """As the model writes it, without the stop token."""
-        parts = [self.text] if self.text else []
-        for use in self.uses:
-            call = json.dumps({"name": use.name, "arguments": use.arguments}, ensure_ascii=False)
-            parts.append(f"<tool_call>\n{call}\n</tool_call>")
-        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
-        return thought + "\n".join(parts)
-
 
 Answer = Reply | Callable[[str], Reply]  # from the prompt, where the reply has to quote it
 
@@ -73,15 +65,25 @@ class Fault(StrEnum):
 
     REFUSE = "refuse"  # a 500 before any byte
     CUT = "cut"  # the connection breaks while the model is sampling
+    LOSE = "lose"  # the answer is complete, and breaks off on its way to the client
+
+
+FAULTS = {"main-3": Fault.REFUSE, "main-5": Fault.CUT}
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """`branches` is the number of committed leaves the forest has to have in the end."""
+    """The course of one client."""
 
     replies: Mapping[str, Answer]
+    """What the model says, by the marker of the request."""
     faults: Mapping[str, Fault]
+    """What goes wrong, by the marker of the request."""
     branches: int
+    """Committed leaves that the forest has in the end."""
     asides: Mapping[str, Answer] = {}
+    """What the model says to requests whose new messages hold a phrase."""
+    excluded: Mapping[str, tuple[str, ...]] = {}
+    """The only calls that may stay untrained: reason to the markers or phrases of the calls, each one call."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.faults) - set(self.replies)):
@@ -97,19 +99,22 @@ def steps(
     instead: Mapping[str, Answer] | None = None,
     asides: Mapping[str, Answer] | None = None,
     faults: Mapping[str, Fault] | None = None,
+    excluded: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Scenario:
     """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third
-    step, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n."""
+    step, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n. Only the
+    call that is cut may stay untrained, and those that `excluded` names besides."""
     replies: dict[str, Answer] = {}
     for n in range(last):
         said = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."
         thought = f"What comes after {n}? Number {n + 1}, 当然." if n % 3 == 1 else ""
-        uses = (use("main", n + 1),) * (2 if parallel and n == 0 else 1)
+        uses = (use(BESIDE, n + 1), use("main", n + 1)) if parallel and n == 0 else (use("main", n + 1),)
         replies[f"main-{n}"] = Reply(text=said, reasoning=thought, uses=uses)
     replies[f"main-{last}"] = Reply(text="All steps are done. ✓")
     return Scenario(
         replies=replies | dict(instead or {}),
-        faults=faults if faults is not None else {"main-3": Fault.REFUSE, "main-5": Fault.CUT},
+        faults=faults if faults is not None else FAULTS,
         branches=branches,
         asides=asides or {},
+        excluded={ABORTED: ("main-5",), **(excluded or {})},
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from afield import wiring
+from afield.conformance.families import CHATML, TemplateFamily
 from afield.conformance.model import CONTROL, MARKERS
 from afield.conformance.scenario import Fault, Reply, Scenario, last_marker
 from afield.seams import Call
@@ -55,31 +56,38 @@ class Sampler:
 
 
 class Script:
-    """A script for the scripted engine: a function from the call to the answer."""
+    """A script for the scripted engine: a function from the call to the answer.
 
-    def __init__(self, scenario: Scenario, vocabulary: Any) -> None:
+    `replies` and `places` keep what was said and at which marker or phrase, by the id of the engine's call.
+    """
+
+    def __init__(self, scenario: Scenario, vocabulary: Any, family: TemplateFamily = CHATML) -> None:
         self._scenario = scenario
+        self._family = family
         self._vocabulary = vocabulary
         self._sampler = Sampler(vocabulary)
         self._scripted: Callable[..., Any] = wiring.load("engines.scripted:Scripted")
         self.asked: Counter[str] = Counter()
         self.surprises: list[str] = []
+        self.replies: dict[str, Reply] = {}
+        self.places: dict[str, str] = {}
 
     def __call__(self, call: Call) -> Any:
         prompt: str = self._vocabulary.decode(call.prompt_ids)
         where, reply = self._reply(prompt)
         self.asked[where] += 1
+        self.replies[call.id], self.places[call.id] = reply, where
         chance = random.Random(f"{where} {self.asked[where]}")
         slow = self._scenario.faults.get(where) is Fault.CUT and self.asked[where] == 1
         return self._scripted(
-            token_ids=(*self._sampler.sample(reply.words(), chance), *call.stop_ids[:1]),
+            token_ids=(*self._sampler.sample(self._family.spell(reply), chance), *call.stop_ids[:1]),
             chunks=tuple(chance.randint(1, 4) for _ in range(12)),
             delay_s=(SLOW_S if call.stream else SLOW_WHOLE_S) if slow else 0.0,
         )
 
     def _reply(self, prompt: str) -> tuple[str, Reply]:
         asides = self._scenario.asides
-        new = prompt.removesuffix(TURN).rpartition(TURN)[2]
+        new = prompt.removesuffix(TURN + self._family.opening).rpartition(TURN)[2]
         where = next((phrase for phrase in asides if phrase in new), last_marker(prompt))
         answer = asides.get(where or "") or self._scenario.replies.get(where or "")
         if where is None or answer is None:

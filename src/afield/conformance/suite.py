@@ -17,9 +17,11 @@ from msgspec import Struct, structs
 
 from afield import wiring
 from afield.conformance.client import Client, Stage, run
+from afield.conformance.families import CHATML, TemplateFamily
 from afield.conformance.faults import Faults, faulty
 from afield.conformance.judge import Verdict, judge
-from afield.conformance.model import write_model
+from afield.conformance.model import TEMPLATE, write_model
+from afield.conformance.oracle import Oracle, Renderer
 from afield.conformance.scenario import Scenario
 from afield.conformance.script import Script
 from afield.errors import Unavailable
@@ -40,15 +42,20 @@ class Up(Struct, frozen=True):
     script: Script
     faults: Faults
     port: int  # of the faulty proxy
+    renderer: Renderer
 
 
-async def check(client: Client, cache: Path, folder: Path, path: str) -> Verdict:
-    """Install and run one client; keep everything it leaves in the folder."""
+async def check(
+    client: Client, cache: Path, folder: Path, path: str, family: TemplateFamily = CHATML
+) -> Verdict:
+    """Install and run one client on one template family; keep everything it leaves in the folder."""
     try:
         programs = await asyncio.to_thread(client.install, cache)
+        template = await asyncio.to_thread(family.source, cache)
     except Unavailable as error:
         return Verdict(problems=(f"skipped: {error}",))
-    async with gateway(client.scenario, folder) as up:
+    scenario = client.scenario
+    async with gateway(scenario, folder, family, template) as up:
         ticket = await up.gateway.open(SessionSpec(id=client.name, sampling=Sampling(max_tokens=8192)))
         stage = Stage(
             home=folder / "home",
@@ -65,18 +72,27 @@ async def check(client: Client, cache: Path, folder: Path, path: str) -> Verdict
         record = await up.gateway.finalize(ticket.id)
         (folder / "record.json").write_bytes(encode(record))
         (folder / "ledger.json").write_bytes(encode(up.ledger))
-        verdict = judge(up.ledger, record, client.scenario.branches)
-        problems += _course(client.scenario, up, record)
+        (folder / "requests.json").write_bytes(encode(up.faults.requests))
+        verdict = judge(up.ledger, record, scenario.branches, scenario.excluded, up.script.places)
+        problems += _course(scenario, up, record)
+        problems += await asyncio.to_thread(prompt_problems, up)
         problems += client.inspect(stage, up.ledger)
         return structs.replace(verdict, problems=(*problems, *verdict.problems))
 
 
+def prompt_problems(up: Up) -> list[str]:
+    """Where the engine's prompts are not what the client sent."""
+    return Oracle(up.renderer, up.faults.requests, up.ledger, up.script.replies).problems
+
+
 @asynccontextmanager
-async def gateway(scenario: Scenario, folder: Path) -> AsyncIterator[Up]:
-    model = write_model(folder / "model")
+async def gateway(
+    scenario: Scenario, folder: Path, family: TemplateFamily = CHATML, template: str = TEMPLATE
+) -> AsyncIterator[Up]:
+    model = write_model(folder / "model", template)
     tokenizer = model / "tokenizer.json"
     vocabulary = wiring.load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
-    script = Script(scenario, vocabulary)
+    script = Script(scenario, vocabulary, family)
     engine = wiring.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
     pool = wiring.load("gateway.pool:Pool")({"scripted": engine}, tries=1)
     listener = wiring.load("sdk.listen:listen")("127.0.0.1", 0)
@@ -97,7 +113,7 @@ async def gateway(scenario: Scenario, folder: Path) -> AsyncIterator[Up]:
             await asyncio.wait_for(ready.wait(), wiring.START_TIMEOUT_S)
             client = wiring.load("gateway.client:HttpGateway")(url, admin_key)
             async with client, faulty(address, faults) as port:
-                yield Up(client, engine.ledger, script, faults, port)
+                yield Up(client, engine.ledger, script, faults, port, Renderer(model, family))
         finally:
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from afield.conformance.client import SCRIPTS, TASK, Client, Command, Stage, from_pypi
 from afield.conformance.judge import Served
-from afield.conformance.scenario import LONG, Answer, Fault, Reply, Scenario, marker, shell
+from afield.conformance.scenario import ABORTED, FAULTS, LONG, Answer, Reply, Scenario, marker, shell
 
 TASK_TOML = """\
 schema_version = "1.4"
@@ -78,8 +78,8 @@ def _scenario() -> Scenario:
         "You are picking up work from a previous": Reply(text="1. Where do I go on?"),
     }
     # The thread with its summary and answers, the questions, and the thread after the handover.
-    faults = {"main-3": Fault.REFUSE, "main-5": Fault.CUT}
-    return Scenario(replies=replies, faults=faults, asides=asides, branches=3)
+    excluded = {ABORTED: ("main-5",)}
+    return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=excluded)
 
 
 def _kept(stage: Stage, ledger: Sequence[Served]) -> list[str]:

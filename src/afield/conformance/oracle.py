@@ -1,0 +1,335 @@
+"""Oracle for prompts: renders every raw request anew and compares it with the engine's prompt.
+
+It shares no code with the gateway: requests are read by `decoders`, rendered by plain Jinja with the
+model's template, and compared block by block (a block begins at the token `<|im_start|>`):
+
+1. System, user and tool blocks and the generation prompt are equal as text, with control tokens told
+   apart from text that spells one.
+2. An assistant block is either the very ids that an earlier call sampled behind the same ids, where the
+   client sent that reply back, or the client's message as the template renders it; what a client left out
+   of a reply it sends back (reasoning) may be there.
+3. A conversation that goes on from an earlier call goes on from its ids.
+4. Every call of the engine belongs to one request, and every request to one call, unless the proxy refused
+   it or it repeats one whose answer was broken off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import Struct
+
+from afield.conformance.captured import CapturedRequest
+from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
+from afield.conformance.families import TemplateFamily
+from afield.conformance.scenario import Fault, Reply
+
+HEADER = "<|im_start|>"
+MARK = "\ue001"  # stands before every control token
+QUOTE = "\ue000"  # breaks a literal in content, so that it is not taken for a control token
+NO_THOUGHT = re.compile(rf"{MARK}<think>\n\n{MARK}</think>\n\n")
+SHOWN = 160  # characters of a difference
+
+
+class ServedCall(Protocol):
+    """An entry of the engine's ledger."""
+
+    @property
+    def call_id(self) -> str: ...
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def finish(self) -> str | None: ...
+
+
+class Block(Struct, frozen=True):
+    """A message as it stands in a prompt."""
+
+    text: str
+    """Text from the header on, control tokens marked."""
+    start: int = 0
+    """Position of the header among the prompt's ids."""
+    end: int = 0
+    """Position behind the block."""
+
+    @property
+    def assistant(self) -> bool:
+        return self.text.startswith(f"{MARK}{HEADER}assistant\n")
+
+
+class Expected(Struct):
+    """A request that was sent, as the engine has to see it."""
+
+    sent: CapturedRequest
+    """Request on the wire."""
+    request: ClientRequest
+    """Request as decoded."""
+    blocks: list[Block]
+    """Prompt as rendered; the last block is the generation prompt."""
+    whole: list[Block]
+    """Prompt as rendered with the model's replies in full where the client sent them back."""
+    call: ServedCall | None = None
+    """Call of the engine that belongs to it."""
+
+    @property
+    def spoken(self) -> list[ClientMessage]:
+        return [message for message in self.request.messages if message.role == "assistant"]
+
+
+class Renderer:
+    """Text of conversations and of ids for one model directory."""
+
+    def __init__(self, model: Path, family: TemplateFamily) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._family = family
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._control = {n: token.content for n, token in added.items()}
+        self._header = next(n for n, text in self._control.items() if text == HEADER)
+        literals = sorted(self._control.values(), key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, literals)))
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
+        environment.globals["raise_exception"] = _raise
+        self._template = environment.from_string((model / "chat_template.jinja").read_text(encoding="utf-8"))
+
+    def render(self, request: ClientRequest) -> list[Block]:
+        messages = fold_system(request.messages) if self._family.system_first else request.messages
+        text = self._template.render(
+            messages=[self._quoted(_as_dict(message)) for message in messages],
+            tools=[self._quoted(tool) for tool in request.tools] or None,
+            add_generation_prompt=True,
+            eos_token="<|im_end|>",
+        )
+        marked = self._literal.sub(lambda found: MARK + found[0], text).replace(QUOTE, "")
+        head, *parts = marked.split(MARK + HEADER)
+        return [*([Block(head)] if head else []), *(Block(MARK + HEADER + part) for part in parts)]
+
+    def _quoted(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._literal.sub(lambda found: found[0][0] + QUOTE + found[0][1:], value)
+        if isinstance(value, list):
+            return [self._quoted(item) for item in value]
+        if isinstance(value, dict):
+            return {self._quoted(key): self._quoted(item) for key, item in value.items()}
+        return value
+
+    def blocks(self, ids: Sequence[int]) -> list[Block]:
+        """A prompt of the engine, in blocks."""
+        starts = [n for n, token in enumerate(ids) if token == self._header]
+        if not starts or starts[0]:
+            starts.insert(0, 0)
+        ends = [*starts[1:], len(ids)]
+        return [Block(self.text(ids[s:e]), s, e) for s, e in zip(starts, ends, strict=True)]
+
+    def text(self, ids: Sequence[int]) -> str:
+        parts: list[str] = []
+        run: list[int] = []
+        for token in (*ids, None):
+            if token is not None and token not in self._control:
+                run.append(token)
+                continue
+            parts.append(self._tokenizer.decode(run, skip_special_tokens=False) if run else "")
+            run = []
+            parts.append("" if token is None else MARK + self._control[token])
+        return "".join(parts)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _as_dict(message: ClientMessage) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.calls:
+        shown["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.calls
+        ]
+    if message.call_id:
+        shown["tool_call_id"] = message.call_id
+    return shown
+
+
+def fold_system(messages: Sequence[ClientMessage]) -> list[ClientMessage]:
+    """The declared rule for templates that take a system message only as the first one."""
+    return list(messages)
+
+
+class Oracle:
+    """Compares what was sent with what the engine was asked."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        sent: Sequence[CapturedRequest],
+        ledger: Sequence[ServedCall],
+        replies: Mapping[str, Reply],
+    ) -> None:
+        """`replies` are what the model said, by the id of the engine's call."""
+        self._renderer = renderer
+        self._ledger = ledger
+        self._replies = replies
+        self._problems: list[str] = []
+        self._expected = list(self._rendered(sent))
+
+    def _rendered(self, sent: Sequence[CapturedRequest]) -> Iterator[Expected]:
+        for n, request in enumerate(sent):
+            try:
+                if (decoded := decode(request)) is not None:
+                    whole = ClientRequest(messages=self._whole(decoded.messages), tools=decoded.tools)
+                    yield Expected(request, decoded, *map(self._renderer.render, (decoded, whole)))
+            except (UnknownShape, jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
+                self._problems.append(f"request {n} ({request.path}) cannot be rendered: {error!r}")
+
+    def _whole(self, messages: Sequence[ClientMessage]) -> tuple[ClientMessage, ...]:
+        """The same with nothing left out of the replies that the client sends back."""
+        replies = list(self._replies.values())
+        matches = [
+            next((r for r in replies if m.role == "assistant" and echoes(m, r)), None) for m in messages
+        ]
+        return tuple(m if r is None else _in_full(m, r) for m, r in zip(messages, matches, strict=True))
+
+    @cached_property
+    def problems(self) -> list[str]:
+        problems = list(self._problems)
+        for call in self._ledger:
+            blocks = self._renderer.blocks(call.prompt_ids)
+            free = [e for e in self._expected if e.call is None and e.sent.fault is not Fault.REFUSE]
+            match = next((e for e in free if self._difference(e, call, blocks) is None), None)
+            if match is not None:
+                match.call = call
+            else:
+                problems.append(self._unmatched(call, blocks, free))
+        problems += [text for e in self._expected if e.call and (text := self._not_continued(e, e.call))]
+        problems += [text for n, e in enumerate(self._expected) if (text := self._unasked(n, e))]
+        return problems
+
+    def _difference(self, expected: Expected, call: ServedCall, blocks: Sequence[Block]) -> str | None:
+        """The first block in which the engine's prompt is not the request; None where it is."""
+        spoken = iter(expected.spoken)
+        for n, wanted in enumerate(expected.blocks):
+            if n >= len(blocks):
+                return f"block {n} of {len(expected.blocks)} is missing: {wanted.text[:SHOWN]!r}"
+            block, last = blocks[n], n == len(expected.blocks) - 1
+            message = next(spoken, None) if wanted.assistant and not last else None
+            if message is not None and block.assistant:
+                if not self._said(message, call, block, (wanted.text, expected.whole[n].text)):
+                    return f"block {n}, assistant: {_apart(block.text, wanted.text)}"
+            elif block.text != wanted.text:
+                return f"block {n}: {_apart(block.text, wanted.text)}"
+        if len(blocks) > len(expected.blocks):
+            return (
+                f"block {len(expected.blocks)} is one too many: {blocks[len(expected.blocks)].text[:SHOWN]!r}"
+            )
+        return None
+
+    def _said(self, message: ClientMessage, call: ServedCall, block: Block, wanted: tuple[str, str]) -> bool:
+        """Whether an assistant block is the client's message, in the ids it was sampled in or rendered."""
+        sampled = self._sampled(call.prompt_ids, block)
+        if sampled is not None:
+            return echoes(message, self._replies[sampled.call_id])
+        return NO_THOUGHT.sub("", block.text) in [NO_THOUGHT.sub("", text) for text in wanted]
+
+    def _sampled(self, prompt: tuple[int, ...], block: Block) -> ServedCall | None:
+        """The call whose ids, prompt and answer, the prompt holds up to the end of this block."""
+        for call in self._ledger:
+            start, end = len(call.prompt_ids), len(call.prompt_ids) + len(call.token_ids)
+            if not block.start < start < end <= block.end or call.finish is None:
+                continue
+            if prompt[start:end] != call.token_ids or prompt[:start] != call.prompt_ids:
+                continue
+            if self._renderer.text(prompt[end : block.end]) == "\n":
+                return call
+        return None
+
+    def _not_continued(self, expected: Expected, call: ServedCall) -> str | None:
+        """A request that goes on from an earlier call, and a prompt that does not."""
+        messages = expected.request.messages
+        for at in range(len(messages) - 1, 0, -1):
+            if messages[at].role != "assistant":
+                continue
+            before = [e for e in self._expected if e.call and self._continues(expected, at, e)]
+            calls = [e.call for e in before if e.call and e.call.finish is not None]
+            if calls and not any(_begins(call.prompt_ids, earlier) for earlier in calls):
+                return (
+                    f"the prompt of call {call.call_id} does not begin with the ids of the call it goes on from,"
+                    f" {calls[-1].call_id}"
+                )
+            if calls:
+                return None
+        return None
+
+    def _continues(self, expected: Expected, at: int, earlier: Expected) -> bool:
+        assert earlier.call is not None
+        reply = self._replies[earlier.call.call_id]
+        return (
+            earlier.request.tools == expected.request.tools
+            and earlier.request.messages == expected.request.messages[:at]
+            and echoes(expected.request.messages[at], reply)
+        )
+
+    def _unasked(self, n: int, expected: Expected) -> str | None:
+        """Why a request that the engine never saw is not to be explained."""
+        if expected.call is not None or expected.sent.fault is Fault.REFUSE:
+            return None
+        twins = [e for e in self._expected[:n] if e.call and e.request == expected.request]
+        if any(twin.sent.fault for twin in twins) or (twins and expected.sent.repeats):
+            return None
+        return f"a request to {expected.sent.path} was never asked: {expected.blocks[-2].text[-SHOWN:]!r}"
+
+    def _unmatched(self, call: ServedCall, blocks: Sequence[Block], free: Sequence[Expected]) -> str:
+        nearest = max(free, key=lambda e: _shared(e.blocks, blocks), default=None)
+        if nearest is None:
+            return f"call {call.call_id} belongs to no request: all were asked already"
+        return f"the prompt of call {call.call_id} is no request's; {self._difference(nearest, call, blocks)}"
+
+
+def _begins(prompt: tuple[int, ...], earlier: ServedCall) -> bool:
+    whole = (*earlier.prompt_ids, *earlier.token_ids)
+    return prompt[: len(whole)] == whole
+
+
+def _shared(wanted: Sequence[Block], blocks: Sequence[Block]) -> int:
+    equal = [w.text == b.text or (w.assistant and b.assistant) for w, b in zip(wanted, blocks, strict=False)]
+    return next((n for n, same in enumerate(equal) if not same), len(equal))
+
+
+def _in_full(message: ClientMessage, reply: Reply) -> ClientMessage:
+    uses = zip(message.calls, reply.uses, strict=True)
+    calls = tuple(ClientCall(call.id, call.name, use.arguments) for call, use in uses)
+    return ClientMessage(role="assistant", content=reply.text, reasoning=reply.reasoning, calls=calls)
+
+
+def echoes(message: ClientMessage, reply: Reply) -> bool:
+    """Whether an assistant message is this reply. Clients may leave out text and reasoning, not change them."""
+    calls = [(call.name, call.arguments) for call in message.calls]
+    if calls != [(use.name, use.arguments) for use in reply.uses]:
+        return False
+    texts = ("", reply.text.strip()) if calls else (reply.text.strip(),)
+    return message.content.strip() in texts and message.reasoning.strip() in ("", reply.reasoning.strip())
+
+
+def _apart(text: str, wanted: str) -> str:
+    at = next(
+        (n for n, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), min(len(text), len(wanted))
+    )
+    start = max(0, at - 40)
+    return f"the engine has {text[start : at + SHOWN]!r} where the request has {wanted[start : at + SHOWN]!r}"
