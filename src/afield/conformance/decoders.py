@@ -117,7 +117,7 @@ def _chat(body: dict[str, Any]) -> ClientRequest:
 
 
 def _chat_message(message: dict[str, Any]) -> ClientMessage:
-    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    role = str({"developer": "system", "function": "tool"}.get(message["role"], message["role"]))
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     calls = [
         ClientCall(call.get("id") or "", call["function"]["name"], _arguments(call["function"]["arguments"]))

@@ -195,7 +195,8 @@ class Oracle:
             try:
                 if (decoded := decode(request)) is not None:
                     whole = ClientRequest(messages=self._whole(decoded.messages), tools=decoded.tools)
-                    yield Expected(request, decoded, *map(self._renderer.render, (decoded, whole)))
+                    render = self._renderer.render
+                    yield Expected(request, decoded, render(decoded), render(whole))
             except (UnknownShape, jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
                 self._problems.append(f"request {n} ({request.path}) cannot be rendered: {error!r}")
 
@@ -270,8 +271,8 @@ class Oracle:
             calls = [e.call for e in before if e.call and e.call.finish is not None]
             if calls and not any(_begins(call.prompt_ids, earlier) for earlier in calls):
                 return (
-                    f"the prompt of call {call.call_id} does not begin with the ids of the call it goes on from,"
-                    f" {calls[-1].call_id}"
+                    f"the prompt of call {call.call_id} does not begin with the ids of the call it goes on"
+                    f" from, {calls[-1].call_id}"
                 )
             if calls:
                 return None
@@ -319,7 +320,7 @@ def _in_full(message: ClientMessage, reply: Reply) -> ClientMessage:
 
 
 def echoes(message: ClientMessage, reply: Reply) -> bool:
-    """Whether an assistant message is this reply. Clients may leave out text and reasoning, not change them."""
+    """Whether an assistant message is this reply: text and reasoning may be left out, not changed."""
     calls = [(call.name, call.arguments) for call in message.calls]
     if calls != [(use.name, use.arguments) for use in reply.uses]:
         return False

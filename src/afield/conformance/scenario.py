@@ -83,7 +83,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     asides: Mapping[str, Answer] = {}
     """What the model says to requests whose new messages hold a phrase."""
     excluded: Mapping[str, tuple[str, ...]] = {}
-    """The only calls that may stay untrained: reason to the markers or phrases of the calls, each one call."""
+    """The only calls that may stay untrained: reason to markers or phrases, one call for each."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.faults) - set(self.replies)):
