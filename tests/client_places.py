@@ -19,7 +19,7 @@ from afield.plan import Plan
 from afield.rundir import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Runtime, SessionState, Transport
+from afield.seams import Runtime, SessionSpec, SessionState, Transport
 from afield.transports.memory import MemoryTransport
 from gateways import ADMIN, Running, running, vocabulary
 from processes import until
@@ -55,6 +55,10 @@ class Place:
             transport=transport,
             run=RunDir(self.root / run),
         )
+
+    def spec(self, session_id: str) -> SessionSpec:
+        """What a session was opened with."""
+        return self._up.gateway.sessions.get(session_id).row.spec
 
     def state(self, session_id: str) -> SessionState:
         return self._portal.call(self._up.client.state, session_id)

@@ -5,21 +5,30 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from msgspec import structs
 
-from afield import assembly
+from afield import RolloutClient, assembly, opening, wiring
+from afield.cli.main import parser
+from afield.cli.train import given
+from afield.config import train_config
+from afield.errors import UsageError
 from afield.exclusions import FINGERPRINTS, REASONS, Fingerprint, Ground, check_reason, digest, version_of
 from afield.forest import Forest
 from afield.gateway import side
 from afield.gateway.request import ModelRequest
+from afield.integrations.verl import settings as verl_settings
+from afield.options import SessionPolicies, policies_of
+from afield.rundir import RunDir
 from afield.tokens import Tool
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
 from batch_groups import Maker
+from client_places import place, yes
+from gateways import ADMIN
 from invariants import Seen
-from scenes import Client, answering, said
+from scenes import Client, answering, knock, said
 from speaking import Heard, read
 
 pytestmark = pytest.mark.anyio
@@ -283,3 +292,85 @@ def test_no_excluded_side_call_has_a_trained_descendant(seed: int) -> None:
     wrongly = {t.id for t in turns if t.tags and t.id in trained}
     below = {a.id for turn_id in trained for a in tagged.path(turn_id)[:-1]}
     assert wrongly <= below, "a side call was trained, and nothing trained descends from it"
+
+
+# --- the policies of sessions, from every entry point ---------------------------------------------
+
+POLICIES = {
+    "side_calls": "train",
+    "thinking": "template",
+    "escape": "faithful",
+    "client_sampling": ["temperature", "seed"],
+}
+
+
+def as_given(holder: SessionPolicies) -> dict[str, Any]:
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in policies_of(holder).items()}
+
+
+def test_a_run_hands_its_policies_to_its_sessions(tmp_path: Path) -> None:
+    config = train_config(None, {"agent": "a.py:a", "model": "m", **POLICIES})
+    assert as_given(wiring.plan(config, RunDir(tmp_path / "run"))) == POLICIES
+
+
+def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
+    words = ["--side-calls", "train", "--thinking", "template", "--escape", "faithful"]
+    words += ["--client-sampling", "temperature, seed"]
+    args = parser().parse_args(["train", "a.py:a", "--model", "m", "--tasks", "t.jsonl", *words])
+    assert as_given(train_config(None, {k: v for k, v in given(args).items() if k in POLICIES}, model="m"))
+    (tmp_path / "run.toml").write_text('[train]\nmodel = "m"\n' + toml(POLICIES))
+    assert as_given(train_config(tmp_path / "run.toml", {})) == POLICIES
+    assert as_given(train_config(None, {"model": "m", **given(args)})) == POLICIES
+
+
+def toml(values: dict[str, Any]) -> str:
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+def test_a_client_and_a_launch_take_policies() -> None:
+    plan = opening._plan("exp", "m", dict(POLICIES))
+    assert as_given(plan) == POLICIES
+
+
+def test_every_session_of_a_plan_is_opened_with_its_policies(tmp_path: Path) -> None:
+    with place(tmp_path) as there:
+        names = {"agent": yes, "gateway": there.url, "admin_key": ADMIN, "exp_id": "exp", **POLICIES}
+        with RolloutClient.open(**names, directory=tmp_path / "run") as client:
+            finished = client.submit({}, input_id="a").result(60)
+            assert finished.outcome.reward == 1.0
+            assert as_given(there.spec("exp-a-r0.1")) == POLICIES
+
+
+def test_veRL_takes_policies() -> None:
+    settings = verl_settings._settings(POLICIES)
+    assert as_given(settings) == POLICIES
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_unknown_policy_is_refused_with_those_there_are(name: str) -> None:
+    wrong = ["guess"] if name == "client_sampling" else "guess"
+    first = POLICIES[name][0] if name == "client_sampling" else POLICIES[name]
+    for refused in (
+        lambda: train_config(None, {"model": "m", name: wrong}),
+        lambda: opening._plan("exp", "m", {name: wrong}),
+        lambda: verl_settings._settings({name: wrong}),
+    ):
+        with pytest.raises(UsageError, match=rf"{name} = 'guess' must be one of: .*{first}"):
+            refused()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+async def test_the_gateway_refuses_an_unknown_policy_with_those_there_are(tmp_path: Path, name: str) -> None:
+    async with answering(tmp_path) as there:
+        body = {"id": "r.1", name: ["guess"] if name == "client_sampling" else "guess"}
+        answer = await knock(there.app, "POST", "/sessions", json.dumps(body).encode(), key=ADMIN)
+        assert answer.status == 400
+        chosen = POLICIES[name][0] if name == "client_sampling" else POLICIES[name]
+        assert "guess" in answer.body.decode()
+        assert f"choose from: {', '.join(_words(name))}" in answer.body.decode()
+        assert chosen in _words(name)
+
+
+def _words(name: str) -> list[str]:
+    hint = get_type_hints(SessionPolicies)[name]
+    return [word for part in get_args(hint) for word in (get_args(part) or [part]) if isinstance(word, str)]

@@ -16,6 +16,7 @@ from afield import wire
 from afield.errors import AfieldError, RolloutFailure, Throttled, Unavailable, WireError
 from afield.limiter import Limiter
 from afield.notice import Running
+from afield.options import policies_of
 from afield.plan import Plan
 from afield.seams import Gateway, Runtime, SessionSpec, Transport
 from afield.types import Attempt, Failure, FailureKind, Reason
@@ -123,6 +124,7 @@ class Launcher:
             verdicts=self._plan.verdicts,
             sampling=rollout.sampling or self._plan.sampling,
             budget=self._plan.budget,
+            **policies_of(self._plan),
             ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
         )
 

@@ -7,7 +7,34 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Struct, field, structs
+
+from afield.exclusions import SideCalls
+
+Thinking = Literal["preserve", "template", "per_turn"]
+Escape = Literal["escape", "faithful", "reject"]
+ClientSampling = Literal["temperature", "top_p", "top_k", "seed"]
+
+
+class SessionPolicies(Struct, frozen=True, kw_only=True):
+    """What sessions do with what clients send, the same in every entry point: POST /sessions, RolloutClient,
+    `afield train`, veRL and TRL.
+    """
+
+    client_sampling: tuple[ClientSampling, ...] = ()
+    """Sampling settings that a request may choose for itself; all others are the trainer's. Default: none."""
+    thinking: Thinking = "preserve"
+    """What becomes of earlier reasoning in later prompts; see docs/tokens.md."""
+    escape: Escape = "escape"
+    """What becomes of control tokens in the text of messages; see docs/tokens.md."""
+    side_calls: SideCalls = "exclude"
+    """Which side calls are kept out of the loss: `exclude` those that are declared or have a known
+    fingerprint, only those that are `declared`, or none: `train`."""
+
+
+def policies_of(holder: SessionPolicies) -> dict[str, Any]:
+    """The session policies among the fields of a struct, by name."""
+    return {field.name: getattr(holder, field.name) for field in structs.fields(SessionPolicies)}
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

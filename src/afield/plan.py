@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from msgspec import Struct, field
+from msgspec import field
 
 from afield.deadlines import Deadlines
+from afield.options import SessionPolicies
 from afield.types import Budget, FailureKind, Finished, Outcome, Rollout, Sampling, check_id
 
 DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class Plan(SessionPolicies, frozen=True, kw_only=True):
     """How rollouts are collected.
 
     `rollouts` of a task make a group, `val_rollouts` in validation. `extra` ones are begun beyond that,

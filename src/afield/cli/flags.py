@@ -17,7 +17,7 @@ from afield.config import TrainConfig
 RUNTIMES = "process, sandbox, container=IMAGE, agentcore=ARN, kubernetes=IMAGE, ray, inline, served=URL,URL"
 ADVANTAGES = "grpo, dr_grpo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax"
 
-# Name, what it takes (int, float, a word, or nothing: a switch), what it says.
+# Name, what it takes (int, float, list, a word, or nothing: a switch), what it says.
 COLLECTING = (
     ("steps", int, "training steps"),
     ("epochs", int, "times every task is attempted, instead of --steps"),
@@ -48,6 +48,10 @@ SAMPLING = (
     ("max-tokens", int, "per model call"),
     ("max-calls", int, "model calls per rollout"),
     ("max-context", int, "tokens of context"),
+    ("side-calls", "WHICH", "side calls kept out of the loss: exclude (declared or known), declared, train"),
+    ("thinking", "HOW", "earlier reasoning in later prompts: preserve, template, per_turn"),
+    ("escape", "HOW", "control tokens in the text of messages: escape, faithful, reject"),
+    ("client-sampling", list, "settings that requests may choose: temperature,top_p,top_k,seed"),
     ("gateway", "URL", "a gateway that is running; its admin key is AFIELD_ADMIN_KEY"),
     ("engine", "KIND[=WHERE]", "of the gateway that is started: torch, vllm=URL, sglang=URL, scripted=FILE"),
     ("engine-ledger", None, "write down every engine call"),
@@ -113,8 +117,14 @@ def _add(group: Any, name: str, kind: Any, text: str, default: Any) -> None:
     if kind is None:
         group.add_argument(f"--{name}", action="store_true", default=None, help=text)
         return
-    text += "" if default in (None, "") else f" (default: {default})"
-    if isinstance(kind, str):
+    text += "" if default in (None, "", ()) else f" (default: {default})"
+    if kind is list:
+        group.add_argument(f"--{name}", type=_words, metavar="NAME,NAME", help=text)
+    elif isinstance(kind, str):
         group.add_argument(f"--{name}", metavar=kind, help=text)
     else:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

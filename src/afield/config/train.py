@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from afield.config.values import check_keys, converted, from_file, merged
 from afield.errors import UsageError
@@ -18,6 +18,7 @@ from afield.options import (
     LearnOptions,
     RayOptions,
     SandboxOptions,
+    SessionPolicies,
 )
 from afield.types import Sampling, check_id
 
@@ -55,7 +56,7 @@ ELSEWHERE = ("container", "agentcore", "kubernetes", "ray")  # this machine's fi
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
-class TrainConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a training run is made of; saved as run.json and read back by --resume."""
 
     agent: str = ""  # what runs; places that run an image, or are served elsewhere, need none

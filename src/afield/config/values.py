@@ -75,11 +75,20 @@ def check_keys(values: Mapping[str, Any], into: type[Struct], source: str, table
             hint = f"did you mean {table + near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise UsageError(f"unknown key {table + key!r} in {source}; {hint}")
         inner = known[key].type
-        words = get_args(inner) if get_origin(inner) is Literal else ()
-        if words and value not in words:
-            raise UsageError(f"{source}: {table}{key} = {value!r} must be one of: {', '.join(words)}")
+        _check_words(value, inner, f"{source}: {table}{key}")
         if isinstance(inner, type) and issubclass(inner, Struct) and isinstance(value, Mapping):
             check_keys(value, inner, source, f"{table}{key}.")
+
+
+def _check_words(value: Any, kind: Any, where: str) -> None:
+    """A word of which there are only a few, or a list of such words."""
+    if get_origin(kind) is Literal:
+        words = get_args(kind)
+        if value not in words:
+            raise UsageError(f"{where} = {value!r} must be one of: {', '.join(map(str, words))}")
+    elif get_origin(kind) is tuple and isinstance(value, list | tuple):
+        for part in value:
+            _check_words(part, get_args(kind)[0], f"a part of {where}")
 
 
 def _told(problem: str, values: Any) -> str:

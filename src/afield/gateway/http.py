@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeVar
+from enum import StrEnum
+from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -86,7 +88,23 @@ def json_body(body: bytes, into: type[T]) -> T:
     try:
         return msgspec.json.decode(body or b"{}", type=into)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(str(error)) from error
+        raise bad_request(str(error), _choices(str(error), into)) from error
+
+
+def _choices(problem: str, into: type) -> str:
+    """What could stand where an unknown word does."""
+    if not problem.startswith("Invalid enum value") or "$." not in problem:
+        return ""
+    name = re.split(r"\W", problem.rpartition("$.")[2])[0]
+    words = _words(get_type_hints(into).get(name))
+    return f"choose from: {', '.join(words)}" if words else ""
+
+
+def _words(kind: Any) -> list[str]:
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return list(kind)
+    parts = [_words(part) if get_args(part) else [part] for part in get_args(kind)]
+    return [word for part in parts for word in part if isinstance(word, str)]
 
 
 class Text(str):

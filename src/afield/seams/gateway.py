@@ -10,20 +10,18 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from afield.exclusions import SideCalls
+from afield.options import SessionPolicies
 from afield.types import Budget, Exclusion, Failure, Policy, Sampling, Split, Trajectory, Turn
 from afield.wire import Submission
 
 
-class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a session is opened with; the body of `POST /sessions`.
 
     With `reward_from` "verifier" the agent's key infers and says when it is done; only the verifier's
     key, given out once with the ticket, speaks about rewards. Of so many `verdicts` that fail, all but the
-    last are only noted, and another may follow. What a client asks of sampling is done only for the names in
-    `client_sampling`. Sessions of the same `draw` are sampled with the same random numbers, call by call,
-    where the engine can do that. `thinking` and `escape` are the policies that `docs/tokens.md` describes;
-    `side_calls` says which side calls are kept out of the loss.
+    last are only noted, and another may follow. Sessions of the same `draw` are sampled with the same random
+    numbers, call by call, where the engine can do that.
     """
 
     id: str | None = None
@@ -38,11 +36,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     reward_from: Literal["agent", "verifier"] = "agent"
     verdicts: int = 1
     sampling: Sampling = Sampling()
-    client_sampling: tuple[Literal["temperature", "top_p", "top_k", "seed"], ...] = ()
     budget: Budget = Budget()
-    thinking: Literal["preserve", "template", "per_turn"] = "preserve"
-    escape: Literal["escape", "faithful", "reject"] = "escape"
-    side_calls: SideCalls = "exclude"
     ttl_s: float | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 

@@ -22,7 +22,7 @@ import torch
 from afield.advantage import How, advantages, rewards_of
 from afield.batches.rewards import turn_returns, weighed
 from afield.errors import Unavailable, UsageError
-from afield.options import LoraOptions
+from afield.options import LoraOptions, Thinking
 from afield.seams.trainer import StepReport
 from afield.trainers.audit import Audit, delivery, line_up
 from afield.trainers.directories import copy_but_weights, replaced
@@ -53,7 +53,6 @@ STATE = "trainer.pt"
 MODEL = "model"  # in a checkpoint: all of the model's directory but its weights
 POLICY = "policy.json"
 SAME = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
-Thinking = Literal["preserve", "template", "per_turn"]
 
 
 class GRPO:

@@ -10,6 +10,7 @@ from msgspec import structs
 from afield.config import TrainConfig
 from afield.deadlines import Deadlines
 from afield.limiter import LocalLimiter, Pace, SharedLimiter
+from afield.options import policies_of
 from afield.plan import Plan
 from afield.rundir import RunDir
 from afield.seams import Trainer, Transport
@@ -62,6 +63,7 @@ def trainer(config: TrainConfig) -> Trainer:
         scale=config.scale_advantages,
         advantage=config.advantage,
         seed=config.seed,
+        thinking=config.thinking,
         **told,
     )
 
@@ -86,6 +88,7 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         },
         sampling=Sampling(temperature=config.temperature, max_tokens=config.max_tokens),
         budget=Budget(calls=config.max_calls, context=config.max_context),
+        **policies_of(config),
         deliver=config.delivery,
         judged=bool(config.verifier),
         rewards=() if config.freeze_weights else tuple(config.learn.rewards),

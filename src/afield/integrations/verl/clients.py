@@ -22,6 +22,7 @@ from afield.config import Environment
 from afield.errors import Unavailable, UsageError
 from afield.integrations.verl.settings import DEADLINES, Given
 from afield.limiter import Pace
+from afield.options import policies_of
 
 OWN = "afield"
 SERVERS = ("vllm", "sglang")
@@ -75,6 +76,7 @@ def client(given: Given, door: Door, part: str = "") -> RolloutClient:
         retries=settings.retries,
         sampling=trainer.sampling,
         budget=trainer.budget,
+        **policies_of(settings),
         sweep_s=settings.sweep_s,
         patience_s=settings.patience_s,
         run_s=settings.deadline_s,

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 
 from afield.config import converted, from_environment, from_file, located, merged
 from afield.errors import UsageError
+from afield.options import SessionPolicies
 from afield.types import Budget, FailureKind, Sampling, check_id
 
 PREFIX = "AFIELD_VERL"
@@ -31,7 +32,7 @@ NOT_NEGATIVE = ("retries_task", "retries_verifier", "retries_infrastructure", "c
 LONGEST_NAME = 64
 
 
-class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`quorum` rewards make a group fit for training (2 unless the group is smaller). `floor` is the reward
     of a policy failure that has none. After `fruitless` groups in a row that cannot be trained, training ends
     instead of going on for ever. `branches` says which rows of a session that branched are trained;
