@@ -72,7 +72,7 @@ def test_agents_that_others_serve_need_no_name(there: Place) -> None:
     ("names", "told"),
     [
         ({"agent": yes, "concurency": 3}, "unknown value 'concurency'; did you mean 'concurrency'"),
-        ({"agent": yes, "zzz": 3}, "unknown value 'zzz'; known: rollouts, "),
+        ({"agent": yes, "zzz": 3}, "unknown value 'zzz'; known: "),
         ({"agent": yes, "run_s": -1}, "run_s = -1 must be positive"),
         ({"agent": yes, "runtime": "process"}, "a function runs inline only"),
         ({"agent": AGENT, "runtime": "cloud"}, "unknown runtime 'cloud'; choose one of: agentcore"),
