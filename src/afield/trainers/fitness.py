@@ -35,18 +35,54 @@ def fit_for_trees(model: Any) -> str:
     return off if isinstance(off, str) else f"its logits are off by {off:.1e} there"
 
 
-@torch.no_grad()
 def _distance(model: Any, rows: list[list[int]]) -> float | str:
+    """The relative error of all logits; or what is wrong besides."""
     problems: list[Failure] = []
-    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append):
-        expected = torch.cat([_row(model, row) for row in rows])
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), torch.enable_grad():
+        alone = [_row(model, row) for row in rows]
+        expected = torch.cat([logits.detach() for logits in alone])
         packed = pack(rows)
         watch(model)
         tree = Tree(packed, model.device)
         got = tree.logits(model, torch.arange(len(packed.ids), device=model.device)).float()
+        if lost := sorted(_reached(model, *alone) - _reached(model, got)):
+            return f"its weight {lost[0]} gets no gradient there"
         places = torch.tensor([place for path in packed.paths for place in path], device=model.device)
-        return float((got[places] - expected).norm() / expected.norm())
+        return float((got.detach()[places] - expected).norm() / expected.norm())
     return problems[0].message
+
+
+def _reached(model: Any, *outputs: Tensor) -> set[str]:
+    """The names of the weights that a gradient of `outputs` would reach."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[Any] = set()
+    ahead: list[Any] = [output.grad_fn for output in outputs]
+    found: set[str] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) in names:
+            found.add(names[id(leaf)])
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
+@torch.no_grad()
+def unfit_for_padding(model: Any) -> str:
+    """Why rows cannot be run beside each other, or nothing."""
+    config = model.config.get_text_config()
+    if (kept := getattr(config, "index_topk", None)) is not None:
+        return f"its attention chooses {kept} tokens of a row, padding among them (index_topk)"
+    rows = [[(7 + 11 * i) % config.vocab_size for i in range(length)] for length in (24, 9, 15)]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
+    padded = model(input_ids=ids, use_cache=False).logits.float()
+    expected = torch.cat([_row(model, row) for row in rows])
+    got = torch.cat([logits[: len(row)] for logits, row in zip(padded, rows, strict=True)])
+    off = float((got - expected).norm() / expected.norm())
+    return "" if off <= CLOSE[model.dtype] else f"its logits are off by {off:.1e} beside a longer row"
 
 
 def _row(model: Any, ids: list[int]) -> Tensor:

@@ -144,7 +144,7 @@ def plain_head(model: Any) -> bool:
 @torch.no_grad()
 def _is_plain(model: Any) -> bool:
     head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear:
+    if type(head) is not torch.nn.Linear or model.get_decoder() is head:
         return False
     ids = torch.arange(3, device=head.weight.device)[None]
     logits = model(input_ids=ids, use_cache=False).logits

@@ -22,7 +22,7 @@ from afield.options import LoraOptions
 from afield.seams.witness import Witness, write_witness
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
-from afield.trainers.fitness import fit_for_trees, longest_row, settled
+from afield.trainers.fitness import fit_for_trees, longest_row, settled, unfit_for_padding
 from afield.trainers.padded import Padded
 from afield.trainers.passes import LayoutName
 from afield.trainers.tree import ATTENTION, Tree
@@ -81,6 +81,11 @@ class PolicyModel:
         # Weights that never change need no more precision than the arithmetic has.
         model = load_model(self.path, "cpu", self.dtype if self.lora else "float32")
         self._attention: str = model.config._attn_implementation
+        if why := unfit_for_padding(model):
+            raise UsageError(
+                f"{self.path}: {type(model).__name__} computes other numbers in a batch than alone: {why};"
+                " the embedded trainer does not support it"
+            )
         if self.layout == "tree" and (unfit := fit_for_trees(model)):
             log.warning(
                 "%s: %s cannot be run over a tree (%s); rows are padded instead",
