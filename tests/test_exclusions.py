@@ -300,6 +300,7 @@ POLICIES = {
     "side_calls": "train",
     "thinking": "template",
     "escape": "faithful",
+    "render": "strict",
     "client_sampling": ["temperature", "seed"],
 }
 
@@ -314,7 +315,7 @@ def test_a_run_hands_its_policies_to_its_sessions(tmp_path: Path) -> None:
 
 
 def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
-    words = ["--side-calls", "train", "--thinking", "template", "--escape", "faithful"]
+    words = ["--side-calls", "train", "--thinking", "template", "--escape", "faithful", "--render", "strict"]
     words += ["--client-sampling", "temperature, seed"]
     args = parser().parse_args(["train", "a.py:a", "--model", "m", "--tasks", "t.jsonl", *words])
     assert as_given(train_config(None, {k: v for k, v in given(args).items() if k in POLICIES}, model="m"))

@@ -27,7 +27,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokens(directory: Path) -> ChatTokens:
-    return ChatTokens.load(directory)
+    return ChatTokens.load(directory, rules=False)
 
 
 def stop(directory: Path, text: str) -> int:

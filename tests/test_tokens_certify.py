@@ -53,8 +53,13 @@ from templates.models import write_model
         ),
         (
             "plain",
-            ["tools             none", "note              the format in which this template renders calls"],
+            ["tools             hermes; parallel calls", "rule              fold-tools: tools are announced"],
         ),
+        (
+            "moving",
+            ["rule              merge-system: several", "rule              fold-system: a later system"],
+        ),
+        ("tiny", ["rule              developer-as-system: a developer"]),
         ("endless", ["end of turn       none", "note              the template has no token that ends"]),
     ],
 )
@@ -83,9 +88,12 @@ def test_a_template_whose_calls_cannot_be_read_fails_where_tools_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(write_model(tmp_path / "plain", "plain"))
-    assert main(["certify", model, "--tools"]) == 1
-    assert main(["certify", model, "--tools", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["usable"] is False
+    assert main(["certify", model, "--tools", "--strict"]) == 1
+    assert "note              the format in which this template renders" in capsys.readouterr().out
+    assert main(["certify", model, "--tools", "--strict", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (shown["usable"], shown["rules"]) == (False, ["developer-as-system"])
+    assert main(["certify", model, "--tools"]) == 0
 
 
 def test_a_directory_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

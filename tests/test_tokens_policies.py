@@ -28,7 +28,7 @@ def tiny(directories: dict[str, Path]) -> ChatTokens:
 
 @pytest.fixture(scope="module")
 def thinking(directories: dict[str, Path]) -> ChatTokens:
-    return ChatTokens.load(directories["thinking"])
+    return ChatTokens.load(directories["thinking"], rules=False)
 
 
 def test_a_policy_is_made_once_and_the_defaults_are_the_model_itself(tiny: ChatTokens) -> None:
@@ -95,7 +95,7 @@ def test_a_turn_nobody_sampled_is_spliced_behind_what_was_sampled(
 
 
 def test_nothing_is_spliced_where_the_head_would_move(directories: dict[str, Path]) -> None:
-    moving = ChatTokens.load(directories["moving"])
+    moving = ChatTokens.load(directories["moving"], rules=False)
     assert moving.splice([QUESTION, ANSWER], [USER], truncated=False, tools=[TOOL]) is None
     assert moving.splice([QUESTION, ANSWER], [USER], truncated=False) is not None
     assert moving.splice([QUESTION, ANSWER], [SYSTEM], truncated=False) is None

@@ -66,7 +66,7 @@ def as_transformers_takes_it(message: Message) -> dict[str, Any]:
 def test_a_prompt_is_what_transformers_makes_of_it(
     directories: dict[str, Path], name: str, tools: list[Tool]
 ) -> None:
-    tokens, reference = ChatTokens.load(directories[name]), oracle(directories[name])
+    tokens, reference = ChatTokens.load(directories[name], rules=False), oracle(directories[name])
     for length in range(2, len(CONVERSATION) + 1):
         messages = CONVERSATION[:length]
         expected = reference.apply_chat_template(
@@ -253,7 +253,7 @@ def test_the_date_is_frozen_when_the_model_is_loaded(directories: dict[str, Path
 
 
 def test_messages_a_template_refuses_are_a_usage_error(directories: dict[str, Path]) -> None:
-    tokens = ChatTokens.load(directories["moving"])
+    tokens = ChatTokens.load(directories["moving"], rules=False)
     with pytest.raises(TemplateRefusal, match=r"roles: user, system.*the system message comes first"):
         tokens.render([QUESTION, Message(role="system", content="no")], [])
 

@@ -13,6 +13,7 @@ from afield.exclusions import SideCalls
 
 Thinking = Literal["preserve", "template", "per_turn"]
 Escape = Literal["escape", "faithful", "reject"]
+Render = Literal["fold", "strict"]
 ClientSampling = Literal["temperature", "top_p", "top_k", "seed"]
 
 
@@ -27,6 +28,9 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     """What becomes of earlier reasoning in later prompts; see docs/tokens.md."""
     escape: Escape = "escape"
     """What becomes of control tokens in the text of messages; see docs/tokens.md."""
+    render: Render = "fold"
+    """What becomes of a conversation that the chat template would refuse: `fold` changes it by declared rules,
+    and its turns say so with tags `render:RULE`; `strict` refuses it. See docs/tokens.md."""
     side_calls: SideCalls = "exclude"
     """Which side calls are kept out of the loss: `exclude` those that are declared or have a known
     fingerprint, only those that are `declared`, or none: `train`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,11 @@ def add(commands: Any) -> None:
     )
     command.add_argument("model", type=Path, metavar="MODEL_DIR")
     command.add_argument("--tools", action="store_true", help="fail where calls of tools cannot be read")
+    command.add_argument(
+        "--strict",
+        action="store_true",
+        help="show the template as strict sessions see it, without rules for conversations it refuses",
+    )
     command.add_argument("--json", action="store_true", help="one object")
     command.set_defaults(run=run)
 
@@ -32,18 +37,19 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from afield import wiring
 
-    tokens = wiring.load("tokens:ChatTokens").load(args.model)
+    tokens = wiring.load("tokens:ChatTokens").load(args.model, rules=not args.strict)
     found = tokens.certificate
     usable = found.tool_format is not None or not args.tools
     if args.json:
         print(json.dumps({"model": tokens.name, "usable": usable, **msgspec.to_builtins(found)}))
         return 0 if usable else 1
-    for title, text in rows(tokens.name, found):
+    for title, text in rows(tokens.name, found, wiring.load("tokens.rules:RULES")):
         print(f"{title:18}{text}")
     return 0 if usable else 1
 
 
-def rows(name: str, found: Any) -> Iterator[tuple[str, str]]:
+def rows(name: str, found: Any, by: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What is printed, line by line; `by` says what each rule does."""
     yield "model", name
     yield "template", found.template_hash[:16]
     yield "tokenizer", found.tokenizer_hash[:16]
@@ -64,8 +70,12 @@ def rows(name: str, found: Any) -> Iterator[tuple[str, str]]:
     unsafe = ", ".join(map(repr, found.unsafe))
     yield "content", f"can spell {unsafe}" if unsafe else "never becomes control tokens"
     yield "date", "printed; frozen at the start" if found.prints_date else "not printed"
+    for rule in found.rules:
+        yield "rule", f"{rule}: {by[rule]}"
     for note in found.notes:
         yield "note", note
+    if not found.rules:
+        yield "rules", "none needed: every conversation is rendered as the template has it"
     if found.tool_format is None:
         yield "note", REMEDY
 

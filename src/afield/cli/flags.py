@@ -51,6 +51,7 @@ SAMPLING = (
     ("side-calls", "WHICH", "side calls kept out of the loss: exclude (declared or known), declared, train"),
     ("thinking", "HOW", "earlier reasoning in later prompts: preserve, template, per_turn"),
     ("escape", "HOW", "control tokens in the text of messages: escape, faithful, reject"),
+    ("render", "HOW", "conversations that the chat template refuses: fold them by its rules, or strict: 400"),
     ("client-sampling", list, "settings that requests may choose: temperature,top_p,top_k,seed"),
     ("gateway", "URL", "a gateway that is running; its admin key is AFIELD_ADMIN_KEY"),
     ("engine", "KIND[=WHERE]", "of the gateway that is started: torch, vllm=URL, sglang=URL, scripted=FILE"),

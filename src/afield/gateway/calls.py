@@ -33,6 +33,7 @@ from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnSt
 
 log = logging.getLogger("afield.gateway")
 MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read and stayed text
+RULE = "render:"  # tag of a turn whose new messages were changed by a rule to suit the chat template
 LAST = 1 << 62  # calls that never ended sort behind those that did
 LEAVING_S = 5.0
 
@@ -92,7 +93,7 @@ class Calls:
 
     def _tokens_of(self, session: Session) -> ChatTokens:
         spec = session.row.spec
-        return self._tokens.under(thinking=spec.thinking, escape=spec.escape)
+        return self._tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render)
 
     def _check(self, request: ModelRequest) -> None:
         if request.tools and self._tokens.certificate.tool_format is None:
@@ -292,7 +293,11 @@ class Calls:
             asked=place.asked,
             digest=place.asked,
             tools_digest=place.tools_digest,
-            tags=(*request.tags, *wishes.tags(sampling, request.wishes)),
+            tags=(
+                *request.tags,
+                *(f"{RULE}{rule}" for rule in place.rules),
+                *wishes.tags(sampling, request.wishes),
+            ),
             links=place.links,
             started=self._clock(),
         )

@@ -63,6 +63,8 @@ class Place(Struct, frozen=True, kw_only=True):
     tools_digest: str
     tier: str
     links: tuple[Link, ...] = ()
+    rules: tuple[str, ...] = ()
+    """The rules by which the new messages were changed to suit the template."""
 
 
 def locate(
@@ -145,6 +147,8 @@ class Rendered(Struct, frozen=True):
 
     tier: str
     ids: tuple[int, ...]
+    rules: tuple[str, ...] = ()
+    """The rules by which the new messages were changed to suit the template."""
 
 
 def render(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> Rendered:
@@ -154,8 +158,9 @@ def render(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> Rendered:
         followed = _follow(tokens, spot, tools)
         if followed is not None:
             tier, delta = followed
-            return Rendered(tier, tuple(delta))
-    return Rendered("T4", tuple(tokens.render(spot.messages, tools)))
+            return Rendered(tier, tuple(delta), tokens.rules_applied(spot.new))
+    ids, rules = tokens.render_by_rules(spot.messages, tools)
+    return Rendered("T4", tuple(ids), rules)
 
 
 def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest) -> Place:
@@ -163,11 +168,11 @@ def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest)
     if rendered.tier == "T4":
         if spot.parent is not None and not links:
             links = (Link("fork", spot.parent.id),)
-        return _place(spot, None, rendered.ids, rendered.ids, spot.messages, "T4", links)
+        return _place(spot, None, rendered, rendered.ids, spot.messages, links)
     assert spot.parent is not None
     parent = spot.parent.id
     prompt = forest.ids(parent, rendered.ids)
-    made = _place(spot, parent, rendered.ids, prompt, spot.new, rendered.tier, links)
+    made = _place(spot, parent, rendered, prompt, spot.new, links)
     if request.images or forest.pictured:
         return structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
     return structs.replace(made, base_ids=forest.kept(parent))
@@ -176,22 +181,22 @@ def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest)
 def _place(
     spot: Spot,
     parent: str | None,
-    delta: tuple[int, ...],
+    rendered: Rendered,
     prompt: tuple[int, ...],
     new: tuple[Message, ...],
-    tier: str,
     links: tuple[Link, ...],
 ) -> Place:
     return Place(
         root=spot.root,
         parent=parent,
-        delta_ids=delta,
+        delta_ids=rendered.ids,
         prompt_ids=prompt,
         new=new,
         asked=spot.asked,
         tools_digest=spot.tools_digest,
-        tier=tier,
+        tier=rendered.tier,
         links=links,
+        rules=rendered.rules,
     )
 
 

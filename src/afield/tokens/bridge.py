@@ -19,6 +19,7 @@ from msgspec import Struct
 from afield.errors import boundary
 from afield.tokens.battery import PATTERNS, TOOL, conversations
 from afield.tokens.delta import ANCHORED, CALLING, QUESTION, unthought
+from afield.tokens.escape import BREAK
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Failure, FailureKind, Message, Reason
@@ -54,7 +55,7 @@ class Bridge:
     ) -> list[int] | None:
         """What follows a turn that ended with `stop`."""
         turn = [*self._turns[any(message.role == "tool" for message in new)], stop]
-        messages, given = template.messages(new), template.tools(tools)
+        messages, given = template.inputs(new, tools, begins=False)
         bridged = _foreign(
             lambda: self._renderer.bridge_to_next_turn(self._prompt, turn, messages, tools=given)
         )
@@ -66,7 +67,7 @@ class Bridge:
     def render(
         self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        said, given = template.messages(messages), template.tools(tools)
+        said, given = template.inputs(messages, tools)
         whole = _foreign(lambda: self._renderer.render(said, tools=given, add_generation_prompt=True))
         return None if whole is None else list(whole.token_ids)
 
@@ -192,6 +193,6 @@ class _Certified:
         if delta is None or ids[-len(delta) - 1 :] != [stop, *delta]:
             return False
         head = self._vocab.decode(ids[: -len(delta) - 1])
-        known = self._template.render(history, tools, generation=False)
+        known = self._template.render(history, tools, generation=False).replace(BREAK, "")
         self.strips |= head != known
         return unthought(head) == unthought(known)

@@ -20,6 +20,7 @@ from afield.tokens.battery import MARK, PATTERNS, TOOL, conversations
 from afield.tokens.bridge import Bridged, find_bridge
 from afield.tokens.delta import Ends, after_turn, delta_text, find_ends, unthought
 from afield.tokens.formats import HARMONY, REASONING
+from afield.tokens.rules import RULES
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message
@@ -56,6 +57,8 @@ class Certificate(Struct, frozen=True, kw_only=True):
     call_ids: str
     """`free`, `rendered` or `nine`; see `probes.call_ids`."""
     prints_date: bool
+    rules: tuple[str, ...]
+    """What becomes of conversations that the template would refuse; see `rules.RULES`."""
     unsafe: tuple[str, ...]
     """Control tokens that content can spell although it is escaped."""
     notes: tuple[str, ...]
@@ -87,6 +90,7 @@ def certify(
         parallel_calls=parallel,
         call_ids=probes.call_ids(template),
         prints_date=probes.prints_date(template),
+        rules=tuple(rule for rule in RULES if rule in template.rules),
         unsafe=tuple(probes.unsafe_literals(vocab)),
         notes=(),
     )
@@ -121,7 +125,9 @@ def _notes(found: Certificate, vocab: Vocabulary) -> Iterator[str]:
     if found.prints_date:
         yield "the template prints the date; it is that of the start of this process"
     if found.tool_format and not found.parallel_calls:
-        yield "the template renders one call per turn: a history with parallel calls is refused or cut"
+        yield "the template renders one call per turn: a turn with several is followed by a new row"
+    if "fold-tools" in found.rules:
+        yield "the template has no calls of tools that can be read: tools, calls and results are text"
 
 
 class Check:

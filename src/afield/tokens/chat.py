@@ -28,12 +28,13 @@ from afield.tokens.formats import FORMATS, HARMONY, REASONING
 from afield.tokens.harmony import MARKERS, HarmonyReader
 from afield.tokens.modeldir import ModelFiles
 from afield.tokens.parser import Parser, Spellings
-from afield.tokens.probes import fitted
 from afield.tokens.reply import Reader, ReplyReader
+from afield.tokens.rule_probes import as_taken, unchanged, with_rules
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.types import Message
 
 THINKING = ("preserve", "template", "per_turn")
+RENDER = ("fold", "strict")
 
 
 class ChatTokens:
@@ -68,8 +69,8 @@ class ChatTokens:
         self._bridge = make_bridge(family, template, vocab, arguments) if family else None
         self._format = next((f for f in FORMATS if f.name == self.certificate.tool_format), None)
         self._tags = next((tags for tags in REASONING if tags.name == self.certificate.reasoning), None)
-        self.thinking, self.escape = THINKING[0], POLICIES[0]
-        self._others = {(self.thinking, self.escape): self}
+        self.thinking, self.escape, self.render_policy = THINKING[0], POLICIES[0], RENDER[0]
+        self._others = {(self.thinking, self.escape, self.render_policy): self}
         markers = {vocab.control.get(text) for text in self._markers()}
         hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
         self._spellings = Spellings(vocab, hidden)
@@ -83,25 +84,32 @@ class ChatTokens:
         arguments: Mapping[str, Any] | None = None,
         now: datetime | None = None,
         cache: Path | None = None,
+        rules: bool = True,
     ) -> ChatTokens:
         """`arguments` go to the template (`enable_thinking`); `now` is the date it prints, today if None.
 
-        What certification finds out is remembered under `cache`, so that the next start need not.
+        Without `rules` the template stays as it is, whatever it refuses. What certification finds
+        out is remembered under `cache`, so that the next start need not.
         """
         model_dir = Path(model_dir)
         files = modeldir.read(model_dir)
         given = dict(arguments or {})
         variables = {**files.special, **given}
         template = ChatTemplate(files.sources, variables, now or datetime.now(), files.vocab.control)
-        template = fitted(template)
-        inputs = (template, files.vocab, files.stop_ids, given)
-        known = [template.hash, files.vocab.hash, files.stop_ids, variables]
+        template = as_taken(template)
+        known = [template.hash, files.vocab.hash, files.stop_ids, variables, rules]
+
+        def found() -> Certificate:
+            prepared = with_rules(template) if rules else unchanged(template)
+            return certify(prepared, files.vocab, files.stop_ids, given)
+
+        certificate = remembered(cache, known, found)
         return cls(
             name=name or model_dir.resolve().name,
             files=files,
-            template=template,
+            template=template.with_rules(certificate.rules, last_resort=rules),
             arguments=given,
-            certificate=remembered(cache, known, lambda: certify(*inputs)),
+            certificate=certificate,
         )
 
     def _markers(self) -> set[str]:
@@ -110,22 +118,31 @@ class ChatTokens:
         calls = self._format.markers if self._format else ()
         return {*tags, *calls, *(MARKERS if self.certificate.reasoning == HARMONY else ())}
 
-    def under(self, *, thinking: str = "preserve", escape: str = "escape") -> ChatTokens:
+    def under(
+        self, *, thinking: str = "preserve", escape: str = "escape", render: str = "fold"
+    ) -> ChatTokens:
         """The same model under other policies; made once for each.
 
         `thinking`: `preserve` sampled reasoning for good, do as the `template` does (and branch where
         it strips), or `per_turn` never append. `escape`: what becomes of control tokens in content.
+        `render`: `fold` conversations that the template would refuse by its rules, or be `strict` and
+        refuse them. A conversation that needs no rule is rendered alike under both.
         """
-        for what, value, choices in (("thinking", thinking, THINKING), ("escape", escape, POLICIES)):
+        policies = (thinking, escape, render)
+        if (known := self._others.get(policies)) is not None:
+            return known
+        for what, value, choices in (
+            ("thinking", thinking, THINKING),
+            ("escape", escape, POLICIES),
+            ("render", render, RENDER),
+        ):
             if value not in choices:
                 raise UsageError(f"unknown {what} policy {value!r}; choose one of: {', '.join(choices)}")
-        if (known := self._others.get((thinking, escape))) is not None:
-            return known
         other = copy(self)
-        other.thinking, other.escape = thinking, escape
-        other._template = self._template.under(escape)
+        other.thinking, other.escape, other.render_policy = policies
+        other._template = self._template.under(escape, strict=render == "strict")
         other._escape = policy(escape, self._vocab.control)
-        return self._others.setdefault((thinking, escape), other)
+        return self._others.setdefault(policies, other)
 
     def root_key(self, tools: Sequence[Tool]) -> str:
         """Sessions' trees with this key may share their heads: same policy, tokenizer, template and tools."""
@@ -146,7 +163,18 @@ class ChatTokens:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The whole prompt, ready for the model to go on (tier T4)."""
-        return self._vocab.encode(self._template.render(messages, tools, generation=True))
+        return self.render_by_rules(messages, tools)[0]
+
+    def render_by_rules(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[int], tuple[str, ...]]:
+        """The same, and the rules by which the conversation was changed; mostly none."""
+        text, applied = self._template.render_any(messages, tools)
+        return self._vocab.encode(text), applied
+
+    def rules_applied(self, new: Sequence[Message]) -> tuple[str, ...]:
+        """The rules by which messages are changed that follow a turn (`append`, `splice`)."""
+        return self._template.applied(new)
 
     def append(
         self,
@@ -202,6 +230,8 @@ class ChatTokens:
         end = self._ends.of(history[-1]) if history else None
         if end is None or not new or not self._may_append(truncated):
             return None
+        if len(history[-1].tool_calls) > 1 and "split-calls" in self._template.rules:
+            return None  # the turn was sampled in one piece, and cannot be split any more
         strict = self.thinking == "template"
         try:
             text = splice_text(self._template, end, history, new, tools, strict=strict)

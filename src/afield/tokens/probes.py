@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from afield.tokens.battery import ARGUMENTS, QUESTION, TOOL, call
-from afield.tokens.escape import Escape
+from afield.tokens.escape import BREAK, Escape
 from afield.tokens.formats import FORMATS, HARMONY, REASONING, ReasoningFormat, ToolFormat
 from afield.tokens.harmony import CHANNEL, MESSAGE, HarmonyReader
 from afield.tokens.reply import Reader, ReplyReader
@@ -31,22 +31,21 @@ def rendered(
         return None
 
 
-def fitted(template: ChatTemplate) -> ChatTemplate:
-    """The template, given the arguments of calls as it takes them."""
-    turn = Message(role="assistant", tool_calls=(call("call00001", ARGUMENTS),))
-    other = template.with_text_arguments()
-    refused = rendered(template, [QUESTION, turn]) is None
-    return other if refused and rendered(other, [QUESTION, turn]) is not None else template
-
-
 def speaks_harmony(template: ChatTemplate) -> bool:
     return CHANNEL in template.source and MESSAGE in template.source
 
 
 def find_tool_format(template: ChatTemplate) -> tuple[str | None, bool]:
-    """The name of the format, and whether a turn may have several calls."""
-    prompt = rendered(template, [QUESTION], tools=True, generation=True)
-    if prompt is None or TOOL.name not in prompt:
+    """The name of the format, and whether a turn may have several calls.
+
+    None also where the tools are not shown, without a system message or with one.
+    """
+    template = template.with_rules(template.rules - {"split-calls"})
+    plain, headed = (
+        rendered(template, messages, tools=True, generation=True)
+        for messages in ([QUESTION], [Message(role="system", content="Be brief."), QUESTION])
+    )
+    if plain is None or TOOL.name not in plain or (headed is not None and TOOL.name not in headed):
         return None, False
     for count in (2, 1):
         for ids in _IDS:
@@ -61,6 +60,7 @@ def _format_of(template: ChatTemplate, ids: str, count: int) -> str | None:
     if text is None:
         return None
     wanted = [(call.name, json.loads(call.arguments)) for call in calls]
+    text = text.replace(BREAK, "")
     tail = text[text.index(QUESTION.content) + len(QUESTION.content) :]
     if speaks_harmony(template):
         reader = HarmonyReader(tools=True, hold_calls=True)
@@ -107,6 +107,7 @@ def starts_thinking(template: ChatTemplate, tags: ReasoningFormat | None) -> boo
 
 def call_ids(template: ChatTemplate) -> str:
     """`free`: never shown; `rendered`: shown as they are; `nine`: shown, nine letters or digits each."""
+    template = template.with_rules(template.rules - {"call-ids"})
     ours, nine, other = (_with_ids(template, ids) for ids in ("call_{n}_abcd", "call0000{n}", "cccc0000{n}"))
     if nine is None or nine == other:
         return "free"

@@ -3,7 +3,9 @@
 Runs the Jinja source in a sandbox with what transformers offers templates: the special tokens by
 name, `tojson` that leaves the text alone, `raise_exception`, `strftime_now` (the time is frozen when
 the template is loaded), loop controls and the `generation` tag. Every string of a message or a tool
-is escaped on its way in. Refuses with `UsageError` the messages the template refuses.
+is escaped on its way in. A conversation goes through the rules that the template needs (`rules`) first.
+Refuses with `UsageError` the messages the template refuses in spite of them; under the policy `strict`
+also those that a rule would have to change.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from msgspec import Struct
 from afield.errors import UsageError
 from afield.tokens.escape import BREAK, Spelled, policy
 from afield.tokens.jsonscan import JsonScanner
+from afield.tokens.rules import LAST_RESORT, SAME_ROLE, Folded, fold
 from afield.types import Message, ToolCall
 
 # What templates, which are foreign code, raise when they meet messages they were not written for.
@@ -48,6 +51,10 @@ class Tool(Struct, frozen=True):
 
 class TemplateRefusal(UsageError, ValueError):
     """These messages or tools cannot be rendered."""
+
+
+class _Raised(TemplateRefusal):
+    """The template itself raised."""
 
 
 class ChatTemplate:
@@ -72,14 +79,28 @@ class ChatTemplate:
         self.hash = hashlib.sha256(json.dumps(dict(sources), sort_keys=True).encode()).hexdigest()
         self._variables = dict(variables)
         self._text_arguments = False
+        self._content_parts = False
         self._known_tools: dict[int, tuple[Sequence[Tool], list[dict[str, Any]]]] = {}
-        self._knows_developer = "developer" in self.source
+        self.rules: frozenset[str] = frozenset()
+        self._last_resort: frozenset[str] = frozenset()
+        self._strict = False
 
-    def under(self, escape: str) -> ChatTemplate:
-        """The same template under another policy for control tokens in content."""
+    def under(self, escape: str, *, strict: bool = False) -> ChatTemplate:
+        """The same template under other policies, for control tokens in content and for rules."""
         other = copy(self)
         other._escape = policy(escape, self._literals, self._fixed)
         other._known_tools = {}
+        other._strict = strict
+        return other
+
+    def with_rules(self, rules: Iterable[str], *, last_resort: bool = False) -> ChatTemplate:
+        """The same template, which gets conversations as these rules leave them.
+
+        With `last_resort`, the other rules are tried on what it refuses all the same.
+        """
+        other = copy(self)
+        other.rules = frozenset(rules)
+        other._last_resort = LAST_RESORT if last_resort else frozenset()
         return other
 
     def with_text_arguments(self) -> ChatTemplate:
@@ -88,10 +109,55 @@ class ChatTemplate:
         other._text_arguments = True
         return other
 
+    def with_content_parts(self) -> ChatTemplate:
+        """For a template that takes the content of a message only as a list of parts."""
+        other = copy(self)
+        other._content_parts = True
+        return other
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> str:
         """Escaped text; with `generation` it ends where the model goes on."""
+        folded = self._folded(messages, tools, self.rules, generation=generation)
+        return self._render(folded, tools, generation)
+
+    def render_any(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, tuple[str, ...]]:
+        """A prompt, and the rules that were applied: those of the template, or else all there are."""
+        folded = self._folded(messages, tools, self.rules, generation=True)
+        try:
+            return self._render(folded, tools, generation=True), folded.applied
+        except _Raised:
+            last = fold(messages, tools, self.rules | self._last_resort, generation=True)
+            if self._strict or last.messages == folded.messages:
+                raise
+            return self._render(last, tools, generation=True), last.applied
+
+    def applied(self, new: Sequence[Message]) -> tuple[str, ...]:
+        """The rules that change messages which follow a turn."""
+        return fold(new, (), self.rules, begins=False, generation=True).applied if self.rules else ()
+
+    def _folded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        rules: frozenset[str],
+        *,
+        generation: bool = False,
+        begins: bool = True,
+    ) -> Folded:
+        if not rules:
+            return Folded(messages, tools)
+        folded = fold(messages, tools, rules, begins=begins, generation=generation)
+        if self._strict and (changes := [rule for rule in folded.applied if rule != SAME_ROLE]):
+            raise TemplateRefusal(
+                f"the model's chat template takes these messages (roles: {_roles(messages)}) only by the"
+                f" rules {', '.join(changes)}, and this session is strict; open it with render 'fold'"
+            )
+        return folded
+
+    def _render(self, folded: Folded, tools: Sequence[Tool], generation: bool) -> str:
+        tools = tools if folded.tools else ()
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        said = self.messages(messages)
+        said = self._escaped_messages(folded.messages)
         try:
             return self._templates[name].render(
                 {
@@ -105,13 +171,22 @@ class ChatTemplate:
         except RecursionError as error:
             raise TemplateRefusal("the tools are nested too deeply to be rendered") from error
         except _REFUSALS as error:
-            roles = ", ".join(message.role for message in messages) or "none"
-            raise TemplateRefusal(
+            roles = _roles(folded.messages)
+            raise _Raised(
                 f"the model's chat template refuses these messages (roles: {roles}): {error}"
             ) from error
 
-    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """As templates take them, escaped."""
+    def inputs(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, begins: bool = True
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Messages and tools as templates take them before a turn of the model's, escaped.
+
+        With `begins` false, the messages follow a turn that is not among them.
+        """
+        folded = self._folded(messages, tools, self.rules, begins=begins, generation=True)
+        return self._escaped_messages(folded.messages), self.tools(tools if folded.tools else ())
+
+    def _escaped_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         return [self._checked(self._message, m, f"message {n} ({m.role})") for n, m in enumerate(messages)]
 
     def tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
@@ -136,11 +211,9 @@ class ChatTemplate:
             ) from spelled
 
     def _message(self, message: Message) -> dict[str, Any]:
-        role = message.role
-        if role == "developer" and not self._knows_developer:
-            role = "system"
-        content = self._parts(message) if message.images else self._escape(message.content)
-        out: dict[str, Any] = {"role": role, "content": content}
+        as_parts = message.images or self._content_parts
+        content = self._parts(message) if as_parts else self._escape(message.content)
+        out: dict[str, Any] = {"role": message.role, "content": content}
         if message.reasoning:
             out["reasoning_content"] = out["thinking"] = self._escape(message.reasoning)
         if message.tool_calls:
@@ -153,7 +226,7 @@ class ChatTemplate:
 
     def _parts(self, message: Message) -> list[dict[str, str]]:
         """Text and images in their order, for templates that know what to do with them."""
-        if not self.takes_images:
+        if message.images and not self.takes_images:
             raise TemplateRefusal("the model's chat template has no place for images; send text")
         parts: list[dict[str, str]] = []
         done = 0
@@ -161,7 +234,8 @@ class ChatTemplate:
             parts += self._text_part(message.content[done : image.at])
             parts.append({"type": "image"})
             done = image.at
-        return parts + self._text_part(message.content[done:])
+        parts += self._text_part(message.content[done:])
+        return parts or [{"type": "text", "text": ""}]
 
     def _text_part(self, text: str) -> list[dict[str, str]]:
         return [{"type": "text", "text": self._escape(text)}] if text else []
@@ -205,6 +279,10 @@ class ChatTemplate:
         if isinstance(value, dict):
             return {self._escape(str(key)): self._escaped(item) for key, item in value.items()}
         return value
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages) or "none"
 
 
 def _object_or_text(arguments: str) -> Any:

@@ -1,0 +1,54 @@
+"""Any harness on any template: what a client sends is answered, and what a rule changed is recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from gateways import running
+from templates.models import write_model
+
+pytestmark = pytest.mark.anyio
+REPLY = Scripted(token_ids=(7, 8, 2))
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Hi"}
+LATER = {"role": "system", "content": "Speak French."}
+
+
+async def ask(client: openai.AsyncOpenAI, messages: list[Any], **rest: Any) -> Any:
+    made = await client.chat.completions.create(model="m", messages=messages, **rest)
+    return made.choices[0].message.model_dump(exclude_none=True)
+
+
+async def test_a_turn_names_the_rules_by_which_its_messages_were_changed(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "moving")
+    engine = ScriptedEngine([REPLY] * 3)
+    async with running(engine, tmp_path / "store", model) as up:
+        client = await up.agent()
+        messages = [SYSTEM, USER, LATER]
+        messages.append(await ask(client, messages))
+        messages += [USER]
+        messages.append(await ask(client, messages))
+        await ask(client, [*messages, LATER])
+        record = await up.client.finalize("r.1")
+        tokens = up.gateway.tokens
+    assert [turn.tags for turn in record.turns] == [("render:fold-system",), (), ("render:fold-system",)]
+    # A later system message stands in its place, so one conversation is one row.
+    assert [turn.parent for turn in record.turns] == [None, "t1", "t2"]
+    assert [turn.tier for turn in record.turns] == ["T4", "T2", "T2"]
+    assert "<system>\nSpeak French.\n</system>" in tokens.decode(record.turns[2].delta_ids)
+
+
+async def test_a_strict_session_is_refused_what_its_template_refuses(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "moving")
+    async with running(ScriptedEngine([REPLY]), tmp_path / "store", model) as up:
+        client = await up.agent(render="strict")
+        with pytest.raises(openai.BadRequestError, match="fold-system.*this session is strict"):
+            await ask(client, [SYSTEM, USER, LATER])
+        await ask(client, [SYSTEM, USER])
+        record = await up.client.finalize("r.1")
+    assert [turn.tags for turn in record.turns] == [()]
