@@ -47,7 +47,7 @@ async def test_a_strict_session_is_refused_what_its_template_refuses(tmp_path: P
     model = write_model(tmp_path / "model", "moving")
     async with running(ScriptedEngine([REPLY]), tmp_path / "store", model) as up:
         client = await up.agent(render="strict")
-        with pytest.raises(openai.BadRequestError, match="fold-system.*this session is strict"):
+        with pytest.raises(openai.BadRequestError, match=r"fold-system.*this session is strict"):
             await ask(client, [SYSTEM, USER, LATER])
         await ask(client, [SYSTEM, USER])
         record = await up.client.finalize("r.1")

@@ -29,8 +29,8 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     escape: Escape = "escape"
     """What becomes of control tokens in the text of messages; see docs/tokens.md."""
     render: Render = "fold"
-    """What becomes of a conversation that the chat template would refuse: `fold` changes it by declared rules,
-    and its turns say so with tags `render:RULE`; `strict` refuses it. See docs/tokens.md."""
+    """What becomes of a conversation that the chat template would refuse: `fold` changes it by declared
+    rules, and its turns say so with tags `render:RULE`; `strict` refuses it. See docs/tokens.md."""
     side_calls: SideCalls = "exclude"
     """Which side calls are kept out of the loss: `exclude` those that are declared or have a known
     fingerprint, only those that are `declared`, or none: `train`."""
