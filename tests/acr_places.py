@@ -124,5 +124,6 @@ class Caller:
 async def acr(**options: Any) -> AsyncIterator[Caller]:
     """`isolation` is none unless a test is about the sandbox."""
     options = {"images": IMAGES, "isolation": "none", **options}
-    async with AcrServer(AcrOptions(**options)) as server:
+    http = options.pop("http", "auto")
+    async with AcrServer(AcrOptions(**options), http=http) as server:
         yield Caller(server.url)

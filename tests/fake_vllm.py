@@ -369,12 +369,12 @@ def _spoilt(event: str, fault: str) -> str:
 
 
 @asynccontextmanager
-async def serving(fake: FakeVllm) -> AsyncIterator[str]:
+async def serving(fake: FakeVllm, port: int = 0) -> AsyncIterator[str]:
     """The server, with its engine, on a port of its own."""
     async with fake.engine:
         runner = web.AppRunner(fake.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         host, port = runner.addresses[0][:2]
         fake.url = f"http://{host}:{port}"

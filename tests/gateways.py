@@ -14,6 +14,7 @@ import msgspec
 import openai
 
 from afield.gateway.client import HttpGateway
+from afield.gateway.connections import ConnectionLimits
 from afield.gateway.outcomes import USUAL, Limits
 from afield.gateway.pool import Pool
 from afield.gateway.server import serve
@@ -73,6 +74,7 @@ async def running(
     outlet: Transport | None = None,
     listener: socket.socket | None = None,
     limits: Limits = USUAL,
+    connections: ConnectionLimits | None = None,
 ) -> AsyncIterator[Running]:
     """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listener or listen("127.0.0.1", 0)
@@ -91,7 +93,7 @@ async def running(
     )
     async with pool, gateway:
         ready = asyncio.Event()
-        server = asyncio.create_task(serve(gateway, listener, ready.set))
+        server = asyncio.create_task(serve(gateway, listener, ready.set, connections=connections))
         try:
             await asyncio.wait_for(ready.wait(), 60)
             async with HttpGateway(url, ADMIN) as client:

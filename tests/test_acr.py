@@ -7,9 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
 import boto3
 import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.config import Config
+from botocore.credentials import Credentials
 
 from acr_places import IMAGES, PROGRAM, acr, client, gone, session_id
 from afield.acr.control import Account
@@ -76,7 +81,7 @@ async def test_large_payloads_pass_and_too_large_ones_are_refused() -> None:
         await caller.ready()
         text = "x" * 5_000_000
         assert (await caller.invoke({"text": text}))["payload"]["text"] == text
-        with pytest.raises(caller.data.exceptions.ValidationException, match="100000000 bytes"):
+        with pytest.raises(caller.data.exceptions.ValidationException, match="100000000 are allowed"):
             await caller.raw(b"x" * 100_000_001)
 
 
@@ -284,3 +289,57 @@ async def test_two_clients_of_one_server_see_the_same_runtimes() -> None:
         other = client("bedrock-agentcore-control", caller.url)
         listed = await asyncio.to_thread(other.list_agent_runtimes)
         assert [one["agentRuntimeName"] for one in listed["agentRuntimes"]] == ["math"]
+
+
+def keyed(service: str, url: str, secret: str) -> Any:
+    config = Config(retries={"total_max_attempts": 1}, read_timeout=60)
+    keys = {"aws_access_key_id": "any", "aws_secret_access_key": secret}
+    return boto3.client(service, endpoint_url=url, region_name="us-west-2", config=config, **keys)
+
+
+async def test_only_requests_signed_with_the_servers_key_are_taken() -> None:
+    async with acr(secret_key="right/key+1") as caller:
+        caller.control = keyed("bedrock-agentcore-control", caller.url, "right/key+1")
+        caller.data = keyed("bedrock-agentcore", caller.url, "right/key+1")
+        assert await caller.ready() == "READY"
+        session = session_id()
+        assert (await caller.invoke({"x": 1}, session))["count"] == 1
+        listed = await caller.call(caller.control.list_agent_runtimes, maxResults=5)
+        assert len(listed["agentRuntimes"]) == 1
+        caller.data = keyed("bedrock-agentcore", caller.url, "wrong")
+        with pytest.raises(caller.data.exceptions.AccessDeniedException, match="signature does not match"):
+            await caller.invoke({}, session)
+        async with aiohttp.ClientSession() as http, http.get(f"{caller.url}/_acr/sessions") as answer:
+            assert answer.status == 403
+
+
+async def test_a_signature_holds_for_the_body_it_was_made_of() -> None:
+    async with acr(secret_key="right") as caller:
+        request = AWSRequest("PUT", f"{caller.url}/runtimes/", data=b"{}")
+        SigV4Auth(Credentials("any", "right"), "bedrock-agentcore", "us-west-2").add_auth(request)
+        statuses = []
+        async with aiohttp.ClientSession() as http:
+            for body in (b"{}", b'{"other": 1}'):
+                async with http.put(request.url, data=body, headers=dict(request.headers)) as answer:
+                    statuses.append((answer.status, (await answer.json())["message"][:20]))
+        assert [status for status, _ in statuses] == [400, 403], statuses
+
+
+@pytest.mark.parametrize("parser", ["h11", "httptools"])
+async def test_a_payload_that_is_too_large_is_named_as_such(parser: str) -> None:
+    async with acr(http=parser) as caller:
+        await caller.ready()
+        with pytest.raises(caller.data.exceptions.ValidationException) as refused:
+            await caller.raw(b"x" * 120_000_000)
+        assert "has 120000000 bytes, 100000000 are allowed" in str(refused.value)
+
+
+async def test_half_a_character_is_named_as_such() -> None:
+    async with acr() as caller:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.put(f"{caller.url}/runtimes/", data=b'{"agentRuntimeName": "\\ud800"}') as answer,
+        ):
+            told = await answer.json()
+        assert answer.status == 400
+        assert r"byte 22 has \ud800, half of a surrogate pair" in told["message"]

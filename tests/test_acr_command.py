@@ -233,3 +233,10 @@ def test_the_page_lists_every_option_and_fault() -> None:
         kind for row in re.findall(r"^\| (`.*?) \|", faults, re.M) for kind in re.findall(r"`(\w+)`", row)
     ]
     assert set(kinds) == set(KINDS)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.invalid"])
+def test_an_address_that_others_reach_needs_a_key(host: str, tmp_path: Path) -> None:
+    code, _, err = afield(tmp_path, "acr", "--image", f"math={PROGRAM}", "--host", host, "--port", 0)
+    assert code == 2
+    assert f"{host} can be reached by others" in err and "--secret-key" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from fake_vllm import FakeVllm, serving
 from gateways import ADMIN, POLICY, vocabulary
 
 pytestmark = pytest.mark.anyio
+PAUSE, RESUME = ("/policy/pause", {"in_flight": "keep"}), ("/policy/resume", {})
 SESSIONS = [f"r{n}.1" for n in range(8)]
 
 
@@ -42,7 +44,6 @@ async def gateway(store: Path, engine_url: str) -> AsyncIterator[tuple[str, int]
     """Its address and the id of its front process."""
     arguments = ["gateway", "--model", str(POLICY), "--engine", f"vllm={engine_url}", "--port", "0"]
     arguments += ["--processes", "2", "--store", str(store), "--json", "--exit-with-parent"]
-    arguments += ["--outcomes", f"files://{store / 'outcomes'}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -50,7 +51,7 @@ async def gateway(store: Path, engine_url: str) -> AsyncIterator[tuple[str, int]
         *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "AFIELD_ADMIN_KEY": ADMIN},
+        env={**os.environ, "AFIELD_ADMIN_KEY": ADMIN, "AFIELD_OUTCOMES": f"files://{store / 'outcomes'}"},
     )
     assert process.stdout is not None
     try:
@@ -80,9 +81,9 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
             # One connection, all sessions: requests are passed on to where they belong.
             for ticket in tickets:
                 said = {"role": "user", "content": "Another."}
-                body = {"model": "m", "messages": [said], "stream": True}
-                key = {"authorization": f"Bearer {ticket.api_key}"}
-                async with http.post(f"{url}/v1/chat/completions", json=body, headers=key) as answer:
+                body = gzip.compress(json.dumps({"model": "m", "messages": [said], "stream": True}).encode())
+                key = {"authorization": f"Bearer {ticket.api_key}", "content-encoding": "gzip"}
+                async with http.post(f"{url}/v1/chat/completions", data=body, headers=key) as answer:
                     assert (await answer.text()).endswith("data: [DONE]\n\n")
             states = [await admin.state(session) for session in SESSIONS]
             assert [(s.calls, s.turns, s.branches, s.dangling) for s in states] == [(3, 3, 2, 0)] * 8
@@ -95,6 +96,14 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
                     assert await answer.json() == {"phase": "open"}
             assert all(s.unseen_s is not None for s in (await admin.states(SESSIONS)).values())
             key = {"authorization": f"Bearer {ADMIN}"}
+            for path, said in [("/sessions", {"id": s}) for s in ("x1.1", "x2.1", "x3.1")] + [PAUSE, RESUME]:
+                body = gzip.compress(json.dumps(said).encode())
+                packed = key | {"content-encoding": "gzip"}
+                async with http.post(url + path, data=body, headers=packed) as answer:
+                    assert answer.status < 300, await answer.text()
+            for session in ("x1.1", "x2.1", "x3.1"):
+                async with http.delete(f"{url}/sessions/{session}", headers=key) as answer:
+                    assert answer.status < 300
             async with http.get(f"{url}/metrics", headers=key) as page:
                 numbers = await page.text()
             assert 'afield_calls_total{dialect="chat",finish="stop"} 24' in numbers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import re
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
@@ -28,6 +29,11 @@ COMMITS, LATE, ADOPTED, FENCED = "commits", "late", "adopted", "fenced"
 HINT_SCHEMES = ("nats://", "tls://", "redis://", "rediss://")
 OWN_PARTS = frozenset({COMMITS, LATE, ADOPTED, FENCED})
 T = TypeVar("T")
+# Half of a pair of \\u escapes, after an even number of backslashes.
+_LONE = re.compile(
+    rb"(?<!\\)(?:\\\\)*(?P<lone>\\u[dD](?:[89aAbB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}))"
+)
+_PAIR = re.compile(rb"\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
 
 class Invocation(Struct, frozen=True, kw_only=True):
@@ -279,3 +285,15 @@ def _known_version(value: T, what: str) -> T:
 
 def failed(rollout_id: str, attempt: int, failure: Failure) -> Outcome:
     return Outcome(rollout_id=rollout_id, attempt=attempt, failure=failure, stop_reason=str(failure.reason))
+
+
+def json_problem(body: bytes, error: Exception) -> str:
+    """What is wrong with a body that is not JSON, in words that help its sender."""
+    unpaired = _PAIR.sub(lambda pair: b" " * len(pair[0]), body)
+    if isinstance(error, msgspec.DecodeError) and (match := _LONE.search(unpaired)):
+        lone = match["lone"].decode()
+        return (
+            f"byte {match.start('lone')} has {lone}, half of a surrogate pair and no character;"
+            " send both halves, or \\ufffd in its place"
+        )
+    return str(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from afield.acr import logs
+from afield.acr import logs, sigv4
 from afield.acr.control import Control, Reply
 from afield.acr.data import Data
 from afield.acr.faults import Luck
@@ -33,8 +33,10 @@ class App:
         luck: Luck,
         *,
         signed: bool,
+        secret_key: str,
         folder: Path,
     ) -> None:
+        self._secret_key = secret_key
         self._control, self._sessions = control, sessions
         self._counts, self._luck, self._signed, self._folder = counts, luck, signed, folder
         self._asked = {
@@ -51,10 +53,12 @@ class App:
         operation = ""
         try:
             if request.path.startswith("/_acr/"):
+                if self._secret_key:
+                    await self._check_signed(request)
                 await request.answer(200, self._view(request.path))
                 return
             operation, answer = self._route(request)
-            self._check_signed(request)
+            await self._check_signed(request)
             await answer()
         except Problem as problem:
             log.info("%s %s: %d %s: %s", request.method, request.path, problem.status, problem.kind, problem)
@@ -65,8 +69,13 @@ class App:
             if operation:
                 self._counts.answered(operation, request.status)
 
-    def _check_signed(self, request: Request) -> None:
-        if self._signed and not request.headers.get("authorization", "").startswith(SIGNED):
+    async def _check_signed(self, request: Request) -> None:
+        if self._secret_key:
+            body = await request.body()
+            asked = request.method, request.path, request.query_string, request.headers, body
+            if problem := sigv4.problem(self._secret_key, *asked):
+                raise Problem("AccessDeniedException", problem)
+        elif self._signed and not request.headers.get("authorization", "").startswith(SIGNED):
             raise Problem("AccessDeniedException", "Missing Authentication Token: the request is not signed")
 
     def _view(self, path: str) -> object:

@@ -16,6 +16,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Iterable[tuple[str, str]]
 MAX_BODY = 100_000_000
+MAX_READ = 1_000_000_000
 
 
 class Request:
@@ -25,23 +26,39 @@ class Request:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.pairs = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
         self.query = dict(self.pairs)
+        self.query_string: str = scope.get("query_string", b"").decode("latin-1")
         self.id = str(uuid.uuid4())
         self.status = 0
         self._receive, self._send = receive, send
+        self._body: bytes | None = None
 
     async def body(self) -> bytes:
+        if self._body is None:
+            self._body = await self._read()
+        return self._body
+
+    async def _read(self) -> bytes:
+        declared = self.headers.get("content-length", "")
+        size = int(declared) if declared.isdigit() else 0
         parts: list[bytes] = []
-        size = 0
-        while True:
+        received, more = 0, True
+        while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ConnectionCut
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > MAX_BODY:
-                raise invalid("payload", f"is over {MAX_BODY} bytes")
-            if not message.get("more_body"):
-                return b"".join(parts)
+            part, more = message.get("body", b""), message.get("more_body", False)
+            received += len(part)
+            if max(size, received) <= MAX_BODY:
+                parts.append(part)
+                continue
+            parts.clear()
+            # Read to its end: a client that still sends would not see the answer, but a broken connection.
+            if received > MAX_READ:
+                break
+        if max(size, received) > MAX_BODY:
+            told = f"has {max(size, received)} bytes, {MAX_BODY} are allowed; put large inputs into a store"
+            raise invalid("payload", f"{told} and send their address")
+        return b"".join(parts)
 
     async def answer(self, status: int, value: object, headers: Headers = ()) -> None:
         body = b"" if status == 204 else msgspec.json.encode(value)

@@ -10,10 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from afield.acr.http import Request
-from afield.acr.problems import Problem, invalid
+from afield.acr.problems import invalid
+from afield.acr.shapes import read
 
 TARGET = "Logs_20140328.FilterLogEvents"
 STREAM = re.compile(r"^\d{4}/\d\d/\d\d/\[runtime-logs-([A-Za-z0-9][A-Za-z0-9._-]{0,127})\]$")
@@ -25,12 +24,7 @@ def asked(request: Request) -> bool:
 
 
 async def answer(request: Request, folder: Path) -> None:
-    try:
-        wish: dict[str, Any] = msgspec.json.decode(await request.body(), type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise Problem(
-            "ValidationException", f"the body is not JSON: {error}", reason="CannotParse"
-        ) from error
+    wish: dict[str, Any] = read(await request.body(), dict[str, Any])
     found = STREAM.match(str(wish.get("logStreamNamePrefix", "")))
     if found is None or wish.get("filterPattern"):
         raise invalid(

@@ -45,6 +45,8 @@ class AcrOptions(Struct, frozen=True, kw_only=True):
     faults: Mapping[str, Fault] = field(default_factory=dict)
     seed: int = 0
     signed: bool = False
+    secret_key: str = ""
+    """Secret access key that all requests must be signed with; empty: signatures are not verified."""
     logs: Path | None = None
 
 
@@ -56,7 +58,15 @@ class _Server(uvicorn.Server):
 
 
 class AcrServer:
-    def __init__(self, options: AcrOptions, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self,
+        options: AcrOptions,
+        listener: socket.socket | None = None,
+        *,
+        http: Literal["auto", "h11", "httptools"] = "auto",
+    ) -> None:
+        """`http` is the parser: httptools where it is installed, else h11."""
+        self._http: Literal["auto", "h11", "httptools"] = http
         self._options = options
         self._listener = listener
         self._stack = AsyncExitStack()
@@ -81,7 +91,16 @@ class AcrServer:
         control = Control(options.account, options.images, places, sessions, luck)
         stack.push_async_callback(control.close)
         data = Data(control, sessions, options.quotas, options.pace, luck)
-        app = App(control, data, sessions, counts, luck, signed=options.signed, folder=logs)
+        app = App(
+            control,
+            data,
+            sessions,
+            counts,
+            luck,
+            signed=options.signed,
+            secret_key=options.secret_key,
+            folder=logs,
+        )
         await self._serve(stack, app)
 
     def _places(self, logs: Path) -> Places:
@@ -105,6 +124,7 @@ class AcrServer:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         config = uvicorn.Config(
             app,
+            http=self._http,
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from afield.acr.problems import Problem, invalid
+from afield.wire import json_problem
 
 T = TypeVar("T")
 # The quotas page of the service; its wire model allows more, on compute that is not modelled here.
@@ -169,7 +170,7 @@ def read(body: bytes, into: type[T]) -> T:
         raise invalid(name, message) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Problem(
-            "ValidationException", f"the body is not JSON: {error}", reason="CannotParse"
+            "ValidationException", f"the body is not JSON: {json_problem(body, error)}", reason="CannotParse"
         ) from error
 
 

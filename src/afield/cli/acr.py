@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from afield.cli.gateway import on_fast_loop
+from afield.cli.gateway import on_fast_loop, on_loopback
 from afield.cli.logs import FORMATS, start_logging
+from afield.config import Environment
 from afield.errors import UsageError
 from afield.sdk.listen import listen
 
@@ -26,7 +27,7 @@ bedrock-agentcore and bedrock-agentcore-control reach it by endpoint_url. Each s
 program in an isolated place of its own.
 """
 NOT_MODELLED = """\
-It does not model: the verification of signatures, IAM roles and policies, JWT authorizers; VPC networking;
+It does not model: IAM roles and policies, JWT authorizers; VPC networking;
 containers as such (an image is a program of this machine; no arm64, no microVM); MCP, A2A and
 WebSocket; file systems, lifecycle hooks, capacity providers; gateways, memory, identity and the other
 services of AgentCore. Runtimes are forgotten when it ends.
@@ -54,7 +55,13 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--require-signature",
         action="store_true",
-        help="refuse requests without a SigV4 header; the signature itself is not verified",
+        help="refuse requests without a SigV4 header; --secret-key verifies it, too",
+    )
+    command.add_argument(
+        "--secret-key",
+        metavar="KEY",
+        help="verify that requests are signed with this secret access key; or AFIELD_ACR_SECRET_KEY,"
+        " which other users cannot read; needed on any address but loopback",
     )
     command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
@@ -120,6 +127,12 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     start_logging(args.log_format)
+    args.secret_key = args.secret_key or Environment.read().acr_secret_key
+    if not args.secret_key and not on_loopback(args.host):
+        raise UsageError(
+            f"{args.host} can be reached by others, who would run programs here: give a --secret-key,"
+            " or set AFIELD_ACR_SECRET_KEY; clients use it as their aws_secret_access_key"
+        )
     options = options_of(args)
     _raise_open_files()
     with listen(args.host, args.port) as listener:
@@ -166,6 +179,7 @@ def options_of(args: argparse.Namespace) -> Any:
             faults=faults.parse(args.fault),
             seed=args.seed,
             signed=args.require_signature,
+            secret_key=args.secret_key or "",
             logs=args.logs,
         )
     except ValueError as error:

@@ -22,11 +22,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from msgspec import structs
+
 from afield.cli.early import check_engine
 from afield.cli.logs import FORMATS, start_logging
-from afield.config import Environment, agent_environment
+from afield.config import ENGINE_START_S, Environment, GatewaySettings, agent_environment
 from afield.errors import UsageError
 from afield.sdk.listen import listen
+
+SHARD_COMMAND = "gateway-process"
+PROCESS_START_S = 180.0
 
 
 def add(commands: Any) -> None:
@@ -70,70 +75,131 @@ def add(commands: Any) -> None:
         "--max-submission-mb", type=int, default=16, help="of one outcome or reward (default: 16)"
     )
     command.add_argument("--max-rewards", type=int, default=10_000, help="of one session (default: 10000)")
+    command.add_argument(
+        "--max-session-mb",
+        type=int,
+        default=256,
+        metavar="MB",
+        help="of one session's requests in flight at once, decompressed (default: 256)",
+    )
+    command.add_argument(
+        "--max-connections",
+        type=int,
+        default=16_384,
+        metavar="N",
+        help="from one address at once, in each process (default: 16384)",
+    )
+    command.add_argument(
+        "--engine-start-timeout",
+        type=float,
+        default=ENGINE_START_S,
+        metavar="S",
+        help="seconds to wait at start for an engine that does not answer yet (default: 300)",
+    )
     command.add_argument("--durable", action="store_true", help="survive power cuts too (fsync per commit)")
     command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     command.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
-    for hidden in ("--shard", "--shard-link"):
-        command.add_argument(hidden, type=int, help=argparse.SUPPRESS)
-    command.add_argument("--shard-sockets", type=Path, help=argparse.SUPPRESS)
     command.set_defaults(run=run)
+    shard = commands.add_parser(SHARD_COMMAND, description="One of several gateway processes on one port.")
+    for name in ("--shard", "--shard-link"):
+        shard.add_argument(name, type=int, required=True)
+    shard.add_argument("--shard-sockets", type=Path, required=True)
+    shard.set_defaults(run=run_shard)
 
 
 def run(args: argparse.Namespace) -> int:
     start_logging(args.log_format)
-    args.engine = args.engine or ["torch"]
     environment = Environment.read()
-    args.outcomes = args.outcomes or environment.outcomes
-    args.local_url = args.public_url
-    check(args)
-    given = args.admin_key or environment.admin_key
-    args.admin_key = given or made_up_key(args.host)
+    chosen_key = args.admin_key or environment.admin_key
+    settings = GatewaySettings(
+        model=args.model,
+        engine=tuple(args.engine or ["torch"]),
+        admin_key=chosen_key or "",
+        public_url=args.public_url or "",
+        local_url="",
+        store=args.store,
+        secret_file=args.secret_file,
+        processes=args.processes,
+        outcomes=args.outcomes or environment.outcomes,
+        slots=args.slots,
+        seed=args.seed,
+        engine_ledger=args.engine_ledger,
+        engine_start_timeout_s=args.engine_start_timeout,
+        max_submission_mb=args.max_submission_mb,
+        max_session_mb=args.max_session_mb,
+        max_rewards=args.max_rewards,
+        max_connections=args.max_connections,
+        durable=args.durable,
+        log_format=args.log_format,
+    )
+    check(settings)
+    if not chosen_key:
+        settings = structs.replace(settings, admin_key=made_up_key(args.host))
     if args.exit_with_parent:
         threading.Thread(target=_exit_with_parent, daemon=True).start()
-    if args.shard is not None:
-        serve_shard(args)
-        return 0
     listener = listen(args.host, args.port)
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    port = listener.getsockname()[1]
-    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-    args.local_url = f"http://{everywhere.get(host, host)}:{port}"
-    args.public_url = with_port(args.public_url or f"http://{host}:{port}")
+    settings = _with_addresses(settings, args.host, listener.getsockname()[1])
+
+    def ready(model: str) -> None:
+        announce(settings, model, made_up=not chosen_key, as_json=args.json)
+
     with listener:
-        if args.processes > 1:
-            serve_front(args, listener, not given)
+        if settings.processes > 1:
+            serve_front(settings, listener, ready)
         else:
-            on_fast_loop(serve(args, listener, lambda model: announce(args, model, not given)))
+            on_fast_loop(serve(settings, listener, ready))
     return 0
 
 
-def check(args: argparse.Namespace) -> None:
-    if args.processes < 1:
-        raise UsageError(f"--processes {args.processes} must be at least 1")
-    for name in ("max_submission_mb", "max_rewards"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    if args.public_url and not re.match(r"https?://[^/?#\s]+[^?#\s]*$", args.public_url):
-        raise UsageError(f"--public-url {args.public_url!r} is no address; like https://gateway.example:8400")
-    if args.outcomes == "memory":
+def run_shard(args: argparse.Namespace) -> int:
+    """Its settings are the first line of standard input, whose end is the end of its front."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (more := os.read(0, 65536)):
+            return 1
+        line += more
+    settings = GatewaySettings.from_json(line)
+    start_logging(settings.log_format)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    serve_shard(settings, args)
+    return 0
+
+
+def _with_addresses(settings: GatewaySettings, host: str, port: int) -> GatewaySettings:
+    host = f"[{host}]" if ":" in host else host
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    return structs.replace(
+        settings,
+        local_url=f"http://{everywhere.get(host, host)}:{port}",
+        public_url=with_port(settings.public_url or f"http://{host}:{port}"),
+    )
+
+
+def check(settings: GatewaySettings) -> None:
+    url = settings.public_url
+    if url and not re.match(r"https?://[^/?#\s]+[^?#\s]*$", url):
+        raise UsageError(f"--public-url {url!r} is no address; like https://gateway.example:8400")
+    if settings.outcomes == "memory":
         raise UsageError("--outcomes memory ends with the gateway and nobody else reads it; use files:///DIR")
-    if args.processes > 1 and args.engine_ledger:
+    if settings.processes > 1 and settings.engine_ledger:
         raise UsageError("--engine-ledger takes one writer: leave it out, or use --processes 1")
-    for engine in args.engine:
-        check_engine(engine, Path(args.model))
-    embedded = [e for e in args.engine if e.partition("=")[0] in ("torch", "scripted")]
-    if args.processes > 1 and embedded:
+    for engine in settings.engine:
+        check_engine(engine, Path(settings.model))
+    embedded = [e for e in settings.engine if e.partition("=")[0] in ("torch", "scripted")]
+    if settings.processes > 1 and embedded:
         raise UsageError(
             f"--engine {embedded[0]} lives in one process; use --processes 1, or a server: --engine vllm=URL"
         )
 
 
 async def serve(
-    args: argparse.Namespace,
+    settings: GatewaySettings,
     listener: socket.socket,
     ready: Callable[[str], None],
+    *,
     shard: Any = None,
+    link: int | None = None,
 ) -> None:
     from afield import wiring
 
@@ -142,29 +208,38 @@ async def serve(
     # A thousand is too few where each agent may hold hundreds of connections.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    model = Path(args.model)
+    model = Path(settings.model)
     tokens = wiring.load("tokens:ChatTokens").load(model, cache=Environment.read().certificates)
-    pool = wiring.pool(args.engine, model, slots=args.slots, seed=args.seed, ledger=args.engine_ledger)
+    pool = wiring.pool(
+        settings.engine,
+        model,
+        slots=settings.slots,
+        seed=settings.seed,
+        ledger=settings.engine_ledger,
+        start_timeout_s=settings.engine_start_timeout_s,
+    )
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(pool)
         outlet = None
-        if args.outcomes:
-            made = wiring.load("transports.parse:from_spec")(args.outcomes, args.store / "outcomes")
+        if settings.outcomes:
+            made = wiring.load("transports.parse:from_spec")(settings.outcomes, settings.store / "outcomes")
             outlet = await stack.enter_async_context(made)
         gateway = wiring.load("gateway.service:LocalGateway")(
             tokens=tokens,
             engine=pool,
-            store=args.store,
-            admin_key=args.admin_key,
-            public_url=args.public_url,
-            durable=args.durable,
+            store=settings.store,
+            admin_key=settings.admin_key,
+            public_url=settings.public_url,
+            durable=settings.durable,
             shard=shard,
             outlet=outlet,
             secret=wiring.load("gateway.signing_secret:SecretPlace")(
-                directory=Environment.read().secrets, file=args.secret_file
+                directory=Environment.read().secrets, file=settings.secret_file
             ),
             limits=wiring.load("gateway.outcomes:Limits")(
-                submission_bytes=args.max_submission_mb * 1024 * 1024, rewards=args.max_rewards
+                submission_bytes=settings.max_submission_mb * 1024 * 1024,
+                session_bytes=settings.max_session_mb * 1024 * 1024,
+                rewards=settings.max_rewards,
             ),
         )
         await stack.enter_async_context(gateway)
@@ -172,23 +247,26 @@ async def serve(
         # Not before: what only loads has nothing to keep, and should end at once.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         server = wiring.load("gateway.server:serve")
-        await server(gateway, listener, lambda: ready(tokens.name), link=args.shard_link)
+        bounds = wiring.load("gateway.connections:ConnectionLimits")(
+            per_address=min(settings.max_connections, hard * 3 // 4)
+        )
+        await server(gateway, listener, lambda: ready(tokens.name), link=link, connections=bounds)
 
 
-def announce(args: argparse.Namespace, model: str, made_up: bool) -> None:
-    if args.json:
+def announce(settings: GatewaySettings, model: str, *, made_up: bool, as_json: bool) -> None:
+    if as_json:
         told = {
-            "url": args.public_url,
-            "local_url": args.local_url,
-            "admin_key": args.admin_key,
+            "url": settings.public_url,
+            "local_url": settings.local_url,
+            "admin_key": settings.admin_key,
             "model": model,
         }
         print(json.dumps(told), flush=True)
         return
-    print(f"afield gateway serves {model} at {args.public_url}")
-    print(f"admin key: {args.admin_key if made_up else '(the one given)'}", flush=True)
-    key = args.admin_key if made_up else "$AFIELD_ADMIN_KEY"
-    opens = f'curl -s -X POST {args.local_url}/sessions -H "Authorization: Bearer {key}"'
+    print(f"afield gateway serves {model} at {settings.public_url}")
+    print(f"admin key: {settings.admin_key if made_up else '(the one given)'}", flush=True)
+    key = settings.admin_key if made_up else "$AFIELD_ADMIN_KEY"
+    opens = f'curl -s -X POST {settings.local_url}/sessions -H "Authorization: Bearer {key}"'
     print("next, a session: its base_url and api_key are an agent's (docs/clients.md)", file=sys.stderr)
     print(f"  {opens}", file=sys.stderr, flush=True)
 
@@ -196,48 +274,45 @@ def announce(args: argparse.Namespace, model: str, made_up: bool) -> None:
 # --- several processes ---------------------------------------------------------------------------
 
 
-def serve_front(args: argparse.Namespace, listener: socket.socket, made_up: bool) -> None:
+def serve_front(settings: GatewaySettings, listener: socket.socket, ready: Callable[[str], None]) -> None:
     from afield import wiring
 
     front = wiring.load("gateway.front:Front")
     with tempfile.TemporaryDirectory(prefix="afield-") as sockets:
-        command = wiring.load("gateway.front:command_of")(shard_arguments(args, sockets))
+        command = wiring.load("gateway.front:command_of")([SHARD_COMMAND, "--shard-sockets", sockets])
 
         async def main() -> None:
             task = asyncio.current_task()
             assert task is not None
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-            environment = agent_environment() | {"AFIELD_ADMIN_KEY": args.admin_key}
-            made = front(command, args.processes, environment)
-            await made.serve(listener, lambda line: announce(args, json.loads(line)["model"], made_up))
+            made = front(
+                command,
+                settings.processes,
+                agent_environment(),
+                settings=settings.to_json(),
+                start_timeout_s=PROCESS_START_S + settings.engine_start_timeout_s,
+                per_address=settings.max_connections,
+            )
+            await made.serve(listener, lambda line: ready(json.loads(line)["model"]))
 
         on_fast_loop(main())
 
 
-def shard_arguments(args: argparse.Namespace, sockets: str) -> list[str]:
-    """The key travels in the environment, where other users cannot read it."""
-    words = ["gateway", "--model", args.model, "--store", str(args.store), "--public-url", args.public_url]
-    words += [word for engine in args.engine for word in ("--engine", engine)]
-    words += ["--processes", str(args.processes), "--shard-sockets", sockets]
-    words += ["--max-submission-mb", str(args.max_submission_mb), "--max-rewards", str(args.max_rewards)]
-    words += ["--log-format", args.log_format, "--json", "--exit-with-parent"]
-    told = args.outcomes != Environment.read().outcomes  # what the environment says, shards find there
-    words += ["--outcomes", args.outcomes] if args.outcomes and told else []
-    words += ["--secret-file", str(args.secret_file)] if args.secret_file else []
-    return words + (["--durable"] if args.durable else [])
-
-
-def serve_shard(args: argparse.Namespace) -> None:
+def serve_shard(settings: GatewaySettings, args: argparse.Namespace) -> None:
     from afield import wiring
 
-    shard = wiring.load("gateway.shards:Shard")(args.shard, args.processes, args.shard_sockets)
+    shard = wiring.load("gateway.shards:Shard")(args.shard, settings.processes, args.shard_sockets)
     path = wiring.load("gateway.shards:socket_path")(args.shard_sockets, args.shard)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as private:
         private.bind(str(path))
         private.listen(1024)
         private.setblocking(False)
-        on_fast_loop(serve(args, private, lambda model: announce(args, model, False), shard))
+
+        def ready(model: str) -> None:
+            print(json.dumps({"model": model}), flush=True)
+
+        on_fast_loop(serve(settings, private, ready, shard=shard, link=args.shard_link))
 
 
 def with_port(url: str) -> str:
@@ -265,13 +340,16 @@ def on_fast_loop(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
+def on_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def made_up_key(host: str) -> str:
     """Good enough where only this machine can connect; elsewhere somebody has to choose one."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not on_loopback(host):
         raise UsageError(f"{host} can be reached by others: give an --admin-key, or set AFIELD_ADMIN_KEY")
     return f"afa-{secrets.token_urlsafe(24)}"
 

@@ -7,14 +7,17 @@ never see what is read here, only values.
 from __future__ import annotations
 
 from afield.config.environment import Environment, agent_environment, from_environment, lend
+from afield.config.gateway import ENGINE_START_S, GatewaySettings
 from afield.config.tasks import read_tasks
 from afield.config.train import ELSEWHERE, TrainConfig, build, train_config
 from afield.config.values import PATHS, assigned, converted, from_file, located, merged
 
 __all__ = [
     "ELSEWHERE",
+    "ENGINE_START_S",
     "PATHS",
     "Environment",
+    "GatewaySettings",
     "TrainConfig",
     "agent_environment",
     "assigned",

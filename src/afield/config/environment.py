@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from afield.config.values import assigned
 
-SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES")
+SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
 
 
 class Environment(Struct, frozen=True):
@@ -23,6 +23,7 @@ class Environment(Struct, frozen=True):
     certificates: Path  # what was found out about chat templates
     secrets: Path  # signing secrets of gateways, one file for each store
     outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
+    acr_secret_key: str = ""  # what clients of `afield acr` sign with
 
     @classmethod
     def read(cls) -> Self:
@@ -37,6 +38,7 @@ class Environment(Struct, frozen=True):
             cache / "certificates",
             state / "gateways",
             os.environ.get("AFIELD_OUTCOMES", ""),
+            os.environ.get("AFIELD_ACR_SECRET_KEY", ""),
         )
 
 

@@ -134,6 +134,8 @@ class Http:
             yield response, silence
         except TimeoutError as error:
             raise Unavailable(self._silent(idle_s)) from error
+        except aiohttp.ClientConnectorError as error:
+            raise Unavailable(f"cannot connect to {self.url}: {error.os_error.strerror or error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"{self.url} broke off: {type(error).__name__}: {error}") from error
         finally:

@@ -18,9 +18,10 @@ from msgspec import structs
 from afield.errors import Conflict, Missing, Unavailable, UsageError, boundary
 from afield.gateway import control, side
 from afield.gateway.answering import Answering
+from afield.gateway.bodies import BodyBytes, ClientGone, read_body
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
 from afield.gateway.dialects.models import models
-from afield.gateway.http import ClientGone, Receive, Scope, Send, headers, key_of, query, read_body, send_json
+from afield.gateway.http import Receive, Scope, Send, headers, key_of, query, send_json
 from afield.gateway.keys import Scope as KeyScope
 from afield.gateway.refusal import (
     Refusal,
@@ -99,7 +100,7 @@ class App:
         spoken = path.startswith(_AGENT)
         try:
             if self._gateway.shard is not None:
-                here = await self._gateway.shard.elsewhere(scope, receive, send)
+                here = await self._gateway.shard.elsewhere(scope, receive, send, self._admits)
                 if here is None:
                     return
                 receive = here
@@ -119,18 +120,19 @@ class App:
     async def _agent(
         self, session_id: str | None, path: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        method = scope["method"]
+        method, limits = scope["method"], self._gateway.limits
         match = self._dialects.match(path) if method == "POST" else None
         if match is not None:
             session = self._session(session_id, scope, KeyScope.INFER)
-            body = await read_body(scope, receive, self._gateway.limits.request_bytes)
-            asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo, session.id)
-            request, wish = await _decode(match.dialect, asked)
-            if match.verb == "count":
-                tokens = await self._gateway.calls.count(session, request)
-                await send_json(send, 200, match.dialect.count(tokens))
-            else:
-                await self._answering.answer(session, match.dialect, request, wish, receive, send)
+            with BodyBytes(session, limits.session_bytes) as held:
+                body = await read_body(scope, receive, limits.request_bytes, held=held)
+                asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo, session.id)
+                request, wish = await _decode(match.dialect, asked)
+                if match.verb == "count":
+                    tokens = await self._gateway.calls.count(session, request)
+                    await send_json(send, 200, match.dialect.count(tokens))
+                else:
+                    await self._answering.answer(session, match.dialect, request, wish, receive, send)
         elif method == "GET" and (
             listed := models(self._gateway.tokens.name, path, headers(scope), query(scope))
         ):
@@ -138,9 +140,11 @@ class App:
             await send_json(send, 200, listed)
         elif (method, path) in control.REPORTS:
             session = self._session(session_id, scope, control.REPORTS[method, path].needs)
-            body = await read_body(scope, receive, self._gateway.limits.submission_bytes, HAND_IN_LESS)
             grant = self._gateway.keys.check(key_of(scope))
-            await send_json(send, 200, await control.report(self._gateway, session, grant, scope, path, body))
+            with BodyBytes(session, limits.session_bytes) as held:
+                body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, held)
+                told = await control.report(self._gateway, session, grant, scope, path, body)
+            await send_json(send, 200, told)
         else:
             self._session(session_id, scope, None)
             raise not_found(f"{method} {path} is not served", "POST v1/chat/completions is, for one")
@@ -167,6 +171,10 @@ class App:
         if session.row.nonce != grant.nonce:
             raise unauthorized("the session of this key was deleted; another has its id now")
         return session
+
+    def _admits(self, key: str) -> bool:
+        """Whether a key is one of this gateway's, for whatever it may do."""
+        return self._gateway.keys.is_admin(key) or self._gateway.keys.check(key) is not None
 
     # --- trainers and collectors -----------------------------------------------------------------
 

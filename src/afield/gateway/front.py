@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -21,16 +22,29 @@ log = logging.getLogger("afield.gateway")
 HEAD = 32 * 1024
 PATIENCE_S = 30.0  # for the head of a connection's first request
 START_S = 180.0
+ACCEPT_AGAIN_S = 0.1
+PEEK_AGAIN_S = 0.25
 AGAIN_S = 5.0  # before a process that did not come up is started once more
 
 
 class Process:
     """One gateway process and the socket that connections are passed through."""
 
-    def __init__(self, command: Sequence[str], index: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        index: int,
+        environment: Mapping[str, str],
+        *,
+        settings: bytes = b"",
+        start_timeout_s: float = START_S,
+    ) -> None:
+        """`settings` are its first line of standard input."""
         self._command = command
         self._index = index
         self._environment = environment
+        self._settings = settings
+        self._start_timeout_s = start_timeout_s
         self._handing_over = asyncio.Lock()
         self._writable = asyncio.Event()
 
@@ -50,9 +64,10 @@ class Process:
                 pass_fds=(theirs.fileno(),),
                 env=self._environment,
             )
-        assert self.process.stdout is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(self._settings + b"\n")
         try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+            line = await asyncio.wait_for(self.process.stdout.readline(), self._start_timeout_s)
         except TimeoutError:
             line = b""
         if not line:
@@ -103,9 +118,22 @@ class Process:
 
 
 class Front:
-    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str]) -> None:
-        self._processes = [Process(command, index, environment) for index in range(count)]
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        environment: Mapping[str, str],
+        *,
+        settings: bytes = b"",
+        start_timeout_s: float = START_S,
+        per_address: int = sys.maxsize,
+    ) -> None:
+        """All processes get the same `settings`. `per_address` limits connections without a whole head."""
+        more = {"settings": settings, "start_timeout_s": start_timeout_s}
+        self._processes = [Process(command, index, environment, **more) for index in range(count)]
         self._looking: set[asyncio.Task[None]] = set()
+        self._headless: Counter[str] = Counter()
+        self._per_address = per_address
 
     async def serve(self, listener: socket.socket, ready: Callable[[bytes], None]) -> None:
         """Until cancelled."""
@@ -136,12 +164,22 @@ class Front:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
-            task = asyncio.create_task(self._look(connection))
+            try:
+                connection, peer = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor left, for one: connections wait in the backlog
+                log.error("front: accept failed: %s", error)
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            address = str(peer[0]) if peer else ""
+            if self._headless[address] >= self._per_address:
+                connection.close()
+                continue
+            self._headless[address] += 1
+            task = asyncio.create_task(self._look(connection, address))
             self._looking.add(task)
             task.add_done_callback(self._looking.discard)
 
-    async def _look(self, connection: socket.socket) -> None:
+    async def _look(self, connection: socket.socket, address: str) -> None:
         with connection:
             connection.setblocking(False)
             try:
@@ -149,6 +187,10 @@ class Front:
                     head = await _peek(connection)
             except TimeoutError:
                 return
+            finally:
+                self._headless[address] -= 1
+                if not self._headless[address]:
+                    del self._headless[address]
             if head:
                 try:
                     async with asyncio.timeout(PATIENCE_S):
@@ -160,7 +202,7 @@ class Front:
 async def _peek(connection: socket.socket) -> bytes:
     """The head of the first request, left in place; empty when the client has gone."""
     loop = asyncio.get_running_loop()
-    seen = -1
+    seen = 0
     while True:
         readable = asyncio.Event()
         loop.add_reader(connection, readable.set)
@@ -175,10 +217,14 @@ async def _peek(connection: socket.socket) -> bytes:
         except OSError:
             return b""
         if not head or b"\r\n\r\n" in head or len(head) >= HEAD:
+            if seen:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             return head
-        if len(head) == seen:  # nothing new yet, and a peek does not wait for more
-            await asyncio.sleep(0.005)
+        if len(head) == seen:  # the client has closed its side, or the kernel is short of memory
+            await asyncio.sleep(PEEK_AGAIN_S)
         seen = len(head)
+        # A peek leaves what it saw: without this, half a head would keep the descriptor readable.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, seen + 1)
 
 
 async def receive_connections(link: int, take: Callable[[socket.socket], None]) -> None:

@@ -1,9 +1,8 @@
-"""The little HTTP the gateway needs, straight on ASGI: bodies in, JSON and event streams out."""
+"""The little HTTP the gateway needs, straight on ASGI: headers in, JSON and event streams out."""
 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -11,7 +10,8 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from afield.gateway.refusal import Refusal, bad_request
+from afield.gateway.refusal import bad_request
+from afield.wire import json_problem
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -20,48 +20,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 MAX_BODY = 64 * 1024 * 1024
 ENCODER = msgspec.json.Encoder()
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its request was read."""
-
-
-async def read_body(scope: Scope, receive: Receive, most: int = MAX_BODY, hint: str = "") -> bytes:
-    def too_large(size: str) -> Refusal:
-        return Refusal(413, "request_too_large", f"the body {size} bytes; {most} are allowed", hint)
-
-    declared = int(header(scope, b"content-length") or 0)
-    if declared > most:
-        raise too_large(f"has {declared}")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
-            raise too_large(f"has over {most}")
-        if not message.get("more_body"):
-            plain = _plain(b"".join(parts), header(scope, b"content-encoding"), most)
-            if plain is None:
-                raise too_large(f"unpacks to over {most}")
-            return plain
-
-
-def _plain(body: bytes, encoding: str, most: int) -> bytes | None:
-    """A body that the client packed, unpacked; None if it is too large."""
-    if encoding in ("", "identity"):
-        return body
-    if encoding not in ("gzip", "deflate"):
-        raise Refusal(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
-    unpacking = zlib.decompressobj(zlib.MAX_WBITS | 32)
-    try:
-        plain = unpacking.decompress(body, most)
-    except zlib.error as error:
-        raise bad_request(f"the body is not {encoding}: {error}") from error
-    return None if unpacking.unconsumed_tail else plain
 
 
 def header(scope: Scope, name: bytes) -> str:
@@ -88,7 +46,7 @@ def json_body(body: bytes, into: type[T]) -> T:
     try:
         return msgspec.json.decode(body or b"{}", type=into)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(str(error), _choices(str(error), into)) from error
+        raise bad_request(json_problem(body, error), _choices(str(error), into)) from error
 
 
 def _choices(problem: str, into: type) -> str:

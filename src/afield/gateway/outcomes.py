@@ -30,11 +30,16 @@ NEEDED = ("input_id", "rollout_id", "attempt")
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """Bytes of one request, fewer of what is handed in, and the rewards of a session in all."""
+    """What a gateway takes from its clients at most."""
 
     request_bytes: int = MAX_BODY
+    """Bytes of one request, decompressed (64 MiB)."""
+    session_bytes: int = 4 * MAX_BODY
+    """Bytes of all requests of one session that are in flight at once, decompressed (256 MiB)."""
     submission_bytes: int = 16 * 1024 * 1024
+    """Bytes of one outcome or reward (16 MiB)."""
     rewards: int = 10_000
+    """Rewards of one session (10,000)."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

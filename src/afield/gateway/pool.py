@@ -47,11 +47,16 @@ class Pool:
         tries: int = 5,
         patience_s: float = 20.0,
         drain_s: float = 600.0,
+        start_timeout_s: float = 0.0,
     ) -> None:
-        """`connect` makes an engine of a kind and a url; `check` says whether one is fit to be used."""
+        """`connect` makes an engine of a kind and a url; `check` says whether one is fit to be used.
+
+        For `start_timeout_s` it is waited at the start for the first worker that answers.
+        """
         self._roster = Roster(workers, check)
         self._connect = connect
         self._tries, self._patience_s, self._drain_s = tries, patience_s, drain_s
+        self._start_timeout_s = start_timeout_s
         self._homes: OrderedDict[str, Worker] = OrderedDict()
         self._open = asyncio.Event()
         self._watched = 0  # how many wait for calls to end
@@ -60,7 +65,7 @@ class Pool:
         self.line = Line()
 
     async def __aenter__(self) -> Self:
-        await self._roster.start()
+        await self._roster.start(self._start_timeout_s)
         self._open.set()
         return self
 

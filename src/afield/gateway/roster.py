@@ -22,6 +22,8 @@ from afield.seams.witness import Witness
 
 log = logging.getLogger("afield.gateway")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+START_PAUSE_S = 1.0
+TELL_EVERY_S = 10.0
 REFUSALS = (Unavailable, UsageError, Conflict)
 
 
@@ -41,15 +43,40 @@ class Roster:
         self._tending: set[asyncio.Task[None]] = set()
         self._named = 0
 
-    async def start(self) -> None:
-        """With every worker that is up. One that can never serve, or none at all that does, is an error."""
+    async def start(self, timeout_s: float = 0.0) -> None:
+        """With every worker that is up. One that can never serve, or none at all that does, is an error.
+
+        While none answers they are asked again, for `timeout_s`: a server may still load its model.
+        """
         self.running = True
-        errors = await asyncio.gather(*map(self._admit_first, self.workers.values()))
-        wrong = [error for error in errors if error is not None]
-        unfit = next((error for error in wrong if isinstance(error, UsageError)), None)
-        if unfit or (wrong and len(wrong) == len(self.workers)):
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        told = -TELL_EVERY_S
+        while True:
+            errors = await asyncio.gather(*map(self._try_first, self.workers.values()))
+            failed = {
+                worker: error
+                for worker, error in zip(self.workers.values(), errors, strict=True)
+                if error is not None
+            }
+            waited = loop.time() - begin
+            unfit = next((error for error in failed.values() if isinstance(error, UsageError)), None)
+            none_up = bool(failed) and len(failed) == len(self.workers)
+            if unfit or not none_up or waited >= timeout_s:
+                break
+            if waited - told >= TELL_EVERY_S:
+                told = waited
+                line = "waiting for an engine: none answers after %.0f s of %g s: %s"
+                log.warning(line, waited, timeout_s, _reasons(failed))
+            await asyncio.sleep(min(START_PAUSE_S, max(0.0, timeout_s - waited)))
+        if unfit or none_up:
             await self.stop()
-            raise unfit or wrong[0]
+            raise unfit or Unavailable(
+                f"no engine answered within {timeout_s:g} s: {_reasons(failed)};"
+                " start the engine, check its address, or raise --engine-start-timeout"
+            )
+        for worker, error in failed.items():
+            self.set_aside(worker, str(error))
 
     async def stop(self) -> None:
         self.running = False
@@ -99,11 +126,10 @@ class Roster:
 
     # --- health -----------------------------------------------------------------------------------
 
-    async def _admit_first(self, worker: Worker) -> AfieldError | None:
+    async def _try_first(self, worker: Worker) -> AfieldError | None:
         try:
             await self._admit(worker)
         except REFUSALS as error:
-            self.set_aside(worker, str(error))
             return error
         return None
 
@@ -218,3 +244,7 @@ class Roster:
         worker.unheard = worker.frozen
         if not worker.frozen:
             await check_heard(worker.engine, self.version, self._witness, self._witness_before)
+
+
+def _reasons(failed: Mapping[Worker, AfieldError]) -> str:
+    return "; ".join(f"{worker.id}: {error}" for worker, error in failed.items())

@@ -6,10 +6,12 @@ import asyncio
 import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
 from afield.gateway.app import App
+from afield.gateway.connections import ConnectionLimits, Connections, LimitedHttp
 from afield.gateway.front import receive_connections
 from afield.gateway.service import LocalGateway
 from afield.gateway.shards import PASSED
@@ -38,11 +40,18 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    gateway: LocalGateway, listener: socket.socket, ready: Callable[[], None], *, link: int | None = None
+    gateway: LocalGateway,
+    listener: socket.socket,
+    ready: Callable[[], None],
+    *,
+    link: int | None = None,
+    connections: ConnectionLimits | None = None,
 ) -> None:
     """Until cancelled. With `link`, connections also come from the front, through that descriptor."""
+    limited = Connections(connections or ConnectionLimits())
     config = uvicorn.Config(
         App(gateway),
+        http=partial(LimitedHttp, limited),  # pyright: ignore[reportArgumentType]
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -59,10 +68,12 @@ async def serve(
     while not server.started and not running.done():
         await asyncio.sleep(0.01)
     taking = asyncio.create_task(receive_connections(link, server.take)) if link is not None else None
+    sweeping = asyncio.create_task(limited.sweep())
     ready()
     try:
         await asyncio.shield(running)
     finally:
+        sweeping.cancel()
         if taking:
             taking.cancel()
         server.should_exit = True

@@ -64,6 +64,7 @@ class Session:
         self.recall = Recall()
         self.memo = Memo()
         self.in_flight: set[asyncio.Task[Any]] = set()
+        self.body_bytes = 0  # of requests that are read or answered now
         self.running: set[int] = set()
         self._begun = {r.n for r in rows if r.turn.status is TurnStatus.DANGLING}
         # Not before we looked: while no gateway ran, nobody could call.

@@ -19,9 +19,10 @@ import aiohttp
 import msgspec
 
 from afield.errors import Unavailable
-from afield.gateway.http import Receive, Scope, Send, header, key_of, read_body
+from afield.gateway.bodies import decompressed, read_raw
+from afield.gateway.http import Receive, Scope, Send, header, key_of
 from afield.gateway.keys import session_named_by
-from afield.gateway.refusal import Refusal, engine_down
+from afield.gateway.refusal import Refusal, engine_down, unauthorized
 
 _SESSION = re.compile(r"/(?:s|sessions)/(?!states$)([^/]+)")
 _TO_ALL = {
@@ -82,18 +83,28 @@ class Shard:
             pass
         return made
 
-    async def elsewhere(self, scope: Scope, receive: Receive, send: Send) -> Receive | None:
-        """Pass a request on if another process has its session; else where to read its body from."""
+    async def elsewhere(
+        self, scope: Scope, receive: Receive, send: Send, admits: Callable[[str], bool]
+    ) -> Receive | None:
+        """Pass a request on if another process has its session; else where to read its body from.
+
+        A body is passed on as it was sent, compressed or not, and read only for a key that `admits` takes.
+        """
         if not _passed(scope):  # it came over the private socket: it is where it belongs
             return receive
-        session_id = session_of(scope["path"], key_of(scope))
-        if (scope["method"], scope["path"].rstrip("/")) == ("POST", "/sessions"):
-            body = await read_body(scope, receive)
-            receive = _again(body, receive)
-            session_id = _id_in(body)
-        if session_id is None or self.owns(session_id):
+        key = key_of(scope)
+        session_id = session_of(scope["path"], key)
+        opens = (scope["method"], scope["path"].rstrip("/")) == ("POST", "/sessions")
+        if not opens and (session_id is None or self.owns(session_id)):
             return receive
-        body = await read_body(scope, receive)
+        if not admits(key):
+            raise unauthorized()
+        body = await read_raw(scope, receive)
+        if opens:
+            session_id = _id_in(await decompressed(scope, body))
+            if session_id is None or self.owns(session_id):
+                return _again(body, receive)
+        assert session_id is not None
         await self._forward(owner(session_id, self.count), scope, body, receive, send)
         return None
 
@@ -132,8 +143,10 @@ class Shard:
         return [answer for _, answer in answers]
 
     async def _ask(self, index: int, scope: Scope, body: bytes) -> tuple[int, bytes]:
+        """Ask with a decompressed body."""
+        plain = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
         try:
-            async with self._request(index, scope, body) as response:
+            async with self._request(index, {**scope, "headers": plain}, body) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"gateway process {index} does not answer: {error}") from error

@@ -164,7 +164,10 @@ def parse_json(body: bytes) -> object | Answer:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return refusal(
-            400, "invalid_json", f"the body is not JSON: {error}", "send the payload as a JSON object"
+            400,
+            "invalid_json",
+            f"the body is not JSON: {wire.json_problem(body, error)}",
+            "send the payload as a JSON object",
         )
 
 

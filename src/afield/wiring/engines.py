@@ -43,7 +43,15 @@ def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None
     return made(url.rstrip("/"), images=True) if images else made(url.rstrip("/"))
 
 
-def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Path | None) -> Any:
+def pool(
+    specs: Sequence[str],
+    model: Path,
+    *,
+    slots: int,
+    seed: int,
+    ledger: Path | None,
+    start_timeout_s: float = 0.0,
+) -> Any:
     """All engines of a gateway as one. Servers are tried out before use; what runs in process is ours."""
     images = sees(model)
     named = [f"{spec.partition('=')[0]}-{n}" for n, spec in enumerate(specs, 1)]
@@ -57,6 +65,7 @@ def pool(specs: Sequence[str], model: Path, *, slots: int, seed: int, ledger: Pa
         workers,
         connect=lambda kind, url: connect(kind, url, images=images, vocabulary=size),
         check=check,
+        start_timeout_s=start_timeout_s,
     )
 
 

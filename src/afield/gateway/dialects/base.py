@@ -18,6 +18,7 @@ from msgspec import Struct
 from afield.gateway.memo import Memo
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.wire import json_problem
 
 T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
@@ -88,7 +89,7 @@ def read(decoder: msgspec.json.Decoder[T], body: bytes, what: str) -> T:
     try:
         return decoder.decode(body or b"{}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the request is not {what}: {error}") from error
+        raise bad_request(f"the request is not {what}: {json_problem(body, error)}") from error
 
 
 def data(value: object) -> bytes:
