@@ -33,6 +33,7 @@ class Stage(Struct, frozen=True, kw_only=True):
     base_url: str
     api_key: str
     model: str
+    path: str = ""
 
     @property
     def openai_base_url(self) -> str:

@@ -16,6 +16,13 @@ _ALL = (
     frameworks.AGENTS,
     frameworks.AGENTS_CHAT,
     terminus.TERMINUS,
+    frameworks.PYDANTIC,
+    frameworks.SMOLAGENTS,
+    frameworks.LITELLM,
+    frameworks.LITELLM_GEMINI,
+    frameworks.ADK,
+    terminals.QWEN_CODE,
+    terminals.GEMINI_CLI,
 )
 CLIENTS: dict[str, Client] = {client.name: client for client in _ALL}
 

@@ -7,27 +7,33 @@ to it:
 2. cut: the connection breaks in both directions after `CUT_S`, in the middle of a slow answer.
 3. lose: the proxy reads the whole answer, so that the gateway has delivered it; the client gets a part
    of a streamed answer, nothing of another, and a broken connection.
+
+With `clean` a client sees a broken stream end in good order, without its last events; some give up on
+anything else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from itertools import islice
 
 from afield.conformance.captured import CapturedRequest, captured
 from afield.conformance.scenario import Fault, last_marker
 
 CUT_S = 2.0
+LAST_CHUNK = b"0\r\n\r\n"
 GONE = (ConnectionError, asyncio.IncompleteReadError)
 
 
 class Faults:
     """`fired` says what happened so far; `requests` are all that were sent, in order of arrival."""
 
-    def __init__(self, faults: Mapping[str, Fault]) -> None:
+    def __init__(self, faults: Mapping[str, Fault], *, clean: bool = False) -> None:
         self._left = dict(faults)
+        self.clean = clean
         self.fired: dict[str, Fault] = {}
         self.requests: list[CapturedRequest] = []
 
@@ -69,7 +75,6 @@ class _Connection:
         self._writer = writer
         self._faults = faults
         self._losing = False
-        self._broken = False
 
     async def run(self, upstream: tuple[str, int]) -> None:
         back, forth = await asyncio.open_connection(*upstream, limit=1 << 24)
@@ -80,15 +85,18 @@ class _Connection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._broken:
-                self._writer.transport.abort()
             for end in (self._writer, forth):
-                if self._broken and not self._losing:
-                    end.transport.abort()
-                else:
-                    end.close()
+                end.close()
                 with suppress(*GONE):
                     await end.wait_closed()
+
+    async def _break(self, end: bytes) -> None:
+        """Break the client's connection, or end its answer there."""
+        if self._faults.clean:
+            self._writer.write(end)
+            await self._writer.drain()
+        else:
+            self._writer.transport.abort()
 
     async def _requests(self, forth: asyncio.StreamWriter) -> None:
         with suppress(*GONE):
@@ -106,7 +114,8 @@ class _Connection:
                 await forth.drain()
                 if fault is Fault.CUT:
                     await asyncio.sleep(CUT_S)
-                    self._broken = True
+                    forth.transport.abort()
+                    await self._break(LAST_CHUNK)
                     return
 
     async def _responses(self, back: asyncio.StreamReader) -> None:
@@ -122,7 +131,7 @@ class _Connection:
                 await self._writer.drain()
 
     async def _lose(self, begun: bytes, back: asyncio.StreamReader) -> None:
-        """Read the answer to its end; the client sees less than half of what is streamed."""
+        """Read the answer to its end; the client sees the first chunks of a stream."""
         answer = begun
         while b"\r\n\r\n" not in answer:
             answer += await back.read(1 << 16)
@@ -134,9 +143,11 @@ class _Connection:
                 break
             body += more
         if b"text/event-stream" in head.lower():
-            self._writer.write(head + body[: len(body) // 3])
+            self._writer.write(head)
+            for size, chunk in islice(_chunks(body), 3):
+                self._writer.write(size + chunk)
             await self._writer.drain()
-        self._broken = True
+        await self._break(LAST_CHUNK)
 
 
 def _headers(head: bytes) -> dict[bytes, bytes]:
@@ -149,6 +160,15 @@ def _complete(head: bytes, body: bytes) -> bool:
     if headers.get(b"transfer-encoding") == b"chunked":
         return body.endswith(b"0\r\n\r\n")
     return len(body) >= int(headers.get(b"content-length", b"0"))
+
+
+def _chunks(body: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The chunks of a body, each with the line that says its size."""
+    while body:
+        line, _, rest = body.partition(b"\r\n")
+        size = int(line.partition(b";")[0], 16)
+        yield line + b"\r\n", rest[: size + 2]
+        body = rest[size + 2 :]
 
 
 async def _body(reader: asyncio.StreamReader, head: bytes) -> tuple[bytes, bytes]:

@@ -101,3 +101,73 @@ AGENTS_CHAT = Client(
     commands=_script("openai_agents_agent.py", "chat"),
     scenario=steps(_look, instead=_helped("input"), branches=2),
 )
+
+# --- Pydantic AI, smolagents, LiteLLM, Google ADK ------------------------------------------------
+
+PYDANTIC = Client(
+    name="pydantic-ai",
+    install=from_pypi("pydantic-ai"),
+    commands=_script("pydantic_ai_agent.py"),
+    scenario=steps(_look, instead=_helped("question"), branches=2),
+)
+
+
+def _final(text: str) -> Reply:
+    return Reply(text="Done.", uses=(Use("final_answer", {"answer": text}),))
+
+
+SMOLAGENTS = Client(
+    name="smolagents",
+    install=from_pypi("smolagents"),
+    commands=_script("smolagents_agent.py"),
+    scenario=steps(
+        _look,
+        instead=_helped("task")
+        | {
+            "sub-1": _final(f"The helper is done; go on. {marker('main', 3)}"),
+            "main-7": _final("This is halfway."),
+            "main-9": _final("All steps are done."),
+        },
+        branches=12,  # it writes its history as prose, so that no turn goes on from another
+    ),
+)
+
+
+def _litellm(provider: str) -> Callable[[Stage], list[Command]]:
+    """Gemini's own API lies below the base URL itself."""
+
+    def commands(stage: Stage) -> list[Command]:
+        base_url = stage.base_url if provider == "gemini" else stage.openai_base_url
+        argv = (str(stage.programs / "python"), str(SCRIPTS / "litellm_agent.py"))
+        session = (base_url, stage.api_key, f"{provider}/{stage.model}")
+        return [Command((*argv, *session, TASK, GO_ON), {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})]
+
+    return commands
+
+
+LITELLM = Client(
+    name="litellm",
+    install=from_pypi("litellm"),
+    commands=_litellm("openai"),
+    scenario=steps(_look, instead=_helped("question"), branches=2),
+)
+LITELLM_GEMINI = Client(
+    name="litellm-gemini",
+    install=from_pypi("litellm"),
+    commands=_litellm("gemini"),
+    scenario=steps(_look, instead=_helped("question"), branches=2),
+)
+
+
+def _adk(stage: Stage) -> list[Command]:
+    environment = {"GOOGLE_API_KEY": stage.api_key, "GOOGLE_GEMINI_BASE_URL": stage.base_url}
+    argv = (str(stage.programs / "python"), str(SCRIPTS / "google_adk_agent.py"), stage.model, TASK, GO_ON)
+    return [Command(argv, environment)]
+
+
+ADK = Client(
+    name="google-adk",
+    install=from_pypi("google-adk"),
+    commands=_adk,
+    scenario=steps(_look, instead=_helped("request"), branches=2),
+)

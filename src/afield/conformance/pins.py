@@ -22,7 +22,7 @@ PYTHON = {
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),
     "smolagents": ("smolagents[openai]==1.26.0", "openai==2.54.0"),
-    "litellm": ("litellm==1.106.2", "openai==2.54.0"),
+    "litellm": ("litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
     "google-adk": ("google-adk==2.13.0",),
     "terminus-2": ("harbor==0.24.0", "litellm==1.106.2", "openai==2.54.0"),
 }

@@ -35,8 +35,8 @@ def bracketed(where: str) -> str:
 
 
 def shell(thread: str, step: int) -> str:
-    """A command whose output holds the marker; the command itself does not."""
-    return f'echo "[at {thread}-$(({step - 1}+1))]"'
+    """A command whose output holds the marker; the command itself does not, and asks nothing of a shell."""
+    return f"printf '[at %s-%d]\\n' {thread} {step}"
 
 
 def last_marker(text: str) -> str | None:
@@ -84,6 +84,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
     """What the model says to requests whose new messages hold a phrase."""
     excluded: Mapping[str, tuple[str, ...]] = {}
     """The only calls that may stay untrained: reason to markers or phrases, one call for each."""
+    clean: bool = False
+    """Whether a broken stream just ends, without its last events, instead of resetting the connection."""
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.faults) - set(self.replies)):
@@ -100,6 +102,7 @@ def steps(
     asides: Mapping[str, Answer] | None = None,
     faults: Mapping[str, Fault] | None = None,
     excluded: Mapping[str, tuple[str, ...]] | None = None,
+    clean: bool = False,
 ) -> Scenario:
     """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third
     step, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n. Only the
@@ -117,4 +120,5 @@ def steps(
         branches=branches,
         asides=asides or {},
         excluded={ABORTED: ("main-5",), **(excluded or {})},
+        clean=clean,
     )

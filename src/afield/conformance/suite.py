@@ -64,6 +64,7 @@ async def check(
             base_url=f"http://127.0.0.1:{up.port}/s/{ticket.id}",
             api_key=ticket.api_key,
             model="m",
+            path=path,
         )
         stage.home.mkdir(parents=True)
         stage.work.mkdir()
@@ -105,7 +106,7 @@ async def gateway(
         admin_key=admin_key,
         public_url=url,
     )
-    faults = Faults(scenario.faults)
+    faults = Faults(scenario.faults, clean=scenario.clean)
     ready = asyncio.Event()
     async with pool, local:
         server = asyncio.create_task(wiring.load("gateway.server:serve")(local, listener, ready.set))

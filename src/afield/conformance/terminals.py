@@ -1,4 +1,4 @@
-"""Coding agents with a command line of their own: Claude Code, Codex, opencode."""
+"""Coding agents with a command line of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import re
 
 from afield.conformance.client import TASK, Client, Command, Stage, from_npm
 from afield.conformance.scenario import (
+    ABORTED,
+    BESIDE,
+    LONG,
     Answer,
+    Fault,
     Reply,
     Scenario,
     Use,
@@ -188,4 +192,78 @@ def _opencode_scenario() -> Scenario:
 
 OPENCODE = Client(
     name="opencode", install=from_npm("opencode"), commands=_opencode, scenario=_opencode_scenario()
+)
+
+
+# --- Qwen Code and Gemini CLI --------------------------------------------------------------------
+
+
+def _qwen_code(stage: Stage) -> list[Command]:
+    environment = {
+        "PATH": f"{stage.programs}:{stage.path}",
+        "OPENAI_API_KEY": stage.api_key,
+        "OPENAI_BASE_URL": stage.openai_base_url,
+        "OPENAI_MODEL": stage.model,
+    }
+    settings = {"security": {"auth": {"selectedType": "openai"}}, "general": {"disableAutoUpdate": True}}
+    (stage.home / ".qwen").mkdir()
+    (stage.home / ".qwen" / "settings.json").write_text(json.dumps(settings))
+    return [Command((str(stage.programs / "qwen"), "--yolo", "-p", TASK), environment)]
+
+
+def _shell_command(thread: str, step: int) -> Use:
+    # It may miss the output of a command that ends at once.
+    return Use("run_shell_command", {"command": f"{shell(thread, step)}; sleep 0.3", "is_background": False})
+
+
+QWEN_CODE = Client(
+    name="qwen-code",
+    install=from_npm("qwen-code"),
+    commands=_qwen_code,
+    # After the cut it asks to go on from the part that arrived, and keeps both parts as one message.
+    scenario=steps(_shell_command, branches=2),
+)
+
+
+def _gemini_cli(stage: Stage) -> list[Command]:
+    environment = {
+        "GEMINI_API_KEY": stage.api_key,
+        "GOOGLE_GEMINI_BASE_URL": stage.base_url,
+        "GEMINI_CLI_TRUST_WORKSPACE": "true",
+    }
+    settings = {
+        "security": {"auth": {"selectedType": "gemini-api-key"}},
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"enableAutoUpdate": False},
+    }
+    (stage.home / ".gemini").mkdir()
+    (stage.home / ".gemini" / "settings.json").write_text(json.dumps(settings))
+    argv = (str(stage.programs / "gemini"), "--yolo", "-m", stage.model)
+    words = (("-p", TASK), ("--resume", "latest", "-p", GO_ON))
+    return [Command((*argv, *more), environment) for more in words]
+
+
+def _gemini_shell(thread: str, step: int) -> Use:
+    return Use("run_shell_command", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
+
+
+def _gemini_scenario() -> Scenario:
+    """It ends when its connection is reset, and takes what arrived for the whole answer, unless it had
+    asked with words of the user."""
+    instead: dict[str, Answer] = {
+        "main-0": Reply(text=LONG, uses=(_gemini_shell(BESIDE, 1), _gemini_shell("main", 1))),
+        "main-5": Reply(text="Step 5 is done.", uses=(_gemini_shell("main", 6),)),
+        "main-7": Reply(text="This is halfway."),
+    }
+    faults = {"main-3": Fault.REFUSE, "main-0": Fault.CUT}
+    excluded = {ABORTED: ("main-0",)}
+    # A session that is resumed has another context in front.
+    return steps(_gemini_shell, instead=instead, faults=faults, excluded=excluded, clean=True, branches=2)
+
+
+GEMINI_CLI = Client(
+    name="gemini-cli",
+    install=from_npm("gemini-cli"),
+    commands=_gemini_cli,
+    scenario=_gemini_scenario(),
 )
