@@ -24,7 +24,7 @@ from afield.conformance.families import CHATML, families, hermes, qwen_xml
 from afield.conformance.faults import Faults
 from afield.conformance.judge import Verdict, judge
 from afield.conformance.model import write_model
-from afield.conformance.oracle import Oracle, Renderer
+from afield.conformance.oracle import Oracle, Renderer, fold_system
 from afield.conformance.scenario import Fault, Reply, Scenario, Use, last_marker, marker, steps
 from afield.conformance.script import Sampler, Script
 from afield.errors import Unavailable, UsageError
@@ -412,6 +412,20 @@ async def test_text_that_became_a_control_token_is_found(judged: Judged, vocabul
     assert any("is no request's" in problem for problem in judged.prompts(ledger=[other, *rest]))
 
 
+def test_later_system_messages_are_folded_where_a_template_refuses_them():
+    messages = [
+        ClientMessage(role="system", content="One."),
+        ClientMessage(role="system", content="Two."),
+        ClientMessage(role="user", content="Hello."),
+        ClientMessage(role="system", content="Three."),
+    ]
+    assert fold_system(messages) == [
+        ClientMessage(role="system", content="One.\n\nTwo."),
+        ClientMessage(role="user", content="Hello."),
+        ClientMessage(role="user", content="<system>\nThree.\n</system>"),
+    ]
+
+
 # --- requests on the wire ------------------------------------------------------------------------
 
 CALL = ClientCall("c1", "look", {"step": 1})
@@ -661,7 +675,8 @@ def test_an_unknown_template_family_is_refused_with_the_known_ones():
 
 def test_a_scenario_for_every_client_named_in_the_requirements():
     wanted = {"claude-code", "codex", "opencode", "mini-swe-agent", "strands", "langgraph"}
-    wanted |= {"openai-agents", "terminus-2"}
+    wanted |= {"openai-agents", "terminus-2", "pydantic-ai", "smolagents", "litellm", "google-adk"}
+    wanted |= {"qwen-code", "gemini-cli"}
     assert wanted <= set(CLIENTS)
     with pytest.raises(UsageError, match="choose from"):
         chosen(["nobody"])

@@ -20,7 +20,7 @@ from afield.conformance.suite import check
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 
-ON_QWEN = ("langgraph", "openai-agents")
+ON_QWEN = ("claude-code", "codex", "langgraph", "google-adk")
 RUNS = [(name, CHATML) for name in CLIENTS] + [(name, QWEN) for name in ON_QWEN]
 
 

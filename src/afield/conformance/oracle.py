@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,8 +170,20 @@ def _as_dict(message: ClientMessage) -> dict[str, Any]:
 
 
 def fold_system(messages: Sequence[ClientMessage]) -> list[ClientMessage]:
-    """The declared rule for templates that take a system message only as the first one."""
-    return list(messages)
+    """The declared rules for templates that take a system message only as the first one.
+
+    System messages at the beginning become one, with an empty line between them; a later one becomes a user
+    message in its place, between `<system>` and `</system>`.
+    """
+    leading = list(takewhile(lambda message: message.role == "system", messages))
+    text = "\n\n".join(message.content for message in leading if message.content)
+    folded = [ClientMessage(role="system", content=text)] if leading else []
+    for message in messages[len(leading) :]:
+        if message.role == "system":
+            text = f"<system>\n{message.content}\n</system>"
+            message = ClientMessage(role="user", content=text)
+        folded.append(message)
+    return folded
 
 
 class Oracle:
