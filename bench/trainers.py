@@ -39,6 +39,10 @@ def verl(bars: Bars) -> dict[str, Any]:
     bars.check("veRL learns: last - first", rose, rose >= RISE, f">= {RISE}")
     mean = told["probs_diff_mean"]
     bars.check("veRL: sampler and trainer apart, mean probability", f"{mean:.1e}", mean < 1e-6, "< 1e-6")
+    remax = last_line([sys.executable, "bench/verl.py", "--json", "--estimator", "remax"], ROOT)
+    rose = round(remax["last"] - remax["first"], 3)
+    bars.check("veRL learns with remax: last - first", rose, rose >= RISE, f">= {RISE}")
+    told["remax"] = remax
     shown(bars, "veRL, sync and asynchronous", tested("tests/real/test_verl.py"))
     shown(bars, "veRL's contract", tested("tests/real/test_verl_contract.py"))
     shown(bars, "losses are veRL's", tested("tests/real/test_verl_losses.py"))

@@ -1,6 +1,6 @@
 """Stock veRL learns the demo's task on this machine's processor, through the example's launch script.
 
-    python bench/verl.py --json [--mode separate_async] [--steps 12]
+    python bench/verl.py --json [--mode separate_async] [--estimator remax] [--steps 12]
 
 Its environment is made once under the cache. The bar is a reward that rises by 0.2. `probs_diff` is veRL's
 own difference between the sampler's and the trainer's probabilities: in mode sync, where both have the same
@@ -41,10 +41,11 @@ RECIPE = (
 MINIBATCH = {"sync": TASKS // UPDATES, "separate_async": TASKS}
 
 
-def learn(mode: str, steps: int, folder: Path) -> list[dict[str, Any]]:
+def learn(mode: str, estimator: str, steps: int, folder: Path) -> list[dict[str, Any]]:
     python = verl_python()
     launching.write_tasks(python, folder, TASKS * (steps + 2))
     more = (*RECIPE, f"actor_rollout_ref.actor.ppo_mini_batch_size={MINIBATCH[mode]}")
+    more += (f"algorithm.adv_estimator={estimator}",)
     return launching.train(python, folder, mode, "learning", steps, *more, timeout_s=RUN_S)
 
 
@@ -67,12 +68,13 @@ def told(log: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", choices=list(MINIBATCH), default="sync")
+    parser.add_argument("--estimator", choices=["grpo", "remax"], default="grpo")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     asked = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        result = told(learn(asked.mode, asked.steps, Path(scratch)))
+        result = told(learn(asked.mode, asked.estimator, asked.steps, Path(scratch)))
     result |= {"mode": asked.mode, "wall_s": round(time.monotonic() - began, 1)}
     result["ok"] = result["last"] >= result["first"] + RISE
     for step, reward in enumerate(result["rewards"], 1):

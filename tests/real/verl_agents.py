@@ -23,7 +23,8 @@ def agent(task: dict[str, Any], rollout: afield.Context) -> float | dict[str, An
         return [*messages, {"role": "assistant", "content": reply.choices[0].message.content or ""}]
 
     does = task.get("does", "")
-    if does == "break" or (does == "break one" and rollout.rollout_id.endswith("-0")):
+    broken = {"break": "", "break one": "-0", "break when greedy": "-greedy"}
+    if does in broken and rollout.rollout_id.endswith(broken[does]):
         raise RuntimeError("this task cannot be done")
     first = ask([{"role": "user", "content": task["question"]}])
     for k in range(task.get("branches", 1)):

@@ -24,6 +24,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils import tensordict_utils
@@ -230,6 +231,37 @@ def test_a_prompt_may_ask_for_another_number_of_rollouts(manager: Manager) -> No
     sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 1)
     assert sampled.keys == [f"{uid}_0_0"]
     transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
+
+
+def test_remax_compares_a_group_with_its_greedy_rollout(config: Any, tmp_path: Path) -> None:
+    config = OmegaConf.merge(
+        config, {"algorithm": {"adv_estimator": "remax"}, "afield": {"folder": str(tmp_path)}}
+    )
+    made = Manager.create(config=config, llm_client=None, teacher_client=None, reward_loop_worker_handles=[])
+    try:
+        batch = asked(
+            [{"question": "How much is the red mug?"}, {"question": "?", "does": "break when greedy"}]
+        )
+        made.generate_sequences(batch)
+        good, bad = batch["uid"]
+        assert ended(batch) == {good: "finished", bad: "failure"}
+        sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 1)
+        assert sorted(sampled.keys) == [f"{good}_{n}_0" for n in range(3)]
+        fields = ["rm_scores", "response_mask", "uid"]
+        data = transfer_queue.kv_batch_get(keys=sampled.keys, partition_id="train", select_fields=fields)
+        padded = data.to_padded_tensor()
+        uids = np.array(padded.pop("uid").tolist(), dtype=object)
+        advantages, _ = core_algos.get_adv_estimator_fn("remax")(
+            token_level_rewards=padded["rm_scores"], response_mask=padded["response_mask"], index=uids
+        )
+        (greedy,) = made._baselines.of([good])
+        scores = padded["rm_scores"].sum(-1)
+        assert torch.allclose(advantages, (scores - greedy)[:, None] * padded["response_mask"])
+        with pytest.raises(UsageError, match="has no greedy baseline"):
+            made._baselines.of([bad])
+        transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
+    finally:
+        made.close()
 
 
 def test_what_breaks_collecting_ends_training_with_the_reason(config: Any, tmp_path: Path) -> None:

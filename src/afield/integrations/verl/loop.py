@@ -28,6 +28,7 @@ from verl.experimental.agent_loop.agent_loop import (  # pyright: ignore[reportM
 from afield.client import RolloutClient
 from afield.errors import RolloutFailure, Unavailable, UsageError
 from afield.integrations.verl import clients, rows, settings
+from afield.integrations.verl.baselines import REMAX
 from afield.integrations.verl.dataset import task_of
 from afield.types import Rollout, Sampling
 
@@ -46,6 +47,11 @@ class _Shared:
         with self._lock:
             if self.made is None:
                 given = settings.read(config)
+                if given.trainer.estimator == REMAX:
+                    raise UsageError(
+                        "remax needs a greedy rollout beside each group, which veRL's own manager does not"
+                        " run: set agent_loop_manager_class=afield.integrations.verl.Manager"
+                    )
                 door = clients.door(given, llm_client)
                 made = clients.client(given, door, part=f"worker-{os.getpid()}")
                 self.made = given, made, door

@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 from afield.client import RolloutClient, RolloutFuture
 from afield.collect import greedy
 from afield.errors import Fruitless, Unavailable, UsageError
-from afield.integrations.verl import rows, settings
+from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.spool import Spool
 from afield.types import Rollout, Sampling, Split
@@ -86,11 +86,18 @@ class Tally:
 
 
 class Group:
-    """The rollouts of one prompt, until the last of them has ended."""
+    """The rollouts of one prompt, until the last of them has ended; with `greedy`, that is a baseline."""
 
-    def __init__(self, prompt: dict[str, Any], tally: Tally, futures: Sequence[RolloutFuture]) -> None:
-        self.prompt, self.tally, self.futures = prompt, tally, futures
-        self._missing = len(futures)
+    def __init__(
+        self,
+        prompt: dict[str, Any],
+        tally: Tally,
+        futures: Sequence[RolloutFuture],
+        greedy: RolloutFuture | None = None,
+    ) -> None:
+        self.prompt, self.tally, self.futures, self.greedy = prompt, tally, futures, greedy
+        self._all = [*futures, *([greedy] if greedy else [])]
+        self._missing = len(self._all)
         self._lock = threading.Lock()
 
     @property
@@ -105,9 +112,9 @@ class Group:
             if last:
                 call(self)
 
-        for future in self.futures:
+        for future in self._all:
             future.add_done_callback(one_more)
-        if not self.futures:  # a prompt may ask for none, and veRL waits for its end all the same
+        if not self._all:  # a prompt may ask for none, and veRL waits for its end all the same
             call(self)
 
 
@@ -125,6 +132,7 @@ class Manager:
         self._broken: BaseException | None = None
         self._fruitless = 0
         self._version = 0
+        self._baselines = baselines.Baselines()
 
     @classmethod
     def create(
@@ -147,6 +155,8 @@ class Manager:
 
         door = clients.door(given, llm_client)
         made = cls(given, clients.client(given, door), Queue(), door)
+        if given.trainer.estimator == baselines.REMAX:
+            baselines.register(made._baselines)
         atexit.register(made.close)
         door.when_gone(lambda error: made._then(made._give_up, error))
         return made
@@ -180,8 +190,14 @@ class Manager:
     def _begin(self, asked: Sequence[dict[str, Any]], tally: Tally) -> None:
         for prompt in asked:
             self._queue.mark(str(prompt["uid"]), str(tally.asked.split), "running")
-            futures = [self._client.begin(rollout) for rollout in self._rollouts(prompt, tally.asked.split)]
-            Group(prompt, tally, futures).when_ended(lambda group: self._then(self._write, group))
+            rollouts = self._rollouts(prompt, tally.asked.split)
+            compared = bool(rollouts) and tally.asked.split is Split.TRAIN
+            greedy_one = None
+            if compared and self._given.trainer.estimator == baselines.REMAX:
+                greedy_one = self._client.begin(_greedy(rollouts[0]))
+            futures = [self._client.begin(rollout) for rollout in rollouts]
+            group = Group(prompt, tally, futures, greedy_one)
+            group.when_ended(lambda group: self._then(self._write, group))
 
     def _rollouts(self, prompt: dict[str, Any], split: Split) -> list[Rollout]:
         uid = str(prompt["uid"])
@@ -221,6 +237,8 @@ class Manager:
         judged = rows.judge(
             finished, quorum=number, floor=self._given.settings.floor, branches=self._given.branches
         )
+        if group.greedy is not None and judged.dropped is None:
+            judged = self._compared(group, judged)
         if not self._door.versioned:
             judged = _stamped(judged, asked.version, self._version)
         entries = [
@@ -234,8 +252,20 @@ class Manager:
         self._queue.mark(group.uid, str(asked.split), "failure" if judged.dropped else "finished")
         with self._lock:
             self._open.pop(group.uid, None)
-        for one in finished:
-            self._spool.drop(one.rollout.id)
+        for future in (*group.futures, *([group.greedy] if group.greedy else [])):
+            self._spool.drop(future.finished().rollout.id)
+
+    def _compared(self, group: Group, judged: rows.Judged) -> rows.Judged:
+        """Keep the reward of the greedy rollout; a group without one has nothing to be compared with."""
+        assert group.greedy is not None
+        outcome = group.greedy.finished().outcome
+        reward = outcome.reward_or_floor(self._given.settings.floor)
+        if reward is None:
+            assert outcome.failure is not None
+            told = f"its greedy baseline has no reward: {outcome.failure.kind}/{outcome.failure.reason}"
+            return rows.Judged(sessions=(), left_out=judged.left_out, dropped=told)
+        self._baselines.put(group.uid, reward)
+        return judged
 
     def _account(self, group: Group, judged: rows.Judged) -> None:
         asked = group.tally.asked
@@ -284,6 +314,11 @@ class Manager:
         told = f"{type(error).__name__}: {error}"
         for uid, partition in list(waiting.items())[:1]:
             self._queue.mark(uid, partition, f"afield has stopped collecting: {told}")
+
+
+def _greedy(rollout: Rollout) -> Rollout:
+    sampling = greedy(rollout.sampling or Sampling())
+    return structs.replace(rollout, id=f"{rollout.group_id}-greedy", sampling=sampling)
 
 
 def _stamped(judged: rows.Judged, low: int, high: int) -> rows.Judged:

@@ -23,7 +23,7 @@ from afield.types import Budget, FailureKind, Sampling, check_id
 PREFIX = "AFIELD_VERL"
 PLACED = ("agent", "limiter_file")  # paths, which count from where the trainer was started
 # Estimators that compare sessions, or nothing; all others compare the rows of a group.
-ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus")
+ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus", "remax")
 DEADLINES = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
 AMOUNTS = (*DEADLINES, "deadline_s", "dead_s", "patience_s", "sweep_s", "launch_rate")
 COUNTS = ("workers", "concurrency", "quorum", "fruitless", "max_tokens", "max_calls")

@@ -1,0 +1,53 @@
+"""ReMax baselines: the reward of a greedy rollout per group, given to veRL's own estimator.
+
+veRL's v1 trainer hands its `remax` estimator no `reward_baselines`. Manager and trainer live in one process:
+the manager keeps each group's baseline here; the estimator that `register` puts into veRL's registry looks
+it up by the group's uid and calls veRL's function with it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from afield.errors import UsageError
+
+REMAX = "remax"
+KEPT = 1 << 20
+"""Groups whose baseline is remembered; the oldest are forgotten."""
+
+
+class Baselines:
+    def __init__(self) -> None:
+        self._by_uid: OrderedDict[str, float] = OrderedDict()
+
+    def put(self, uid: str, reward: float) -> None:
+        self._by_uid[uid] = reward
+        while len(self._by_uid) > KEPT:
+            self._by_uid.popitem(last=False)
+
+    def of(self, uids: Iterable[Any]) -> list[float]:
+        """One for each row. Raises UsageError for a group that has none."""
+        names = [str(uid) for uid in uids]
+        if missing := next((uid for uid in names if uid not in self._by_uid), None):
+            raise UsageError(
+                f"group {missing!r} has no greedy baseline, which remax needs; its rows were not collected by"
+                " this manager"
+            )
+        return [self._by_uid[uid] for uid in names]
+
+
+def register(baselines: Baselines) -> None:
+    """Let veRL's `remax` have its baselines from here. Repeating replaces the ones before."""
+    import torch
+    from verl.trainer.ppo import core_algos  # pyright: ignore[reportMissingImports]
+
+    stock = core_algos.compute_remax_outcome_advantage
+
+    def remax(token_level_rewards: Any, response_mask: Any, index: Any, **rest: Any) -> Any:
+        values = torch.tensor(baselines.of(index), dtype=token_level_rewards.dtype)
+        rest["reward_baselines"] = values.to(token_level_rewards.device)
+        return stock(token_level_rewards=token_level_rewards, response_mask=response_mask, **rest)
+
+    core_algos.ADV_ESTIMATOR_REGISTRY[REMAX] = remax
