@@ -256,7 +256,8 @@ def test_remax_compares_a_group_with_its_greedy_rollout(config: Any, tmp_path: P
         )
         (greedy,) = made._baselines.of([good])
         scores = padded["rm_scores"].sum(-1)
-        assert torch.allclose(advantages, (scores - greedy)[:, None] * padded["response_mask"])
+        mask = padded["response_mask"]
+        assert torch.allclose(advantages * mask, (scores - greedy)[:, None] * mask)
         with pytest.raises(UsageError, match="has no greedy baseline"):
             made._baselines.of([bad])
         transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
