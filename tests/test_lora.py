@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from afield.demo import shop
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.rounding import Rounding
 from afield.rundir import find_run
 from afield.trainers.policy import PolicyModel
 from gateways import POLICY
@@ -143,7 +144,11 @@ def test_in_bfloat16_only_what_trains_is_float32(model_path, tmp_path):
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     with policy.autocast():
         ours = logits(policy.model).float()
-    policy.export(tmp_path / "v1")
+    policy.export(tmp_path / "v0")
+    merged = load_file(tmp_path / "v0" / "model.safetensors")
+    # What adapters add is not rounded away: that is for a publication to do, and not to nearest.
+    assert {t.dtype for n, t in merged.items() if "_proj" in n} == {torch.float32}
+    policy.export(tmp_path / "v1", Rounding(dtype="bfloat16", version=1))
     assert {t.dtype for t in load_file(tmp_path / "v1" / "model.safetensors").values()} == {torch.bfloat16}
     assert float((logits(loaded(tmp_path / "v1")) - ours).abs().mean()) < 0.1
 

@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield.errors import Fruitless, Unavailable
 from afield.ledger import Entry, Ledger
 from afield.rundir import STATE, RunDir, StepState
-from afield.seams import Gateway, StepReport, Trainer
+from afield.seams import Gateway, Publisher, StepReport, Trainer
 from afield.spool import Spool
 from afield.types import Finished, Group, Policy, VersionSpan
 from afield.window import Window
@@ -41,6 +41,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     keep_checkpoints: int = 2
     keep_weights: int | None = 2
     frozen: bool = False
+    engine_dtype: str = "float32"
+    """Dtype in which engines compute: what published weights are rounded to."""
 
 
 class StepLine(Struct, frozen=True, kw_only=True):
@@ -171,7 +173,7 @@ class Learner:
             seconds=(collected - began, clock() - collected),
         )
         try:
-            await asyncio.to_thread(self._checkpoint, line, batch)
+            line = await asyncio.to_thread(self._checkpoint, line, batch)
         except OSError as error:
             told = f"step {step} cannot be written to {self._run.path}: {error}"
             raise Unavailable(f"{told}; make room, then go on with --resume") from error
@@ -211,8 +213,9 @@ class Learner:
             baseline=self._spool.get(baseline) if baseline else None,
         )
 
-    def _checkpoint(self, line: StepLine, batch: Batch) -> None:
-        """Write everything under another name first; the rename is what makes the step done."""
+    def _checkpoint(self, line: StepLine, batch: Batch) -> StepLine:
+        """Write everything under another name first; the rename is what makes the step done. The line comes
+        back with what became of the published update."""
         step, version = line.step, line.version
         self._run.write_rollouts(step, [f for group in batch.groups for f in everyone(group)])
         carrying = [f for group in batch.usable for f in group.finished]
@@ -224,7 +227,7 @@ class Learner:
         self._trainer.save(partial)
         if not self._recipe.frozen:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
-            self._trainer.export(self._run.weights(version))
+            line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
         groups = tuple(group.id for group in batch.groups)
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
         (partial / STATE).write_bytes(msgspec.json.encode(state))
@@ -234,6 +237,14 @@ class Learner:
         self._drop(groups)
         recipe = self._recipe
         self._run.prune(keep_checkpoints=recipe.keep_checkpoints, keep_weights=recipe.keep_weights)
+        return line
+
+    def _export(self, version: int) -> dict[str, float]:
+        path = self._run.weights(version)
+        if isinstance(self._trainer, Publisher):
+            return self._trainer.publish(path, version=version, dtype=self._recipe.engine_dtype)
+        self._trainer.export(path)
+        return {}
 
     def _drop(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
@@ -244,7 +255,7 @@ class Learner:
     async def _publish(self, step: int, version: int) -> None:
         path = self._run.weights(version)
         if not path.exists():
-            await asyncio.to_thread(self._trainer.export, path)
+            await asyncio.to_thread(self._export, version)
         await self._gateway.publish(Policy(self._recipe.policy, version), str(path))
         self._version = version
         self._ledger.done = step

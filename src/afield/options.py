@@ -246,6 +246,8 @@ class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     checkpointing: bool = False
     lora: LoraOptions = LoraOptions()
     max_logprob_diff: float | None = None
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Rounding of published weights to the engine's dtype; nearest loses updates below its spacing."""
     device: str = ""  # cuda where there is one, else cpu
     devices: int = 1
 

@@ -31,6 +31,7 @@ from afield.engines.graphs import Steps
 from afield.engines.slots import Slots
 from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
+from afield.rounding import Rounding
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import Failure, FailureKind, FinishReason, Reason
 
@@ -225,7 +226,10 @@ class TorchEngine:
                 raise UsageError(
                     f"version {version}: give the path of its weights; this engine loads them itself"
                 )
-            tensors = await asyncio.to_thread(read_weights, Path(path), self._parameters, self._base)
+            rounding = Rounding(seed=self._seed, version=version)
+            tensors = await asyncio.to_thread(
+                read_weights, Path(path), self._parameters, self._base, rounding
+            )
             done: Future[None] = Future()
             self._send(_Swap(version, tensors, done))
             await asyncio.wrap_future(done)

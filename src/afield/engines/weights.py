@@ -8,10 +8,11 @@ adapter_model.safetensors, as peft saves them) is merged into the weights of the
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from afield.engines.adapters import TENSORS, AdapterConfig, is_adapter, read_config
 from afield.errors import UsageError
 from afield.loading import ALONE
+from afield.rounding import DTYPES, Arrived, Rounding, arrived, read_rounding, rounded
 
+log = logging.getLogger("afield.engines")
+KEPT = 0.9  # share of an adapter that has to survive its merge, or it is told
 EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -107,18 +111,61 @@ def parameters(model: PreTrainedModel) -> list[Parameter]:
     return [Parameter(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
-def read_weights(path: Path, wanted: list[Parameter], base: Path) -> list[Tensor]:
+def read_weights(
+    path: Path, wanted: list[Parameter], base: Path, rounding: Rounding = Rounding()  # noqa: B008
+) -> list[Tensor]:
     """The directory's tensors in the order of `wanted`, checked against it, of its type and on its device.
 
-    If it holds an adapter: the tensors of `base` with the adapter merged, in float32 and then rounded. They
-    are copies: the directories may change or go as soon as this returns.
+    If it holds an adapter: the tensors of `base` with the adapter merged in float32, then rounded as the
+    directory says, or else as `rounding` does. They are copies: the directories may change or go as soon as
+    this returns.
     """
-    found = _merged(path, _read_all(base)) if is_adapter(path) else _read_all(path)
-    picked = [_pick(path, parameter, found) for parameter in wanted]
-    return [
-        tensor.to(parameter.tensor.device, parameter.tensor.dtype, copy=True)
-        for tensor, parameter in zip(picked, wanted, strict=True)
-    ]
+    if not is_adapter(path):
+        found = _read_all(path)
+        return [_copied(_pick(path, parameter, found), parameter) for parameter in wanted]
+    found = _read_all(base)
+    changes = _changes(path, found)
+    rounding = read_rounding(path) or rounding
+    told = Arrived()
+    tensors: list[Tensor] = []
+    for parameter in wanted:
+        weight = _copied(_pick(path, parameter, found), parameter)
+        name = next((name for name in parameter.names if name in changes), "")
+        if name:
+            start = found[name].to(weight.device, torch.float32)
+            master = start + changes[name].on(weight.device)
+            weight = rounded(master, name, _for(weight, rounding), start=start)
+            told = told.plus(arrived(master, weight, start))
+        tensors.append(weight)
+    if told.kept is not None and told.kept < KEPT:
+        log.warning(
+            "adapter %s: only %.0f %% of it is left after it was merged into the served weights; serve them"
+            " in float32",
+            path,
+            100 * told.kept,
+        )
+    return tensors
+
+
+def _copied(tensor: Tensor, parameter: Parameter) -> Tensor:
+    return tensor.to(parameter.tensor.device, parameter.tensor.dtype, copy=True)
+
+
+def _for(weight: Tensor, rounding: Rounding) -> Rounding:
+    """The bits of this rounding, in the dtype that is served."""
+    name = next(name for name, dtype in DTYPES.items() if dtype == weight.dtype)
+    return msgspec.structs.replace(rounding, dtype=name)
+
+
+class _Change(NamedTuple):
+    """What an adapter adds to a weight."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    def on(self, device: torch.device) -> Tensor:
+        return self.scale * (self.up.to(device) @ self.down.to(device))
 
 
 def _pick(path: Path, parameter: Parameter, found: Mapping[str, Tensor]) -> Tensor:
@@ -168,7 +215,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         raise UsageError(f"weights {str(file.parent)!r}: {file.name} cannot be read: {error}") from error
 
 
-def _merged(path: Path, base: dict[str, Tensor]) -> dict[str, Tensor]:
+def _changes(path: Path, base: Mapping[str, Tensor]) -> dict[str, _Change]:
     config = read_config(path)
     if config.unfit:
         raise UsageError(
@@ -179,6 +226,7 @@ def _merged(path: Path, base: dict[str, Tensor]) -> dict[str, Tensor]:
         if (match := FACTOR.fullmatch(name)) is None:
             raise UsageError(f"adapter {str(path)!r} has the tensor {name!r}, which is no factor of a weight")
         factors.setdefault(match["layer"], {})[match["factor"]] = tensor.float()
+    changes: dict[str, _Change] = {}
     for layer, pair in factors.items():
         weight = base.get(f"{layer}.weight")
         if weight is None or pair.keys() != {"A", "B"}:
@@ -186,14 +234,15 @@ def _merged(path: Path, base: dict[str, Tensor]) -> dict[str, Tensor]:
             raise UsageError(
                 f"adapter {str(path)!r} changes {layer!r}, but there is {has}; was it made for this model?"
             )
-        change = pair["B"] @ pair["A"]
-        if change.shape != weight.shape:
+        shape = [len(pair["B"]), *pair["A"].shape[1:]]
+        if shape != list(weight.shape) or len(pair["A"]) != pair["B"].shape[-1]:
             raise UsageError(
-                f"adapter {str(path)!r} changes {layer!r} by {list(change.shape)}, but that is"
+                f"adapter {str(path)!r} changes {layer!r} by {shape}, but that is"
                 f" {list(weight.shape)}; it was made for another model"
             )
-        base[f"{layer}.weight"] = weight.float() + _scale(config, layer, len(pair["A"])) * change
-    return base
+        scale = _scale(config, layer, len(pair["A"]))
+        changes[f"{layer}.weight"] = _Change(pair["A"], pair["B"], scale)
+    return changes
 
 
 def _scale(config: AdapterConfig, layer: str, rank: int) -> float:

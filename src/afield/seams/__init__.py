@@ -8,7 +8,7 @@ from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image
 from afield.seams.gateway import Gateway, Record, SessionSpec, SessionState, SessionTicket
 from afield.seams.runtime import Capabilities, Exit, Live, Phase, Runtime
 from afield.seams.sandbox import Ran, Sandbox
-from afield.seams.trainer import StepReport, Trainer
+from afield.seams.trainer import Publisher, StepReport, Trainer
 from afield.seams.transport import Fence, Transport, Waiting
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Image",
     "Live",
     "Phase",
+    "Publisher",
     "Ran",
     "Record",
     "Runtime",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from msgspec import Struct, field
 
@@ -42,3 +42,16 @@ class Trainer(Protocol):
         ...
 
     def restore(self, directory: Path) -> None: ...
+
+
+@runtime_checkable
+class Publisher(Protocol):
+    """A trainer that knows the dtype of the engines its weights are for, and tells how much arrived there."""
+
+    def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
+        """Write the weights as `export` does, in `dtype`, as `version`; metrics of the publication.
+
+        `update_kept` is the share of the update along its own direction that was published (1.0 is ideal),
+        `update_norm` and `rounding_noise_norm` are norms over all weights. Repeating gives the same bits.
+        """
+        ...

@@ -23,6 +23,7 @@ from afield.advantage import How, advantages, rewards_of
 from afield.batches.rewards import turn_returns, weighed
 from afield.errors import Unavailable, UsageError
 from afield.options import LoraOptions, Thinking
+from afield.rounding import Arrived, Rounding, rounding_of
 from afield.seams.trainer import StepReport
 from afield.trainers.audit import Audit, delivery, line_up
 from afield.trainers.directories import copy_but_weights, replaced
@@ -50,9 +51,11 @@ log = logging.getLogger("afield.trainers")
 MAX_SKIPPED = 3
 """Updates in a row without a finite gradient that end a run."""
 STATE = "trainer.pt"
+KEPT = 0.9  # share of an update that has to reach the engine, or it is told
 MODEL = "model"  # in a checkpoint: all of the model's directory but its weights
 POLICY = "policy.json"
 SAME = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")
+RoundingName = Literal["stochastic", "nearest"]
 
 
 class GRPO:
@@ -103,6 +106,7 @@ class GRPO:
         lora: LoraOptions | None = None,
         max_logprob_diff: float | None = None,
         thinking: Thinking = "preserve",
+        rounding: RoundingName = "stochastic",
     ) -> None:
         among(loss, LossName, "loss")
         for name, value in (("minibatches", minibatches), ("epochs", epochs)):
@@ -136,12 +140,16 @@ class GRPO:
         among(self.aggregate, Aggregate, "aggregate")
         among(importance, Importance, "importance")
         among(kl_estimator, Estimator, "KL estimator")
+        among(rounding, RoundingName, "rounding")
+        self.rounding: RoundingName = rounding
         self.length = length
         if self.aggregate == "constant" and length is None:
             raise UsageError("aggregate 'constant' needs a length to divide by, such as the longest reply")
         self.random = torch.Generator().manual_seed(seed)
+        self.seed = seed
         self.steps = 0
         self.skipped = 0  # updates in a row whose gradient was not finite
+        self.version: int | None = None  # of the weights that were published last
         self.minibatches = minibatches
         self.epochs = epochs
         self.floor = floor
@@ -279,10 +287,31 @@ class GRPO:
     def export(self, directory: Path) -> None:
         """Write what engines load: the model with its weights as they are now, or its adapters alone.
         Repeating replaces it."""
-        if self.publishes_adapter:
-            self.policy.export_adapter(directory)
-        else:
-            self.policy.export(directory)
+        self._export(directory, Rounding())
+
+    def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
+        """Write the weights of `version` for engines that compute in `dtype`; metrics of what arrived.
+
+        They are rounded stochastically, by the run's seed and the version: repeating gives the same bits.
+        """
+        rounding = rounding_of(dtype, self.seed, version, nearest=self.rounding == "nearest")
+        told = self._export(directory, rounding)
+        self.version = version
+        metrics = told.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
+        if metrics.get("update_kept", 1.0) < KEPT:
+            log.warning(
+                "version %d: only %.0f %% of the update reached the published weights in %s; set the engine's"
+                " dtype to float32, or raise the learning rate",
+                version,
+                100 * metrics["update_kept"],
+                dtype,
+            )
+        return metrics
+
+    def _export(self, directory: Path, rounding: Rounding) -> Arrived:
+        if self.lora and self.lora.publish == "adapter":
+            return self.policy.export_adapter(directory, rounding)
+        return self.policy.export(directory, rounding)
 
     def save(self, directory: Path) -> None:
         """All it takes to go on, and what the tokens were made with: tokenizer, template, thinking policy."""

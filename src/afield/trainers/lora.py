@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,21 +86,55 @@ def state(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def plain(model: Any) -> dict[str, Tensor]:
+    """The model's tensors without its adapters, by the names that they have in its checkpoint."""
+    inside = {f"{name}.": layer for name, layer in _layers(model)}
+    found = {n: t for n, t in model.state_dict().items() if not n.startswith(tuple(inside))}
+    for name, layer in inside.items():
+        found |= {f"{name}{part}": t for part, t in layer.get_base_layer().state_dict().items()}
+    return found
+
+
+class Adapted(NamedTuple):
+    """A weight with an adapter: its name in the checkpoint, itself, and the factors of what is added."""
+
+    name: str
+    weight: Tensor
+    down: Tensor
+    up: Tensor
+    scale: float
+    turned: bool
+
+    def added(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """In float32, whatever the model is."""
+        change = self.scale * (whole(self.up).float() @ whole(self.down).float())
+        return change.T.contiguous() if self.turned else change
+
+
+def adapted(model: Any) -> list[Adapted]:
+    return [
+        Adapted(
+            f"{name}.weight",
+            layer.get_base_layer().weight.detach(),
+            layer.lora_A[NAME].weight.detach(),
+            layer.lora_B[NAME].weight.detach(),
+            layer.scaling[NAME],
+            layer.fan_in_fan_out,
+        )
+        for name, layer in _layers(model)
+    ]
+
+
 @torch.no_grad()
 def merged(model: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """The whole model's tensors as if it had never had adapters, what these add included."""
-    layers = dict(_layers(model))
-    inside = tuple(f"{name}." for name in layers)
-    found = {n: whole(t) for n, t in model.state_dict().items() if not n.startswith(inside)}
-    for name, layer in layers.items():
-        for part, tensor in layer.get_base_layer().state_dict().items():
-            found[f"{name}.{part}"] = whole(tensor)
-        base = found[f"{name}.weight"]
-        down, up = whole(layer.lora_A[NAME].weight), whole(layer.lora_B[NAME].weight)
+    """The whole model's tensors as if it had never had adapters, what these add included, in float32."""
+    found = {name: whole(tensor) for name, tensor in plain(model).items()}
+    for one in adapted(model):
+        down, up = whole(one.down), whole(one.up)
+        base = found[one.name]
         if base.numel():
-            added = layer.scaling[NAME] * (up @ down)
-            turned = added.T if layer.fan_in_fan_out else added
-            found[f"{name}.weight"] = (base.float() + turned).to(base.dtype)
+            gathered = one._replace(down=down, up=up)
+            found[one.name] = base.float() + gathered.added(lambda tensor: tensor)
     return found
 
 

@@ -19,12 +19,22 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.rounding import Arrived, Rounding, dtype_of, write_rounding
 from afield.seams.witness import Witness, write_witness
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
 from afield.trainers.fitness import fit_for_trees, longest_row, settled, unfit_for_padding
 from afield.trainers.padded import Padded
 from afield.trainers.passes import LayoutName
+from afield.trainers.publication import (
+    Checkpoint,
+    Shard,
+    as_adapters,
+    as_merged,
+    as_published,
+    names_of,
+    undivided,
+)
 from afield.trainers.tree import ATTENTION, Tree
 from afield.trainers.witness import witness_of
 
@@ -60,6 +70,7 @@ class PolicyModel:
         self.lora = lora if lora and lora.rank else None
         self.layout: LayoutName = layout
         self.model = self._load()
+        self._checkpoint = None if self.lora else Checkpoint(self.path, self.model)
         if reference and not self.lora:
             self._start = self._load().requires_grad_(False)
         if self.lora:
@@ -161,22 +172,74 @@ class PolicyModel:
             return adapters.merged(self.model, self.whole)
         return {name: self.whole(tensor) for name, tensor in self.model.state_dict().items()}
 
-    def export(self, directory: Path) -> None:
-        """Write the whole model's directory as an engine loads it. Repeating replaces it."""
-        weights, witness = self.weights(), self.witness()
-        with replaced(directory) as fresh:
-            copy_but_weights(self.path, fresh)
-            write_weights(self.model, fresh, weights)
-            write_witness(fresh, witness)
+    def export(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
+        """Write the whole model's directory as an engine loads it. Repeating replaces it.
 
-    def export_adapter(self, directory: Path) -> None:
+        Weights are float32, or what `rounding` makes of them; the witness beside them is theirs.
+        """
+        if not rounding.lossy:
+            weights, witness, told = self.weights(), self.witness(), Arrived()
+        else:
+            with self.published(rounding) as told:
+                weights, witness = self._rounded_weights(rounding), self.witness()
+        if self.writes:
+            with replaced(directory) as fresh:
+                copy_but_weights(self.path, fresh)
+                write_weights(self.model, fresh, weights)
+                write_rounding(fresh, rounding)
+                write_witness(fresh, witness)
+        return self.summed(told)
+
+    def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
         """Write the adapters alone, in peft's format. Repeating replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
-        tensors, witness = self.state(), self.witness()
-        with replaced(directory) as fresh:
-            adapters.write(self.model, fresh, tensors)
-            write_witness(fresh, witness)
+        with as_adapters(self.model, rounding, self.gathered, self.shard) as told:
+            dtype = dtype_of(rounding.dtype)
+            tensors = {name: tensor.to(dtype) for name, tensor in self.state().items()}
+            witness = self.witness()
+        if self.writes:
+            with replaced(directory) as fresh:
+                adapters.write(self.model, fresh, tensors)
+                write_rounding(fresh, rounding)
+                write_witness(fresh, witness)
+        return told
+
+    @contextmanager
+    def published(self, rounding: Rounding) -> Iterator[Arrived]:
+        """The whole model computes with the weights of this version, for as long as the block lasts."""
+        if self._checkpoint is None:
+            with as_merged(self.model, rounding, self.gathered, self.shard) as told:
+                yield told
+        else:
+            with as_published(self.model, rounding, self._checkpoint, self.shard) as told:
+                yield told
+
+    def _rounded_weights(self, rounding: Rounding) -> dict[str, Tensor]:
+        """Inside `published`: the tensors as they are written. Buffers are no weights, and stay."""
+        dtype, tensors = dtype_of(rounding.dtype), self.model.state_dict()
+        weights = names_of(self.model).keys()
+        if self.lora:
+            tensors = adapters.plain(self.model)
+            weights = {name.replace(".base_layer.", ".") for name in weights}
+        return {n: self.whole(t.to(dtype, copy=True) if n in weights else t) for n, t in tensors.items()}
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what is exported."""
+        return True
+
+    def shard(self, tensor: Tensor) -> Shard:
+        """The part of a tensor of the model that is in this process."""
+        return undivided(tensor)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model, all of it, in every process and on its device."""
+        return tensor
+
+    def summed(self, told: Arrived) -> Arrived:
+        """Over all processes."""
+        return told
 
     def witness(self) -> Witness:
         """How engines that have these weights must answer."""

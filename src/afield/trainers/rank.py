@@ -8,9 +8,11 @@ check, refuse and update alike. Rank 0 writes. The end of the wire is the end of
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import AfieldError, UsageError, boundary
+from afield.rounding import Arrived
 from afield.seams.witness import Witness
 from afield.trainers.audit import Apart, Audit
 from afield.trainers.grpo import GRPO
@@ -31,6 +35,7 @@ from afield.trainers.head import plain_head
 from afield.trainers.packing import common
 from afield.trainers.passes import Pass, log_probabilities
 from afield.trainers.policy import PolicyModel
+from afield.trainers.publication import Shard
 from afield.trainers.rows import Row
 from afield.trainers.sharded import Begin, Told
 from afield.trainers.updates import LossFunction, Scores, Updates, Weigh
@@ -83,6 +88,28 @@ class ShardedPolicy(PolicyModel):
     def witness(self) -> Witness:
         with self.autocast():
             return self._roots[id(self.model)](lambda: witness_of(self.model))
+
+    @property
+    def writes(self) -> bool:
+        return dist.get_rank() == 0
+
+    def shard(self, tensor: Tensor) -> Shard:
+        """Rows of the tensor, which are shared out in order."""
+        if not isinstance(tensor, DTensor):
+            return Shard(tensor, counted=dist.get_rank() == 0)
+        _, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        return Shard(tensor.to_local(), first=offset[0] * math.prod(tensor.shape[1:]) if offset else 0)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+    def summed(self, told: Arrived) -> Arrived:
+        total = Arrived()
+        for part in gathered(told):
+            total = total.plus(Arrived(*part))
+        return total
 
     def whole(self, tensor: Tensor) -> Tensor:
         """On rank 0; elsewhere what is gathered is let go."""
@@ -259,13 +286,8 @@ class RankGRPO(GRPO):
     policy_kind = ShardedPolicy
     updates_kind = ShardedUpdates
 
-    def export(self, directory: Path) -> None:
-        """Rank 0 writes; the others take part in gathering exactly what it writes."""
-        if dist.get_rank() == 0:
-            super().export(directory)
-        else:
-            self.policy.state() if self.publishes_adapter else self.policy.weights()
-            self.policy.witness()
+    def publish_as(self, directory: Path, version: int, dtype: str) -> dict[str, float]:
+        return self.publish(directory, version=version, dtype=dtype)
 
     def save(self, directory: Path) -> None:
         if dist.get_rank() == 0:
@@ -315,10 +337,10 @@ def main(descriptor: int) -> None:
         wire.send_bytes(pickle.dumps(told))
         while told.kind != "broken" and made:
             try:
-                verb, argument = pickle.loads(wire.recv_bytes())
+                verb, arguments = pickle.loads(wire.recv_bytes())
             except (EOFError, ConnectionError):
                 break
-            told = answer(lambda: getattr(made[0], verb)(argument))  # noqa: B023
+            told = answer(partial(getattr(made[0], verb), *arguments))
             wire.send_bytes(pickle.dumps(told))
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from afield.types import Group
 
 ALIKE_S = 30.0  # ranks that fail alike do so within this time of each other
 END_S = 10.0
-Verb = Literal["step", "export", "save", "restore"]
+Verb = Literal["step", "export", "publish_as", "save", "restore"]
 
 
 class Told(NamedTuple):
@@ -84,6 +84,9 @@ class Sharded:
     def export(self, directory: Path) -> None:
         self._all("export", Path(directory).absolute())
 
+    def publish(self, directory: Path, *, version: int, dtype: str) -> dict[str, float]:
+        return self._all("publish_as", Path(directory).absolute(), version, dtype)
+
     def save(self, directory: Path) -> None:
         self._all("save", Path(directory).absolute())
 
@@ -105,10 +108,10 @@ class Sharded:
 
     # --- the ranks ------------------------------------------------------------------------------------
 
-    def _all(self, verb: Verb, argument: Any) -> Any:
+    def _all(self, verb: Verb, *arguments: Any) -> Any:
         if self._broken:
             raise Unavailable(self._broken)
-        message = pickle.dumps((verb, argument))
+        message = pickle.dumps((verb, arguments))
         for rank in self._ranks:
             self._say(rank, message)
         return self._hear()

@@ -1,0 +1,198 @@
+"""Published weights: float32 masters rounded to the engine's dtype, and how much of the update arrived.
+
+1. `as_published` puts the rounded values in the place of the masters for as long as a block lasts; what is
+   computed or written there is what the version means. Masters come back bit for bit.
+2. The update is what training has added to the checkpoint that it started from (`Checkpoint`).
+3. Shards are rounded where they are, by the index that their elements have in the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from afield.errors import UsageError
+from afield.rounding import Arrived, Rounding, arrived, dtype_of, rounded
+from afield.trainers import lora as adapters
+
+ROOM = 2 << 30  # bytes of a GPU that stay free beside what is set aside there
+
+
+class Shard(NamedTuple):
+    """The part of a tensor that is in this process, and the index of its first element in the whole.
+
+    `counted` is False where another process has the same elements and counts them.
+    """
+
+    tensor: Tensor
+    first: int = 0
+    counted: bool = True
+
+
+def undivided(tensor: Tensor) -> Shard:
+    return Shard(tensor)
+
+
+class Checkpoint:
+    """The tensors that training started from: read from their files, one at a time.
+
+    A tensor that the files have under another name, or in another shape, is held in memory instead.
+    """
+
+    def __init__(self, path: Path, model: Any) -> None:
+        self._files: dict[str, Path] = {}
+        self._held: dict[str, Tensor] = {}
+        for file in sorted(path.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    self._files |= dict.fromkeys(tensors.keys(), file)
+            except (OSError, SafetensorError):
+                continue
+        for name, tensor in canonical(model).items():
+            if not self._has(name, tensor):
+                self._files.pop(name, None)
+                self._held[name] = tensor.detach().cpu().clone()
+
+    def _has(self, name: str, tensor: Tensor) -> bool:
+        if name not in self._files:
+            return False
+        with safe_open(self._files[name], framework="pt") as tensors:
+            return list(tensors.get_slice(name).get_shape()) == list(tensor.shape)
+
+    def flat(self, name: str, first: int, count: int) -> Tensor:
+        """So many elements of a tensor from this index on."""
+        if name in self._held:
+            return self._held[name].reshape(-1)[first : first + count]
+        with safe_open(self._files[name], framework="pt") as tensors:
+            stored = tensors.get_slice(name)
+            shape = stored.get_shape()
+            row = 1
+            for size in shape[1:]:
+                row *= size
+            if not shape or row == 0:
+                return tensors.get_tensor(name).reshape(-1)
+            begin, end = first // row, -(-(first + count) // row)
+            return stored[begin:end].reshape(-1)[first - begin * row :][:count]
+
+
+def canonical(model: Any) -> dict[str, Tensor]:
+    """Parameters by name; those that are tied once, by the name that comes first."""
+    return dict(model.named_parameters())
+
+
+def names_of(model: Any) -> dict[str, str]:
+    """Of every parameter the name by which it is rounded: tied ones have the same bits."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+@contextmanager
+def as_published(
+    model: Any,
+    rounding: Rounding,
+    start: Checkpoint,
+    shard: Callable[[Tensor], Shard] = undivided,
+) -> Iterator[Arrived]:
+    """All weights of `model` are what `rounding` makes of them, until the block ends."""
+    with _restored() as put, torch.no_grad():
+        total = Arrived()
+        for name, parameter in canonical(model).items():
+            part = shard(parameter.detach())
+            before = start.flat(name, part.first, part.tensor.numel()).view(part.tensor.shape)
+            total = total.plus(put(name, part, part.tensor, before, rounding))
+        yield total
+
+
+@contextmanager
+def as_merged(
+    model: Any,
+    rounding: Rounding,
+    whole: Callable[[Tensor], Tensor],
+    shard: Callable[[Tensor], Shard] = undivided,
+) -> Iterator[Arrived]:
+    """Adapters are merged into the weights below them and switched off, until the block ends."""
+    with _restored() as put, adapters.switched_off(model), torch.no_grad():
+        total = Arrived()
+        for one in adapters.adapted(model):
+            part = shard(one.weight)
+            if part.tensor.dtype not in (torch.float32, dtype_of(rounding.dtype)):
+                raise UsageError(
+                    f"adapters on {part.tensor.dtype} weights cannot be merged for an engine in"
+                    f" {rounding.dtype}; set learn.dtype = 'float32', or learn.lora.publish = 'adapter'"
+                )
+            before = part.tensor.float()
+            added = one.added(whole).reshape(-1)[part.first : part.first + part.tensor.numel()]
+            master = before + added.view(before.shape)
+            total = total.plus(put(one.name, part, master, before, rounding))
+        yield total
+
+
+@contextmanager
+def as_adapters(
+    model: Any,
+    rounding: Rounding,
+    whole: Callable[[Tensor], Tensor],
+    shard: Callable[[Tensor], Shard] = undivided,
+) -> Iterator[Arrived]:
+    """The adapters' own tensors are rounded, until the block ends; the weights below stay as they are."""
+    with _restored() as put, torch.no_grad():
+        total = Arrived()
+        masters = [(whole(one.down).float(), whole(one.up).float(), one) for one in adapters.adapted(model)]
+        masters = [(down.clone(), up.clone(), one) for down, up, one in masters]
+        for name, tensor in adapters.state(model).items():
+            part = shard(tensor)
+            put(name, part, part.tensor, None, rounding)
+        for down, up, one in masters:
+            sent_down, sent_up = whole(one.down).float(), whole(one.up).float()
+            total = total.plus(_product(down, up, sent_down, sent_up, one.scale))
+        yield total
+
+
+def _product(down: Tensor, up: Tensor, sent_down: Tensor, sent_up: Tensor, scale: float) -> Arrived:
+    """Of the products of two factors, without forming them."""
+
+    def dot(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> float:
+        return float(((b.T.double() @ d.double()) * (a.double() @ c.T.double())).sum()) * scale * scale
+
+    update = dot(down, up, down, up)
+    along = dot(sent_down, sent_up, down, up)
+    return Arrived(update, along, max(dot(sent_down, sent_up, sent_down, sent_up) - 2 * along + update, 0.0))
+
+
+Put = Callable[[str, Shard, Tensor, Tensor | None, Rounding], Arrived]
+
+
+@contextmanager
+def _restored() -> Iterator[Put]:
+    """Tensors that were put in place of masters give way to them at the end, also after an error."""
+    with ExitStack() as undo:
+
+        def put(
+            name: str, part: Shard, master: Tensor, start: Tensor | None, rounding: Rounding
+        ) -> Arrived:
+            before = None if start is None else start.to(master.device, torch.float32)
+            sent = rounded(master, name, rounding, start=before, first=part.first)
+            told = Arrived()
+            if before is not None and part.counted:
+                told = arrived(master, sent, before)
+            saved = set_aside(part.tensor)
+            undo.callback(part.tensor.copy_, saved)
+            part.tensor.copy_(sent)
+            return told
+
+        yield put
+
+
+def set_aside(tensor: Tensor) -> Tensor:
+    """A copy: on the device where it has room, else in the machine's memory."""
+    if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < tensor.nbytes + ROOM:
+        return tensor.cpu()
+    return tensor.clone()

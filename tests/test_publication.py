@@ -1,0 +1,212 @@
+"""Published weights carry the update: rounded stochastically, the same bits for every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from afield.engines.torch import TorchEngine
+from afield.engines.weights import read_weights
+from afield.options import LoraOptions
+from afield.rounding import Rounding, arrived, rounded
+from afield.seams.witness import read_witness
+from afield.trainers.grpo import GRPO
+from afield.trainers.policy import PolicyModel
+from afield.trainers.publication import Checkpoint
+from afield.trainers.witness import witness_of
+from tiny_model import build_tiny_model
+
+CPU = torch.device("cpu")
+HOW = Rounding(dtype="bfloat16", seed=3, version=7)
+LORA = LoraOptions(rank=4, alpha=8, publish="merged")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in bfloat16 with tied embeddings, as most published ones are."""
+    path = build_tiny_model(tmp_path_factory.mktemp("publication") / "model", hidden=64, tied=True)
+    stored = load_file(path / "model.safetensors")
+    save_file(
+        {n: t.bfloat16() for n, t in stored.items()}, path / "model.safetensors", metadata={"format": "pt"}
+    )
+    return path
+
+
+def moved(path: Path, by: float, **how) -> PolicyModel:
+    """A policy after an update of Adam's size: every trained weight moves by about as much."""
+    policy = PolicyModel(path, device=CPU, **how)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.trainable:
+            parameter.add_(by * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("by", [1e-6, 1e-5, 1e-4])
+def test_an_update_below_the_spacing_of_bfloat16_is_published(
+    model_path: Path, tmp_path: Path, by: float
+) -> None:
+    policy = moved(model_path, by)
+    told = policy.export(tmp_path / "v7", HOW)
+    start = stored(model_path)
+    sent = stored(tmp_path / "v7")
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    masters = policy.model.state_dict()
+    count = sum(parameter.numel() for parameter in policy.trainable)
+    noise = told.noise**0.5 / told.update**0.5 / count**0.5
+    assert told.kept == pytest.approx(1.0, abs=6 * noise)
+    along = sum(arrived(masters[n], sent[n], start[n]).along for n in start)
+    update = sum(arrived(masters[n], sent[n], start[n]).update for n in start)
+    assert along / update == pytest.approx(told.kept, rel=1e-6)
+    nearest = policy.export(tmp_path / "near", Rounding(dtype="bfloat16", version=7, nearest=True))
+    assert by > 1e-5 or (nearest.kept or 0) < 0.5
+
+
+def test_masters_come_back_bit_for_bit_and_train_on(model_path: Path, tmp_path: Path) -> None:
+    for how in ({}, {"lora": LORA}):
+        policy = moved(model_path, 1e-4, **how)
+        before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+        policy.export(tmp_path / "v7", HOW)
+        after = policy.model.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_repeating_a_publication_gives_the_same_bits_and_another_version_others(
+    model_path: Path, tmp_path: Path
+) -> None:
+    policy = moved(model_path, 1e-4)
+    for name, how in (("a", HOW), ("b", HOW), ("c", Rounding(dtype="bfloat16", seed=3, version=8))):
+        policy.export(tmp_path / name, how)
+    a, b, c = (stored(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert any(not torch.equal(a[name], c[name]) for name in a)
+
+
+def test_tied_embeddings_are_rounded_alike(model_path: Path, tmp_path: Path) -> None:
+    moved(model_path, 1e-3).export(tmp_path / "v7", HOW)
+    sent = stored(tmp_path / "v7")
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "v7" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_the_witness_is_of_the_weights_that_were_published(model_path: Path, tmp_path: Path) -> None:
+    for name, how in (("whole", {}), ("merged", {"lora": LORA})):
+        moved(model_path, 0.05, **how).export(tmp_path / name, HOW)
+        witness = read_witness(tmp_path / name)
+        again = witness_of(PolicyModel(tmp_path / name, device=CPU).model)
+        assert witness is not None
+        assert witness.logprobs == pytest.approx(again.logprobs, abs=1e-5)
+
+
+def test_merging_happens_in_float32_and_then_rounds(model_path: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        policy = moved(model_path, 1e-3, lora=LORA, dtype=dtype)
+        told = policy.export(tmp_path / dtype, HOW)
+        exact = policy.weights()
+        sent, start = stored(tmp_path / dtype), stored(model_path)
+        for name in (name for name in sent if "_proj" in name):
+            assert exact[name].dtype == torch.float32
+            expected = rounded(exact[name], name, HOW, start=start[name])
+            assert torch.equal(sent[name], expected)
+        assert told.kept == pytest.approx(1.0, abs=0.2)
+
+
+def test_an_engine_merges_adapters_in_float32_and_rounds_them_as_the_directory_says(
+    model_path: Path, tmp_path: Path
+) -> None:
+    policy = moved(model_path, 1e-3, lora=LoraOptions(rank=4, alpha=8))
+    told = policy.export_adapter(tmp_path / "v7", HOW)
+    assert told.kept == pytest.approx(1.0, abs=0.02)
+    assert {t.dtype for t in load_file(tmp_path / "v7" / "adapter_model.safetensors").values()} == {
+        torch.bfloat16
+    }
+
+    async def served(seed: int) -> list[torch.Tensor]:
+        async with TorchEngine(model_path, dtype="bfloat16", device="cpu", seed=seed) as engine:
+            tensors = await asyncio.to_thread(
+                read_weights, tmp_path / "v7", engine._parameters, model_path, Rounding(seed=seed, version=7)
+            )
+            await engine.load(7, str(tmp_path / "v7"))
+            held = [parameter.tensor for parameter in engine._parameters]
+            assert all(torch.equal(a, b) for a, b in zip(tensors, held, strict=True))
+            return [tensor.clone() for tensor in tensors]
+
+    one, other = asyncio.run(served(0)), asyncio.run(served(99))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_an_engine_has_the_published_bits(model_path: Path, tmp_path: Path) -> None:
+    moved(model_path, 1e-4).export(tmp_path / "v7", HOW)
+    sent = stored(tmp_path / "v7")
+
+    async def check(dtype: str) -> None:
+        async with TorchEngine(model_path, dtype=dtype, device="cpu") as engine:
+            await engine.load(7, str(tmp_path / "v7"))
+            for parameter in engine._parameters:
+                assert torch.equal(parameter.tensor, sent[parameter.names[0]].to(parameter.tensor.dtype))
+
+    asyncio.run(check("bfloat16"))
+    asyncio.run(check("float32"))
+
+
+def test_version_0_is_what_an_engine_makes_of_the_checkpoint_itself(tmp_path: Path) -> None:
+    """Also of one in float32, which loaders round to nearest."""
+    path = build_tiny_model(tmp_path / "model", hidden=32)
+    policy = PolicyModel(path, device=CPU)
+    policy.export(tmp_path / "v0", Rounding(dtype="bfloat16"))
+    start, sent = stored(path), stored(tmp_path / "v0")
+    assert all(torch.equal(start[name].bfloat16(), sent[name]) for name in start)
+
+
+def test_float32_engines_get_the_masters(model_path: Path, tmp_path: Path) -> None:
+    trainer = GRPO(model_path, lr=1e-5, device="cpu")
+    metrics = trainer.publish(tmp_path / "v1", version=1, dtype="float32")
+    sent, masters = stored(tmp_path / "v1"), trainer.model.state_dict()
+    assert all(torch.equal(sent[name], masters[name]) for name in sent)
+    assert metrics["update_kept"] == 1.0
+
+
+def test_an_update_that_is_lost_is_told(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = GRPO(model_path, lr=1e-5, device="cpu", rounding="nearest")
+    with torch.no_grad():
+        for parameter in trainer.policy.trainable:
+            parameter.add_(1e-6)
+    with caplog.at_level(logging.WARNING, logger="afield.trainers"):
+        metrics = trainer.publish(tmp_path / "v1", version=1, dtype="bfloat16")
+    assert metrics["update_kept"] < 0.5
+    assert "of the update reached the published weights" in caplog.text
+
+
+def test_tensors_that_the_checkpoint_names_otherwise_are_held_in_memory(tmp_path: Path) -> None:
+    path = build_tiny_model(tmp_path / "model", hidden=32)
+    policy = PolicyModel(path, device=CPU)
+    (tmp_path / "other").mkdir()
+    held = Checkpoint(tmp_path / "other", policy.model)
+    filed = Checkpoint(path, policy.model)
+    for name, parameter in policy.model.named_parameters():
+        count = parameter.numel()
+        first = count // 3
+        assert torch.equal(
+            held.flat(name, first, count - first - 1).float(), filed.flat(name, first, count - first - 1)
+        )
