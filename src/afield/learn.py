@@ -224,10 +224,10 @@ class Learner:
         partial = final.with_name(final.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        self._trainer.save(partial)
         if not self._recipe.frozen:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
             line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
+        self._trainer.save(partial)  # knows what it has published
         groups = tuple(group.id for group in batch.groups)
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
         (partial / STATE).write_bytes(msgspec.json.encode(state))

@@ -61,9 +61,7 @@ def dtype_of(name: str) -> torch.dtype:
 def rounding_of(dtype: str, seed: int, version: int, *, nearest: bool = False) -> Rounding:
     """A name that is no dtype is refused."""
     dtype_of(dtype)
-    return msgspec.convert(
-        {"dtype": dtype, "seed": seed, "version": version, "nearest": nearest}, Rounding
-    )
+    return msgspec.convert({"dtype": dtype, "seed": seed, "version": version, "nearest": nearest}, Rounding)
 
 
 def write_rounding(directory: Path, rounding: Rounding) -> None:

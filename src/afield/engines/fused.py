@@ -5,10 +5,15 @@ ones that take fewer kernels, and gives the `Ways` in which fixed steps store ke
 or else flash attention's. What they compute is written here in plain torch. Nothing is used that was
 not compared on the device, first with that, then as a whole with a plain forward pass; what is refused
 leaves the model's own layers in place and a note.
+
+The whole model is compared on text that it writes itself, by what a sampler needs: how far the
+log-probabilities of the tokens it would draw are from float32. The unit is the control, which is how far the
+model's own forward pass in its dtype is from float32 on the same text.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import subprocess
 from collections.abc import Callable, Iterable
@@ -24,14 +29,18 @@ from transformers import PreTrainedModel
 from afield.engines.graphs import forward
 from afield.engines.sampler import BLOCK, Sums, plain_sums
 from afield.engines.slots import Slots, use_slots
+from afield.precision import in_float32
 
 # Layers whose arithmetic is what is written here.
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
 GATED = ("LlamaMLP", "Qwen2MLP", "Qwen3MLP")
 # Of numbers around 1, each rounded a few times.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Log-probabilities of the same ids, computed in one pass and in several.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+# Times the control by which log-probabilities may be off: what slots and kernels round otherwise is as far
+# from float32 as the model's own arithmetic; what reads a wrong key is further by an order of magnitude.
+LIMIT = 4.0
+LEAST = 1e-3  # off by less than this is never refused: float32 has no control
+SERVED = (torch.float32, torch.bfloat16, torch.float16)
 Norms = tuple[Tensor, Tensor, float] | None
 
 
@@ -265,12 +274,25 @@ def undo(swapped: Iterable[nn.Module]) -> None:
 
 
 class Fit(NamedTuple):
-    """How far log-probabilities through slots are from a plain forward's, and what was made lighter."""
+    """How far log-probabilities through slots are from float32's, and what was made lighter.
+
+    `control` is how far those of the model's own forward pass are.
+    """
 
     off: float
+    control: float = 0.0
     ways: Ways | None = None
     notes: tuple[str, ...] = ()
     swapped: tuple[nn.Module, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is as exact as the model itself. False for what is not a number."""
+        return self.off <= allowed(self.control)
+
+
+def allowed(control: float) -> float:
+    return max(LIMIT * control, LEAST)
 
 
 def fit(model: PreTrainedModel, length: int, *, light: bool, ways: Ways | None = None) -> Fit:
@@ -278,11 +300,11 @@ def fit(model: PreTrainedModel, length: int, *, light: bool, ways: Ways | None =
 
     Tried on `length` ids.
     """
-    plain = _plain_scores(model, length)
+    text = write(model, length)
     use_slots(model)
-    off = probe(model, plain, None)
-    if not light or not off <= TOLERANCE[model.dtype]:
-        return Fit(off)
+    plain = Fit(probe(model, text, None), text.control)
+    if not light or not plain.exact:
+        return plain
     notes: tuple[str, ...] = ()
     swapped = swap_norms(model)
     names = [type(layer).__name__ for layer in model.modules()]
@@ -292,27 +314,63 @@ def fit(model: PreTrainedModel, length: int, *, light: bool, ways: Ways | None =
         ways, notes = choose(model)
     if ways is not None:
         swapped += swap_layers(model, ways)
-    lighter = probe(model, plain, ways)
-    if lighter <= TOLERANCE[model.dtype]:
-        return Fit(lighter, ways, notes, tuple(swapped))
+    lighter = Fit(probe(model, text, ways), text.control, ways, notes, tuple(swapped))
+    if lighter.exact:
+        return lighter
     undo(swapped)
-    note = f"the model's own layers decode, which is slower: the lighter ones are off by {lighter:.2g}"
-    return Fit(off, None, (*notes, note))
+    note = f"the model's own layers decode, which is slower: the lighter ones are off by {lighter.off:.2g}"
+    return plain._replace(notes=(*notes, note))
 
 
-def _plain_scores(model: PreTrainedModel, length: int) -> Tensor:
-    ids = _probe_ids(model, length)
-    return torch.log_softmax(model(input_ids=ids[None]).logits[0].float(), dim=-1)
+# --- the text that a model is tried on -------------------------------------------------------------
 
 
-def _probe_ids(model: PreTrainedModel, length: int) -> Tensor:
-    return torch.arange(length, device=model.device) % model.config.get_text_config().vocab_size
+class Text(NamedTuple):
+    """Ids that a model wrote, float32's log-probabilities of what comes after each, and the control."""
+
+    ids: Tensor
+    scores: Tensor
+    control: float
 
 
-def probe(model: PreTrainedModel, plain: Tensor, ways: Ways | None) -> float:
-    """How far log-probabilities through slots, id by id after the first half, are from these."""
-    length = len(plain)
-    ids = _probe_ids(model, length)
+def write(model: PreTrainedModel, length: int) -> Text:
+    """`length` ids drawn from the model itself, always the same ones."""
+    config = model.config.get_text_config()
+    first = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
+    ids = torch.tensor([first % config.vocab_size], device=model.device)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(length - 1):
+        weights = _scores(model, ids)[-1].exp().cpu()
+        if not bool(weights.isfinite().all()):
+            weights = torch.ones_like(weights)  # any text shows that such a model is broken
+        ids = torch.cat([ids, torch.multinomial(weights, 1, generator=generator).to(ids.device)])
+    own = _scores(model, ids)
+    if model.dtype == torch.float32:
+        return Text(ids, own, 0.0)
+    exact = _scores_in_float32(model, ids)
+    return Text(ids, exact, float(apart(own, exact).max()))
+
+
+def apart(scores: Tensor, exact: Tensor) -> Tensor:
+    """At each position, by how much the log-probability of a token drawn there is off, in expectation."""
+    return (exact.exp() * (scores - exact).abs()).sum(-1)
+
+
+def _scores(model: Any, ids: Tensor) -> Tensor:
+    return torch.log_softmax(model(input_ids=ids[None], use_cache=False).logits[0].float(), dim=-1)
+
+
+def _scores_in_float32(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    try:
+        with in_float32(model):
+            return _scores(model, ids)
+    except RuntimeError:  # a layer that computes with another one's weights
+        return _scores(copy.deepcopy(model).float(), ids)
+
+
+def probe(model: PreTrainedModel, text: Text, ways: Ways | None) -> float:
+    """How far log-probabilities through slots, id by id after the first half, are from float32's."""
+    ids, length = text.ids, len(text.ids)
     layers = model.config.get_text_config().num_hidden_layers
     slots = Slots(layers, 1, length, model.dtype, model.device, ways)
     slots.take(ids.tolist())
@@ -327,5 +385,6 @@ def probe(model: PreTrainedModel, plain: Tensor, ways: Ways | None) -> float:
         logits = forward(model, slots, step)
         slots.advance([0], [count])
         # torch.maximum keeps a NaN; Python's max would lose it.
-        off = torch.maximum(off, (torch.log_softmax(logits[0].float(), dim=-1) - plain[end - 1]).abs().max())
+        scores = torch.log_softmax(logits[0].float(), dim=-1)
+        off = torch.maximum(off, apart(scores, text.scores[end - 1]))
     return float(off)

@@ -26,7 +26,7 @@ from torch import Tensor
 from afield.engines.adapters import is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled
-from afield.engines.fused import TOLERANCE, fit
+from afield.engines.fused import SERVED, fit
 from afield.engines.graphs import Steps
 from afield.engines.slots import Slots
 from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
@@ -274,7 +274,7 @@ class TorchEngine:
             torch.cuda.set_device(device)
         name = self._dtype or ("float32" if device.type == "cpu" else "bfloat16")
         dtype = getattr(torch, name, None)
-        if dtype not in TOLERANCE:
+        if dtype not in SERVED:
             raise UsageError(f"unknown dtype {name!r}; choose one of: float32, bfloat16, float16")
         model = read_model(self._path, dtype, device)
         longest = longest_context(model.config.get_text_config())
@@ -284,10 +284,11 @@ class TorchEngine:
         layers = model.config.get_text_config().num_hidden_layers
         with torch.inference_mode():
             fitted = fit(model, min(PROBE, context), light=device.type == "cuda")
-        if not fitted.off <= TOLERANCE[dtype]:
+        if not fitted.exact:
             raise UsageError(
-                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here;"
-                f" {type(model).__name__} is not supported by the embedded engine, or its weights are broken"
+                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here, where the"
+                f" model's own {name} explains {fitted.control:.2g}; {type(model).__name__} is not supported by"
+                " the embedded engine, or its weights are broken"
             )
         slots = Slots(layers, self._max_slots, context, dtype, device, fitted.ways)
         fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps

@@ -112,7 +112,10 @@ def parameters(model: PreTrainedModel) -> list[Parameter]:
 
 
 def read_weights(
-    path: Path, wanted: list[Parameter], base: Path, rounding: Rounding = Rounding()  # noqa: B008
+    path: Path,
+    wanted: list[Parameter],
+    base: Path,
+    rounding: Rounding = Rounding(),  # noqa: B008
 ) -> list[Tensor]:
     """The directory's tensors in the order of `wanted`, checked against it, of its type and on its device.
 

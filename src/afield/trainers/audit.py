@@ -38,11 +38,13 @@ class Apart(NamedTuple):
 
 class Audit:
     """What a step saw, token by token and update by update. `bound` is how far apart sampler and trainer
-    may be about one token; None is as far as they like.
+    may be about one token; None is as far as they like. Tokens of policy `version` have the weights that the
+    trainer has; those of others differ by more than arithmetic.
     """
 
-    def __init__(self, bound: float | None = None) -> None:
+    def __init__(self, bound: float | None = None, version: int | None = None) -> None:
         self.bound = bound
+        self.version = version
         self.worst = Apart(0.0, "", 0)
         self.tokens: dict[str, list[Tensor]] = {}
         self.updates: dict[str, list[float]] = {}
@@ -60,6 +62,8 @@ class Audit:
             )
         apart = (logp - batch.sampler).abs()
         self._see(diff=apart, entropy=-logp)
+        if self.version is not None:
+            self._see(current=apart[of_version(batch.rows, self.version).to(apart.device)])
         for tier, part in by_tier(batch.rows, apart).items():
             self.tiers.setdefault(tier, []).append(part)
         most = int(apart.argmax())
@@ -121,6 +125,9 @@ class Audit:
             "sampler_trainer_logprob_diff_mean": float(diff.mean()),
             "sampler_trainer_logprob_diff_max": float(diff.max()),
         }
+        current = torch.cat(self.tokens["current"]) if "current" in self.tokens else diff
+        if current.numel():
+            told["logprob_diff"] = float(current.mean())
         for tier, parts in sorted(self.tiers.items()):
             apart = torch.cat(parts)
             told[f"sampler_trainer_logprob_diff_mean.{tier}"] = float(apart.mean())
@@ -133,6 +140,17 @@ def place_of(batch: Pass, token: int) -> tuple[str, int]:
     row, place = batch.rows[int(batch.row[token])], int(batch.place[token])
     turn = next(turn.id for turn in row.trajectory.turns if turn.start <= place < turn.end)
     return f"rollout {row.rollout_id}, turn {turn}", place
+
+
+def of_version(rows: Sequence[Row], version: int) -> Tensor:
+    """Which sampled tokens were drawn by exactly this version of the policy."""
+    found: list[Tensor] = []
+    for row in rows:
+        drawn = torch.zeros(len(row.trajectory.token_ids), dtype=torch.bool)
+        for span in row.trajectory.versions:
+            drawn[span.start : span.end] = span.low == span.high == version
+        found += [drawn[turn.start : turn.end] for turn in row.trajectory.turns]
+    return torch.cat(found)
 
 
 def by_tier(rows: Sequence[Row], values: Tensor) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from afield.advantage import How, advantages, rewards_of
 from afield.batches.rewards import turn_returns, weighed
 from afield.errors import Unavailable, UsageError
 from afield.options import LoraOptions, Thinking
-from afield.rounding import Arrived, Rounding, rounding_of
+from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
 from afield.seams.trainer import StepReport
 from afield.trainers.audit import Audit, delivery, line_up
 from afield.trainers.directories import copy_but_weights, replaced
@@ -51,6 +51,8 @@ log = logging.getLogger("afield.trainers")
 MAX_SKIPPED = 3
 """Updates in a row without a finite gradient that end a run."""
 STATE = "trainer.pt"
+FAR = 3.0  # times the control by which sampler and trainer may be apart before it is told
+LEAST = 1e-4  # what float32, batched one way or another, explains
 KEPT = 0.9  # share of an update that has to reach the engine, or it is told
 MODEL = "model"  # in a checkpoint: all of the model's directory but its weights
 POLICY = "policy.json"
@@ -150,6 +152,9 @@ class GRPO:
         self.steps = 0
         self.skipped = 0  # updates in a row whose gradient was not finite
         self.version: int | None = None  # of the weights that were published last
+        self.engine_dtype: str | None = None  # for which they were
+        self.control: float | None = None
+        self._warned = False
         self.minibatches = minibatches
         self.epochs = epochs
         self.floor = floor
@@ -191,7 +196,9 @@ class GRPO:
         # still counts.
         pulled = self.objective.kl or self.objective.entropy
         rows = [row for row in batch.rows if row.trajectory.owned and (pulled or any(row.advantages))]
-        audit = Audit(self.max_logprob_diff)
+        audit = Audit(self.max_logprob_diff, self.version)
+        if self.control is None and self.engine_dtype:
+            self.control = self._control(rows or batch.rows)
         proximal = self.updates.score(rows, audit) if self.minibatches * self.epochs > 1 else None
         if not rows:  # nothing to learn, and to see whether sampler and trainer agree all the same
             self.updates.score([row for row in batch.rows if row.trajectory.owned], audit)
@@ -199,7 +206,7 @@ class GRPO:
         for rollouts in self._minibatches(batch.rollout_ids):
             self._update(batch, rows, rollouts, proximal, audit)
         metrics = {
-            **audit.summary(),
+            **self._compared(audit.summary()),
             "tokens": float(batch.tokens),
             **delivery(groups, batch),
             **self._weighed_reward(groups),
@@ -211,6 +218,31 @@ class GRPO:
             too_long=len(batch.too_long),
             metrics=metrics,
         )
+
+    def _control(self, rows: Sequence[Row]) -> float | None:
+        """What the engine's own arithmetic makes of the sampler, on the tokens of this step."""
+        if not (rows := [row for row in rows if row.trajectory.owned]):
+            return None
+        found = self.updates.control(rows, dtype_of(self.engine_dtype or "float32"))
+        return None if found is None else max(found, LEAST)
+
+    def _compared(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Sampler and trainer in units of the control; told when they are too far apart to be explained."""
+        if self.control is None or "logprob_diff" not in metrics:
+            return metrics
+        times = metrics["logprob_diff"] / self.control
+        if times > FAR and not self._warned:
+            self._warned = True
+            log.warning(
+                "sampler and trainer are %.2g apart in the mean about the log-probabilities of the same"
+                " tokens, %.1f times what the engine's %s explains (%.2g): do both have the same weights? Set"
+                " the engine's dtype to float32 to make them equal",
+                metrics["logprob_diff"],
+                times,
+                self.engine_dtype,
+                self.control,
+            )
+        return {**metrics, "logprob_diff_control": self.control, "logprob_diff_times_control": times}
 
     def batch(self, groups: Sequence[Group]) -> Batch:
         """The rows to train on, all of them checked."""
@@ -296,7 +328,7 @@ class GRPO:
         """
         rounding = rounding_of(dtype, self.seed, version, nearest=self.rounding == "nearest")
         told = self._export(directory, rounding)
-        self.version = version
+        self.version, self.engine_dtype = version, dtype
         metrics = told.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
         if metrics.get("update_kept", 1.0) < KEPT:
             log.warning(
@@ -315,7 +347,12 @@ class GRPO:
 
     def save(self, directory: Path) -> None:
         """All it takes to go on, and what the tokens were made with: tokenizer, template, thinking policy."""
-        state = {**self.updates.state(), "steps": self.steps, "random": self.random.get_state()}
+        state = {
+            **self.updates.state(),
+            "steps": self.steps,
+            "random": self.random.get_state(),
+            "published": [self.version, self.engine_dtype, self.control],
+        }
         with replaced(directory) as fresh:
             torch.save(state, fresh / STATE)
             copy_but_weights(self.model_path, fresh / MODEL)
@@ -331,6 +368,8 @@ class GRPO:
         self.updates.load_state(state)
         self.random.set_state(state["random"])
         self.steps = state["steps"]
+        # Checkpoints of earlier releases do not say.
+        self.version, self.engine_dtype, self.control = state.get("published", (None, None, None))
 
     def _check_same(self, directory: Path) -> None:
         """Tokens have to mean the same before and after."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.precision import in_float32
 from afield.rounding import Arrived, Rounding, dtype_of, write_rounding
 from afield.seams.witness import Witness, write_witness
 from afield.trainers import lora as adapters
@@ -52,6 +53,7 @@ class PolicyModel:
     """
 
     _start: Any = None
+    _computing: torch.dtype | None = None
 
     def __init__(
         self,
@@ -129,9 +131,26 @@ class PolicyModel:
             raise UsageError("this policy keeps no reference; make it with reference=True")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        if self.dtype == "float32":
+        dtype = self._computing or dtype_of(self.dtype)
+        if dtype == torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    @contextmanager
+    def computing(self, dtype: torch.dtype) -> Iterator[None]:
+        """The model computes as one that was loaded in `dtype`, for as long as the block lasts.
+
+        Products are in `dtype`, and so is what layers add to, which begins with the embeddings.
+        """
+        before, self._computing = self._computing, dtype
+        embeddings = self.model.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+        try:
+            with in_float32(self.model) if dtype == torch.float32 else nullcontext():
+                yield
+        finally:
+            hook.remove()
+            self._computing = before
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A tensor of the model, all of it. A policy that is shared out has to gather it first."""

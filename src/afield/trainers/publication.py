@@ -89,9 +89,7 @@ def canonical(model: Any) -> dict[str, Tensor]:
 def names_of(model: Any) -> dict[str, str]:
     """Of every parameter the name by which it is rounded: tied ones have the same bits."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 @contextmanager
@@ -175,9 +173,7 @@ def _restored() -> Iterator[Put]:
     """Tensors that were put in place of masters give way to them at the end, also after an error."""
     with ExitStack() as undo:
 
-        def put(
-            name: str, part: Shard, master: Tensor, start: Tensor | None, rounding: Rounding
-        ) -> Arrived:
+        def put(name: str, part: Shard, master: Tensor, start: Tensor | None, rounding: Rounding) -> Arrived:
             before = None if start is None else start.to(master.device, torch.float32)
             sent = rounded(master, name, rounding, start=before, first=part.first)
             told = Arrived()

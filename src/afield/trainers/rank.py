@@ -97,9 +97,7 @@ class ShardedPolicy(PolicyModel):
         """Rows of the tensor, which are shared out in order."""
         if not isinstance(tensor, DTensor):
             return Shard(tensor, counted=dist.get_rank() == 0)
-        _, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return Shard(tensor.to_local(), first=offset[0] * math.prod(tensor.shape[1:]) if offset else 0)
 
     def gathered(self, tensor: Tensor) -> Tensor:
@@ -151,8 +149,8 @@ def share(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
 class LocalAudit(Audit):
     """One rank's. What it refuses is kept until all ranks know, so that they refuse it together."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, version: int | None = None) -> None:
+        super().__init__(version=version)
         self.problem = ""
 
     def compare(self, batch: Pass, logp: Tensor) -> None:
@@ -205,7 +203,7 @@ class ShardedUpdates(Updates):
         return made
 
     def score(self, rows: Sequence[Row], audit: Audit) -> Scores:
-        local = LocalAudit()
+        local = LocalAudit(audit.version)
         scores = super().score(self._mine(rows), local)
         self._keep_up(rows, backward=False)
         told = gathered(({number: values.cpu() for number, values in scores.items()}, local.seen()))
@@ -222,7 +220,7 @@ class ShardedUpdates(Updates):
         proximal: Scores | None = None,
         reference: bool = False,
     ) -> float:
-        local = LocalAudit()
+        local = LocalAudit(audit.version)
         total = super().backward(self._mine(rows), loss, weigh, local, proximal=proximal, reference=reference)
         self._keep_up(rows, backward=True, reference=reference)
         told = gathered((total, local.seen()))

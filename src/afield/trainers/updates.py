@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from afield.errors import UsageError
 from afield.trainers.audit import Audit
@@ -21,9 +22,20 @@ from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
 
 SMALL = 5_000_000
+CONTROL_TOKENS = 2048
 LossFunction = Callable[[Tokens], Loss]
 Weigh = Callable[[Tensor], tuple[Tensor, float]]  # what tokens count, and what their sum is divided by
 Scores = dict[int, Tensor]  # by the number of the row: a log-probability for each token it owns
+
+
+def few(rows: Sequence[Row]) -> list[Row]:
+    """Enough rows to measure a mean over their sampled tokens."""
+    chosen: list[Row] = []
+    for row in rows:
+        if sum(one.trajectory.owned for one in chosen) >= CONTROL_TOKENS:
+            break
+        chosen.append(row)
+    return chosen
 
 
 class Updates:
@@ -69,6 +81,27 @@ class Updates:
             lengths = [row.trajectory.owned for row in batch.rows]
             scores.update(zip((row.number for row in batch.rows), logp.split(lengths), strict=True))
         return scores
+
+    @torch.no_grad()
+    def control(self, rows: Sequence[Row], dtype: torch.dtype) -> float | None:
+        """How far the model's own arithmetic in `dtype` is from float32 about the tokens of `rows`: the mean
+        difference of log-probabilities, which a sampler in `dtype` cannot fall below.
+
+        None where that cannot be measured: a sharded model whose weights are held in less than float32.
+        """
+        policy = self.policy
+        if dtype == torch.float32:
+            return 0.0
+        parameters = list(policy.model.parameters())
+        if any(isinstance(p, DTensor) and p.dtype != torch.float32 for p in parameters):
+            return None
+        apart: list[Tensor] = []
+        for batch in self.passes(few(rows)):
+            with policy.computing(torch.float32):
+                exact = self._logp(policy.model, batch)
+            with policy.computing(dtype):
+                apart.append((self._logp(policy.model, batch) - exact).abs())
+        return float(torch.cat(apart).mean()) if apart else None
 
     def clear(self) -> None:
         self.optimizer.zero_grad()

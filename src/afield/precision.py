@@ -1,0 +1,36 @@
+"""Float32 forward passes of models whose weights are held in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Each layer's weights are float32 while it computes, so that no second model is needed."""
+    with ExitStack() as hooks:
+        for module in model.modules():
+            own = {n: p for n, p in module._parameters.items() if p is not None and _is_narrow(p)}
+            if own:
+                hooks.callback(module.register_forward_pre_hook(partial(_widen, own)).remove)
+                hooks.callback(module.register_forward_hook(partial(_narrow, own), always_call=True).remove)
+        yield
+
+
+def _widen(own: dict[str, nn.Parameter], module: nn.Module, inputs: Any) -> None:
+    wide: dict[str, Any] = {name: parameter.float() for name, parameter in own.items()}
+    module._parameters.update(wide)
+
+
+def _narrow(own: dict[str, nn.Parameter], module: nn.Module, inputs: Any, output: Any) -> None:
+    module._parameters.update(own)
+
+
+def _is_narrow(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.dtype != torch.float32
