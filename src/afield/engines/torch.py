@@ -286,9 +286,9 @@ class TorchEngine:
             fitted = fit(model, min(PROBE, context), light=device.type == "cuda")
         if not fitted.exact:
             raise UsageError(
-                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here, where the"
-                f" model's own {name} explains {fitted.control:.2g}; {type(model).__name__} is not supported by"
-                " the embedded engine, or its weights are broken"
+                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here, where"
+                f" the model's own {name} explains {fitted.control:.2g}; {type(model).__name__} is not"
+                " supported by the embedded engine, or its weights are broken"
             )
         slots = Slots(layers, self._max_slots, context, dtype, device, fitted.ways)
         fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps
