@@ -16,7 +16,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """Each layer's weights are float32 while it computes, so that no second model is needed."""
     with ExitStack() as hooks:
         for module in model.modules():
-            own = {n: p for n, p in module._parameters.items() if p is not None and _is_narrow(p)}
+            own = {n: p for n, p in _own(module).items() if p is not None and _is_narrow(p)}
             if own:
                 hooks.callback(module.register_forward_pre_hook(partial(_widen, own)).remove)
                 hooks.callback(module.register_forward_hook(partial(_narrow, own), always_call=True).remove)
@@ -25,12 +25,17 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 def _widen(own: dict[str, nn.Parameter], module: nn.Module, inputs: Any) -> None:
     wide: dict[str, Any] = {name: parameter.float() for name, parameter in own.items()}
-    module._parameters.update(wide)
+    _own(module).update(wide)
 
 
 def _narrow(own: dict[str, nn.Parameter], module: nn.Module, inputs: Any, output: Any) -> None:
-    module._parameters.update(own)
+    _own(module).update(own)
 
 
 def _is_narrow(parameter: nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.dtype != torch.float32
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """The parameters that are the module's own, as it looks them up."""
+    return module._parameters  # pyright: ignore[reportPrivateUsage]

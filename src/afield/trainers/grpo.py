@@ -341,7 +341,7 @@ class GRPO:
         return metrics
 
     def _export(self, directory: Path, rounding: Rounding) -> Arrived:
-        if self.lora and self.lora.publish == "adapter":
+        if self.publishes_adapter:
             return self.policy.export_adapter(directory, rounding)
         return self.policy.export(directory, rounding)
 
