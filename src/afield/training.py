@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield import wiring
 from afield.collect import Collector
@@ -80,6 +80,7 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
         str(run.gateway),
     ]
     command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
+    command += ["--engine-dtype", config.engine_dtype]
     command += ["--host", config.gateway_host, "--max-rewards", str(config.max_rewards)]
     command += ["--max-submission-mb", str(config.max_submission_mb)]
     if config.gateway_url:
@@ -193,10 +194,12 @@ class Parts:
         except Unavailable as error:  # all is collected; the other half may still be learning from it
             log.warning("outcomes that came late were not counted: %s", error)
 
-    def learner(self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None]) -> Learner:
+    def learner(
+        self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None], engine_dtype: str
+    ) -> Learner:
         return Learner(
             self.window,
-            recipe(self.config),
+            structs.replace(recipe(self.config), engine_dtype=engine_dtype),
             epoch_of=self.schedule.epoch,
             trainer=trainer,
             gateway=gateway,
@@ -250,7 +253,10 @@ async def training(
         if learning:
             trainer = await learning
             warn_of_length(config, await gateway.context(), trainer.context)
-            halves.append(parts.learner(gateway, trainer, on_step).run)
+            dtype = wiring.published_dtype(
+                config.engine_dtype, await gateway.engine_dtype(), Path(config.model)
+            )
+            halves.append(parts.learner(gateway, trainer, on_step, dtype).run)
         yield Training(halves, child)
 
 

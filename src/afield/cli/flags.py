@@ -55,6 +55,7 @@ SAMPLING = (
     ("client-sampling", list, "settings that requests may choose: temperature,top_p,top_k,seed"),
     ("gateway", "URL", "a gateway that is running; its admin key is AFIELD_ADMIN_KEY"),
     ("engine", "KIND[=WHERE]", "of the gateway that is started: torch, vllm=URL, sglang=URL, scripted=FILE"),
+    ("engine-dtype", "DTYPE", "dtype of the engine: auto, float32 (equal to the trainer), bfloat16, float16"),
     ("engine-ledger", None, "write down every engine call"),
 )
 LEARNING = (

@@ -69,6 +69,12 @@ def add(commands: Any) -> None:
         help="where outcomes of experiments go on to: files:///DIR, s3://BUCKET, ...",
     )
     command.add_argument("--slots", type=int, default=64, help="calls the embedded engine runs at once")
+    command.add_argument(
+        "--engine-dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the embedded engine (default: auto, float32 on a CPU and bfloat16 on a GPU)",
+    )
     command.add_argument("--seed", type=int, default=0, help="of the embedded engine (default: 0)")
     command.add_argument("--engine-ledger", type=Path, metavar="FILE", help="write every engine call here")
     command.add_argument(
@@ -124,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         outcomes=args.outcomes or environment.outcomes,
         slots=args.slots,
         seed=args.seed,
+        engine_dtype=args.engine_dtype,
         engine_ledger=args.engine_ledger,
         engine_start_timeout_s=args.engine_start_timeout,
         max_submission_mb=args.max_submission_mb,
@@ -217,6 +224,7 @@ async def serve(
         seed=settings.seed,
         ledger=settings.engine_ledger,
         start_timeout_s=settings.engine_start_timeout_s,
+        dtype=settings.engine_dtype,
     )
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(pool)

@@ -38,6 +38,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     """Calls the embedded engine runs at once (default: 64)."""
     seed: int = 0
     """Seed of the embedded engine (default: 0)."""
+    engine_dtype: str = "auto"
+    """Dtype of the embedded engine; auto is float32 on a CPU and bfloat16 on a GPU."""
     engine_ledger: Path | None = None
     """File that every engine call is written to; None for none."""
     engine_start_timeout_s: float = ENGINE_START_S

@@ -135,6 +135,9 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     gateway_url: str = ""  # how agents reach ours, if not by that
     engine: str = "torch"
     engine_slots: int = 64
+    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype in which engines serve and weights are published; auto asks them. The embedded engine then takes
+    float32 on a CPU and bfloat16 on a GPU."""
     max_submission_mb: int = 16  # of one outcome or reward at our gateway
     max_rewards: int = 10_000  # of one session
     engine_ledger: bool = False

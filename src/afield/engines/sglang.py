@@ -56,6 +56,7 @@ class SglangEngine(RemoteEngine):
             max_context=served.max_req_input_len,
             vocab_size=self._vocab_size,
             images=told.has_image_understanding,
+            dtype=served.dtype if served.dtype in ("float32", "bfloat16", "float16") else "",
         )
         mode = await measure(self._draw)
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)

@@ -31,6 +31,7 @@ class ServerInfo(Struct):
     max_req_input_len: int
     enable_lora: bool | None = None
     max_loras_per_batch: int = 0
+    dtype: str = ""
 
 
 class ModelInfo(Struct):

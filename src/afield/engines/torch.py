@@ -158,6 +158,7 @@ class TorchEngine:
         self._base = self._path  # what an adapter is merged into: the last whole weights
         self._max_slots, self._max_context = max_slots, max_context
         self._device, self._dtype = device, dtype
+        self._served = ""
         self._seed, self._prefill_tokens = seed, prefill_tokens
         self._fixed_steps = fixed_steps
         self._parameters: list[Parameter] = []
@@ -199,6 +200,7 @@ class TorchEngine:
             version=decoder.version,
             max_context=decoder.max_context,
             vocab_size=decoder.vocab_size,
+            dtype=self._served,
             notes=decoder.notes,
         )
 
@@ -273,6 +275,7 @@ class TorchEngine:
         elif device.index is not None:
             torch.cuda.set_device(device)
         name = self._dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        self._served = name
         dtype = getattr(torch, name, None)
         if dtype not in SERVED:
             raise UsageError(f"unknown dtype {name!r}; choose one of: float32, bfloat16, float16")

@@ -79,6 +79,7 @@ class VllmEngine(RemoteEngine):
             vocab_size=self._vocab_size,
             images=self._images and self._exact,
             exact_versions=self._exact,
+            dtype=await self._adapters.dtype() if self._manageable else "",
         )
         mode = await measure(self._draw)
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)

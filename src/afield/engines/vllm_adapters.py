@@ -46,7 +46,12 @@ class _DeviceConfig(Struct):
     device: str = ""
 
 
+class _ModelDtype(Struct):
+    dtype: object = ""
+
+
 class _VllmConfig(Struct):
+    served: _ModelDtype = msgspec.field(default_factory=_ModelDtype, name="model_config")
     lora_config: _LoraConfig | None = None
     device_config: _DeviceConfig = msgspec.field(default_factory=_DeviceConfig)
 
@@ -142,6 +147,12 @@ class VllmAdapters:
         """Where the server computes, as far as it tells."""
         found = await self._config()
         return found.device_config.device if found else ""
+
+    async def dtype(self) -> str:
+        """In which the server holds its weights, as far as it tells."""
+        found = await self._config()
+        name = str(found.served.dtype).removeprefix("torch.") if found else ""
+        return name if name in ("float32", "bfloat16", "float16") else ""
 
     async def mixes(self) -> bool:
         """Whether calls on the base weights may be computed with an adapter that shares their batch.

@@ -34,6 +34,7 @@ class _States(Struct):
 class _Health(Struct):
     outcomes: bool = True
     context: int | None = None
+    dtype: str = ""
 
 
 class HttpGateway:
@@ -71,6 +72,10 @@ class HttpGateway:
     async def context(self) -> int | None:
         """How many tokens its engines take; None if that cannot be known."""
         return (await self._health()).context
+
+    async def engine_dtype(self) -> str:
+        """In which its engines hold their weights; empty if that cannot be known."""
+        return (await self._health()).dtype
 
     async def _health(self) -> _Health:
         try:

@@ -91,6 +91,7 @@ class Pool:
             images=any(fact.images for fact in facts),
             logprobs=WORSE[max(WORSE.index(fact.logprobs) for fact in facts)],
             exact_versions=all(fact.exact_versions for fact in facts),
+            dtype=common_dtype([fact.dtype for fact in facts]),
             notes=tuple(f"{name}: {note}" for name, fact in known for note in fact.notes),
         )
 
@@ -326,3 +327,10 @@ class Pool:
             raise Unavailable(f"waited {self._drain_s:g} s for {what}; some are still there") from error
         finally:
             self._watched -= 1
+
+
+def common_dtype(names: Sequence[str]) -> str:
+    """What all workers can hold exactly: bfloat16 fits into the others. Empty if one does not say."""
+    if "" in names:
+        return ""
+    return names[0] if len(set(names)) == 1 else "bfloat16" if "bfloat16" in names else "float16"

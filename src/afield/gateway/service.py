@@ -153,7 +153,7 @@ class LocalGateway:
         ready = sum(worker["ready"] for worker in self.engine.stats()["workers"].values())
         status = "ok" if ready else "no engine is up"
         told = {"status": status, "version": info.version, "engine": info.kind, "workers": ready}
-        told |= {"context": info.max_context, "outcomes": self._outlet is not None}
+        told |= {"dtype": info.dtype, "context": info.max_context, "outcomes": self._outlet is not None}
         return (200 if ready else 503), told
 
     async def exposition(self) -> str:

@@ -31,6 +31,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     images: bool = False
     logprobs: LogprobMode = "processed"
     exact_versions: bool = True
+    dtype: str = ""
+    """Dtype in which the engine holds its weights: float32, bfloat16 or float16; empty if it does not say."""
     notes: tuple[str, ...] = ()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from afield.wiring.checks import check_choices, check_place, check_reach
 from afield.wiring.choices import ENGINES, RUNTIMES, START_TIMEOUT_S, TAKES_TARGET, TOLD, choose, load
-from afield.wiring.engines import engine, pool
+from afield.wiring.engines import engine, pool, published_dtype
 from afield.wiring.places import runtime, verifiers
 from afield.wiring.runs import limiter, plan, trainer, transport, window
 
@@ -27,6 +27,7 @@ __all__ = [
     "load",
     "plan",
     "pool",
+    "published_dtype",
     "runtime",
     "trainer",
     "transport",

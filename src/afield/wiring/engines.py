@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,19 @@ from afield.errors import UsageError
 from afield.seams import Engine, EngineInfo
 from afield.wiring.choices import ENGINES, SERVERS, choose, load
 
+log = logging.getLogger("afield.wiring")
+HALVES = ("bfloat16", "float16")
+
 
 def engine(
-    spec: str, model: Path, *, slots: int, seed: int, ledger: Path | None, images: bool = False
+    spec: str,
+    model: Path,
+    *,
+    slots: int,
+    seed: int,
+    ledger: Path | None,
+    images: bool = False,
+    dtype: str = "auto",
 ) -> Engine:
     """`torch`, `scripted=FILE`, `vllm=URL` or `sglang=URL`."""
     name, _, argument = spec.partition("=")
@@ -27,7 +38,7 @@ def engine(
         codec = load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
         built = made(load("engines.scripted:read_script")(argument, codec))
     else:
-        built = made(model, max_slots=slots, seed=seed)
+        built = made(model, max_slots=slots, seed=seed, dtype=None if dtype == "auto" else dtype)
     return load("engines.ledger:Ledger")(built, ledger) if ledger else built
 
 
@@ -51,12 +62,13 @@ def pool(
     seed: int,
     ledger: Path | None,
     start_timeout_s: float = 0.0,
+    dtype: str = "auto",
 ) -> Any:
     """All engines of a gateway as one. Servers are tried out before use; what runs in process is ours."""
     images = sees(model)
     named = [f"{spec.partition('=')[0]}-{n}" for n, spec in enumerate(specs, 1)]
     workers = {
-        name: engine(spec, model, slots=slots, seed=seed, ledger=ledger, images=images)
+        name: engine(spec, model, slots=slots, seed=seed, ledger=ledger, images=images, dtype=dtype)
         for name, spec in zip(named, specs, strict=True)
     }
     made = load("gateway.pool:Pool")
@@ -91,3 +103,20 @@ def _config(model: Path) -> dict[str, Any]:
         return json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
+
+
+def published_dtype(wanted: str, told: str, model: Path) -> str:
+    """The dtype in which weights are published: as set, else what the engines say, else the model's own."""
+    if wanted != "auto":
+        return wanted
+    if told:
+        return told
+    config = _config(model)
+    own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    chosen = own if own in HALVES else "float32"
+    log.warning(
+        "the engine does not say in which dtype it serves; weights are published in %s, set engine_dtype"
+        " if it is another",
+        chosen,
+    )
+    return chosen
