@@ -332,8 +332,8 @@ class GRPO:
         metrics = told.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
         if metrics.get("update_kept", 1.0) < KEPT:
             log.warning(
-                "version %d: only %.0f %% of the update reached the published weights in %s; set the engine's"
-                " dtype to float32, or raise the learning rate",
+                "version %d: only %.0f %% of the update reached the published weights in %s; set"
+                " learn.rounding to stochastic, or the engine's dtype to float32",
                 version,
                 100 * metrics["update_kept"],
                 dtype,
