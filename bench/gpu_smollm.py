@@ -3,10 +3,10 @@
     python bench/gpu_smollm.py --json [--model DIR] [--steps N] [--rollouts N] [--out FILE]
 
 SmolLM2-135M-Instruct (or `--model`) behind `afield gateway` with the embedded engine, in its usual dtype:
-bfloat16 on a GPU, float32 on a CPU. Rollouts of three turns each, of a plain-text agent that looks things up in a
-shop; then a GRPO step, a publication, and the next rollouts with the new weights. Every step tells how far
-sampler and trainer are apart about the sampled tokens, and the control: how far the model's own arithmetic in
-that dtype is from float32 about the same tokens.
+bfloat16 on a GPU, float32 on a CPU. Rollouts of three turns each, of a plain-text agent that looks things up
+in a shop; then a GRPO step, a publication, and the next rollouts with the new weights. Every step tells how
+far sampler and trainer are apart about the sampled tokens, and the control: how far the model's own
+arithmetic in that dtype is from float32 about the same tokens.
 
 Progress goes to standard error; the last line is JSON. The exit status is 0 when sampler and trainer are at
 most 1.5 times the control apart in every step, or, in float32, 1e-4 at most about any token.
