@@ -195,14 +195,13 @@ async def test_an_agent_that_fails_to_import_is_refused_with_what_it_printed(tmp
             pass
 
 
-async def test_an_agent_that_lives_where_everything_lives_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    script = written(tmp_path, "agent = len\n")
-    with pytest.raises(UsageError, match="a folder of its own"):
-        async with nest_of(tmp_path, Program(target=f"{script}:agent")):
-            pass
+async def test_an_agent_that_lives_where_everything_lives_sees_its_own_file_alone(tmp_path: Path) -> None:
+    script = written(tmp_path, "import helper\n")
+    written(tmp_path, "", "helper.py")
+    written(tmp_path, "x", "diary.txt")
+    async with nest_of(tmp_path, Program(script=str(script), port=0)) as nest:
+        shown = await (await nest.start("s")).exec(["find", str(tmp_path), "-type", "f"])
+    assert sorted(shown.stdout.split()) == [str(script), str(tmp_path / "helper.py")]
 
 
 async def test_a_script_may_not_reach_the_port_that_it_serves(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ class Parts:
     def __init__(
         self, config: TrainConfig, run: RunDir, tasks: Sequence[Task], stack: AsyncExitStack
     ) -> None:
+        wiring.check_trust(config, tasks)
         self.config = config
         self.run = run
         self.stack = stack

@@ -98,17 +98,26 @@ class Split(StrEnum):
     VAL = "val"
 
 
+HIDDEN_FIELD = "hidden"
+
+
 class Task(Struct, frozen=True):
     """What an agent is asked: an id and a JSON object; attempted many times."""
 
     id: str
+    """Name of the task, unique in its data set."""
     input: dict[str, Any]
+    """What the agent gets, but for the object `hidden`, which only its verifier gets."""
 
     def __post_init__(self) -> None:
         if not self.id:
             raise ValueError("a task needs an id")
         if "_rollout" in self.input:
             raise ValueError(f"task {self.id!r} has a field '_rollout', which is reserved; rename it")
+        if not isinstance(self.input.get(HIDDEN_FIELD, {}), dict):
+            raise ValueError(
+                f"task {self.id!r}: its field 'hidden' is what only the verifier gets, and must be an object"
+            )
 
 
 class Rollout(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import WireError
-from afield.types import Attempt, Failure, Outcome, Rollout, Sampling, Task, check_id
+from afield.types import HIDDEN_FIELD, Attempt, Failure, Outcome, Rollout, Sampling, Task, check_id
 
 VERSION = 1
 MAX_PART = 200
@@ -146,8 +146,13 @@ def read_key(key: str) -> tuple[str, str, str] | None:
 
 
 def build_payload(task: Task, invocation: Invocation, submission: Submission | None = None) -> dict[str, Any]:
-    """The task's row, deep-copied for this attempt, plus `_rollout`; and what a verifier has to grade."""
+    """The task's row, deep-copied for this attempt, plus `_rollout`; and what a verifier has to grade.
+
+    The `hidden` object of a row goes to verifiers alone.
+    """
     payload = copy.deepcopy(task.input)
+    if invocation.role != "verifier":
+        payload.pop(HIDDEN_FIELD, None)
     if submission is not None:
         if SUBMISSION_FIELD in payload:
             raise WireError(f"the task {task.id!r} has a field '{SUBMISSION_FIELD}', which is the verifier's")

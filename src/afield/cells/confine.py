@@ -1,8 +1,8 @@
 """The walls around a nest: what of this machine its processes see, as a bubblewrap command.
 
-They see the system's programs, this Python's environment and the agent's folder, all read-only, and nothing
-else: no home, no run directory, no device of this machine, no network. Refuses an agent whose folder is also
-home to everything else.
+They see the system's programs, this Python's environment, the agent's file with the modules and packages
+beside it that it imports, and what was mounted, all read-only. They see nothing else: no home, no run
+directory, no store, no verifier, no list of tasks, no device of this machine, no network.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
+from afield.cells.import_closure import Closure, import_closure
 from afield.cells.program import Program
 from afield.errors import UsageError
 
@@ -30,6 +31,9 @@ SCRATCH = ("/run", "/tmp", "/var/tmp", WORK)
 IMAGE = "/.image"
 STAGE = "/.stage"
 HIDDEN_PROC = "/.hidden"
+EMPTY = "/.empty"
+# A directory with one of these is afield's own state, wherever it lies.
+STATE = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
 LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Programs want these; none has anything secret in it.
 ETC = (
@@ -58,10 +62,16 @@ DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
 class Walls(Struct, frozen=True):
-    """`command` ends before the number of the descriptor; `mounted` are the host's paths that are visible."""
+    """The bubblewrap command of a nest, and what it shows."""
 
     command: tuple[str, ...]
+    """Ends before the number of the descriptor."""
     mounted: tuple[str, ...]
+    """The host's paths that are visible."""
+    sealed: tuple[str, ...] = ()
+    """Directories of `mounted` in which no Unix socket can be reached, not even one that is created later."""
+    hidden: tuple[str, ...] = ()
+    """Paths within `mounted` that are covered."""
 
 
 async def walls(program: Program, directory: Path) -> Walls:
@@ -76,27 +86,41 @@ def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
             "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap;"
             ' to run agents as plain processes all the same, set without_bubblewrap = "process"'
         )
-    folders, more = _agent(program, path)
+    agent, more = _agent(program, path)
     path = [*more, *path]
-    asked = [sys.prefix, sys.base_prefix, *path, *folders, *program.mounts]
+    asked = [sys.prefix, sys.base_prefix, *path, *agent, *program.mounts]
     mounted = _outermost(asked)
+    ours = [place for place in mounted if place not in _outermost([sys.prefix, sys.base_prefix])]
+    sealed = [place for place in ours if Path(place).is_dir()]
     for place in program.mounts:
         if not Path(place).exists():
             raise UsageError(f"mounts: there is no {place} on this machine")
     command = [bubblewrap, *_namespaces(), *_system(directory)]
     for place in mounted:
         command += ["--ro-bind", place, place]
-    for place in _sockets((*folders, *program.mounts)):
-        command += ["--ro-bind", "/dev/null", place]
-    for place in _within(program.hidden, mounted):
-        command += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
+    sockets, states = _walked(sealed)
+    hidden = list(_within((*program.hidden, *states), mounted))
+    command += _covered(hidden, sockets)
     if program.root:
         if not Path(program.root).is_dir():
             raise UsageError(f"image {program.root!r} is no directory with a file system in it")
         command += ["--ro-bind", str(Path(program.root).resolve()), IMAGE]
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
     command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
-    return Walls(tuple(command), tuple(mounted))
+    return Walls(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
+
+
+def _covered(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:
+    command: list[str] = []
+    for place in hidden:
+        if Path(place).is_dir():
+            command += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
+        else:
+            command += ["--ro-bind", "/dev/null", place]
+    for place in sockets:
+        if not any(Path(place).is_relative_to(covered) for covered in hidden):
+            command += ["--ro-bind", "/dev/null", place]
+    return command
 
 
 def environment(program: Program) -> dict[str, str]:
@@ -134,7 +158,7 @@ def _system(directory: Path) -> list[str]:
     command += _special()
     for place in SCRATCH:
         command += ["--size", str(256 * 2**20), "--tmpfs", place]
-    return [*command, "--dir", IMAGE, "--dir", STAGE, "--dir", f"{HIDDEN_PROC}/proc"]
+    return [*command, "--dir", EMPTY, "--dir", IMAGE, "--dir", STAGE, "--dir", f"{HIDDEN_PROC}/proc"]
 
 
 def _special() -> list[str]:
@@ -166,33 +190,36 @@ def sensitive(proc: Path) -> tuple[list[str], list[str]]:
 
 
 def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:
-    """Folders to show, and where modules are found beside `path`."""
-    if program.script:
-        script = Path(program.script).resolve()
-        if not script.is_file():
-            raise UsageError(f"there is no file {script}")
-        return [str(_own_folder(script))], []
-    place = program.target.rpartition(":")[0]
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise UsageError(f"there is no file {Path(place).resolve()}")
-        return [str(_own_folder(Path(place).resolve()))], []
+    """Files and packages of the agent, and where modules are found beside `path`."""
+    place = program.script or program.target.rpartition(":")[0]
+    if place.endswith(".py") or program.script:
+        file = Path(place).resolve()
+        if not file.is_file():
+            raise UsageError(f"there is no file {file}")
+        return list(_closure(file, program.hidden).files), []
     top = place.partition(".")[0]
     if top and importlib.machinery.PathFinder.find_spec(top, path) is None:
         # What `python -m` would find: modules of the current directory, but not all that lies there.
-        here = [str(found) for found in (Path.cwd() / top, Path.cwd() / f"{top}.py") if found.exists()]
-        return here, [str(Path.cwd())] if here else []
+        package, file = Path.cwd() / top, Path.cwd() / f"{top}.py"
+        if package.exists():
+            return [str(package)], [str(Path.cwd())]
+        if file.exists():
+            return list(_closure(file, program.hidden).files), [str(Path.cwd())]
     return [], []
 
 
-def _own_folder(file: Path) -> Path:
-    folder = file.parent
-    shared = [Path.home(), Path("/tmp"), Path("/etc"), Path("/usr"), Path("/var")]
-    if any(place == folder or folder in place.parents for place in shared):
-        raise UsageError(
-            f"{file} lies in {folder}, all of which the agent could read: give it a folder of its own"
-        )
-    return folder
+def _closure(file: Path, hidden: Iterable[str]) -> Closure:
+    """Raises UsageError for an agent whose code needs what is kept from it."""
+    closure = import_closure(file)
+    for place in map(Path, hidden):
+        if place.suffix != ".py" or not place.is_relative_to(file.parent):
+            continue
+        if ".".join(place.relative_to(file.parent).with_suffix("").parts) in closure.modules:
+            raise UsageError(
+                f"{file.name} imports {place.name}, the verifier, which no agent sees in a sandbox:"
+                " put what both of them need into a module of its own"
+            )
+    return closure
 
 
 def _python_path() -> list[str]:
@@ -216,21 +243,35 @@ def _outermost(places: Iterable[str]) -> list[str]:
 
 
 def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
+    """What of it is visible and not needed, as a whole, by anything that is mounted."""
     done: list[Path] = []
     for place in sorted({Path(h).resolve() for h in hidden}):
         inside = any(place.is_relative_to(outer) for outer in mounted)
         needed = any(Path(shown).is_relative_to(place) for shown in mounted)
-        if inside and not needed and place.is_dir() and not any(map(place.is_relative_to, done)):
+        if inside and not needed and place.exists() and not any(map(place.is_relative_to, done)):
             done.append(place)
             yield str(place)
 
 
-def _sockets(folders: Iterable[str]) -> Iterator[str]:
-    """Whoever listens there can be reached through a file system that is read-only, too."""
+def _walked(folders: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Unix sockets in these folders, and directories with afield's own state.
+
+    Whoever listens at a socket can be reached through a file system that is read-only, too.
+    """
+    sockets: list[str] = []
+    states: list[str] = []
     for folder in folders:
-        for directory, _, names in os.walk(folder):
-            for name in names:
-                path = f"{directory}/{name}"
-                with contextlib.suppress(OSError):
-                    if stat.S_ISSOCK(os.lstat(path).st_mode):
-                        yield path
+        for directory, within, names in os.walk(folder):
+            if directory != folder and any(name in names for name in STATE):
+                states.append(directory)
+                within.clear()
+                continue
+            states += [f"{directory}/{name}" for name in names if name.startswith(STATE)]
+            sockets += [f"{directory}/{name}" for name in names if _is_socket(f"{directory}/{name}")]
+    return sockets, states
+
+
+def _is_socket(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    return False

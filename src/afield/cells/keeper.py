@@ -112,7 +112,13 @@ class Keeper:
         self._task(self._outlive(self._bubblewrap))
         with contextlib.suppress(OSError):
             self._groups.make("nest", NEST).add(self._bubblewrap.pid)
-        transmit(ours, Load(program=opening.program, mounted=opening.mounted))
+        load = Load(
+            program=opening.program,
+            mounted=opening.mounted,
+            sealed=opening.sealed,
+            hidden=opening.hidden,
+        )
+        transmit(ours, load)
         self._warm = Channel(ours, self._warmed, lambda: None)
 
     def _warmed(self, received: Received) -> None:

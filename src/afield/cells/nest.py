@@ -106,6 +106,8 @@ class Nest:
                 program=self._program,
                 command=walled.command,
                 mounted=walled.mounted,
+                sealed=walled.sealed,
+                hidden=walled.hidden,
                 env=environment(self._program),
                 directory=str(self._directory),
                 timeout_s=self._timeout_s,

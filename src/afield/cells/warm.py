@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from afield.cells import kernel, serving
 from afield.cells.channel import receive, transmit
-from afield.cells.confine import DEVICES, HIDDEN_PROC
+from afield.cells.confine import DEVICES, EMPTY, HIDDEN_PROC
 from afield.cells.first import live
 from afield.cells.program import Program
 from afield.cells.rooms import USER
@@ -39,6 +39,7 @@ def main(fd: int) -> NoReturn:
         os._exit(2)
     load = received.message
     try:
+        _seal(load)
         _give_up_privileges()
     except OSError as error:
         transmit(keeper, Warm(problem=f"namespaces cannot be made here: {error}"))
@@ -67,6 +68,31 @@ def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
             live(received.message, load, app, socket.socket(fileno=channel), log)
         for fd in received.fds:
             os.close(fd)
+
+
+def _seal(load: Load) -> None:
+    """Mount directories through an overlay: a socket there is another file than the one that is listened at.
+
+    A kernel that cannot do that still covers the sockets which were there at the start; the log says so.
+    """
+    flags = kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEV
+    for place in load.sealed:
+        lower = place.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
+        try:
+            kernel.mount("overlay", place, "overlay", flags, f"lowerdir={lower}:{EMPTY},userxattr")
+        except OSError as error:
+            sys.stderr.write(f"Unix sockets created below {place} from now on can be reached: {error}\n")
+            continue
+        for covered in load.hidden:
+            if Path(covered).is_relative_to(place):
+                _cover(covered)
+
+
+def _cover(place: str) -> None:
+    if Path(place).is_dir():
+        kernel.mount("hidden", place, "tmpfs", kernel.READ_ONLY | kernel.NO_SUID | kernel.NO_DEV, "size=4k")
+    elif Path(place).exists():
+        kernel.mount("/dev/null", place, flags=kernel.BIND)
 
 
 def _give_up_privileges() -> None:

@@ -29,6 +29,8 @@ class Open(Struct, frozen=True, kw_only=True, tag=True):
     program: Program
     command: tuple[str, ...]
     mounted: tuple[str, ...]
+    sealed: tuple[str, ...]
+    hidden: tuple[str, ...]
     env: Mapping[str, str]
     directory: str
     timeout_s: float
@@ -39,6 +41,10 @@ class Load(Struct, frozen=True, kw_only=True, tag=True):
 
     program: Program
     mounted: tuple[str, ...]
+    sealed: tuple[str, ...] = ()
+    """Directories that are mounted once more so that no Unix socket in them can be reached."""
+    hidden: tuple[str, ...] = ()
+    """Paths that are covered, again after that."""
 
 
 class Warm(Struct, frozen=True, kw_only=True, tag=True):

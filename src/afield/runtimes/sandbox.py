@@ -1,6 +1,6 @@
 """Agents in sandboxes of this machine: a fresh cell for each attempt, forked from a warm parent.
 
-An agent reaches the gateway, and what `allow` names, and nothing else; it sees its own folder, and cannot
+An agent reaches the gateway, and what `allow` names, and nothing else; it sees its own code, and cannot
 write to it. Its outcome goes to the gateway: a directory cannot be reached from in there. A cell ends with
 its rollout, with all the agent started. Nothing outlives the runtime, not even after SIGKILL.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -42,14 +42,22 @@ T = TypeVar("T")
 class SandboxRuntime:
     """`target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`.
 
-    Each attempt's log is `log_dir/SESSION_ID.log`. What lies in `log_dir`, and beside it within the agent's
-    folder, is hidden from the agent.
+    Each attempt's log is `log_dir/SESSION_ID.log`. The agent sees its own file, the modules and packages
+    beside it that it imports, and what `options.mounts` names; but nothing of `log_dir`, of the run it
+    belongs to, or of `hidden`, wherever that lies.
     """
 
     def __init__(
-        self, target: str, options: SandboxOptions, *, log_dir: Path, start_timeout_s: float = 60.0
+        self,
+        target: str,
+        options: SandboxOptions,
+        *,
+        log_dir: Path,
+        hidden: Sequence[str] = (),
+        start_timeout_s: float = 60.0,
     ) -> None:
         self._target = target
+        self._hidden = tuple(hidden)
         self._options = options
         self._allow = tuple(address(text) for text in options.allow)
         self._log_dir = log_dir.absolute()
@@ -152,7 +160,13 @@ class SandboxRuntime:
         options = self._options
         try:
             target, hidden = located(self._target, self._log_dir)
-            program = Program(target=target, env=options.env, mounts=options.mounts, hidden=hidden, once=True)
+            program = Program(
+                target=target,
+                env=options.env,
+                mounts=options.mounts,
+                hidden=(*hidden, *self._hidden),
+                once=True,
+            )
             nest = Nest(
                 program,
                 options.limits,

@@ -6,7 +6,7 @@ brings it, and a choice that does not exist with the choices that do.
 
 from __future__ import annotations
 
-from afield.wiring.checks import check_choices, check_place, check_reach
+from afield.wiring.checks import check_choices, check_place, check_reach, check_trust
 from afield.wiring.choices import ENGINES, RUNTIMES, START_TIMEOUT_S, TAKES_TARGET, TOLD, choose, load
 from afield.wiring.engines import engine, pool, published_dtype
 from afield.wiring.places import runtime, verifiers
@@ -21,6 +21,7 @@ __all__ = [
     "check_choices",
     "check_place",
     "check_reach",
+    "check_trust",
     "choose",
     "engine",
     "limiter",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from afield.config import TrainConfig
 from afield.errors import UsageError
 from afield.rundir import RunDir
+from afield.types import HIDDEN_FIELD, Task
 from afield.wiring.choices import (
     ENGINES,
     IN_SHORT,
@@ -21,6 +24,10 @@ from afield.wiring.choices import (
 from afield.wiring.places import addresses
 from afield.wiring.runs import plan, transport
 from afield.wiring.targets import check_target
+
+log = logging.getLogger("afield.wiring")
+# Runtimes in which nothing keeps an agent from what its user may read.
+SAME_USER = {"process": "as your own user", "inline": "in this process", "ray": "as the user of its node"}
 
 
 def check_choices(config: TrainConfig) -> None:
@@ -53,6 +60,23 @@ def check_place(config: TrainConfig) -> None:
         where = config.verifier_runtime
         if where not in ("process", "sandbox", "ray"):
             raise UsageError(f"verifier_runtime {where!r} must be one of: process, sandbox, ray")
+
+
+def check_trust(config: TrainConfig, tasks: Sequence[Task]) -> None:
+    """Refuse what nobody would get to see, and say where a verifier's reward is not safe from the agent."""
+    hidden = [task.id for task in tasks if HIDDEN_FIELD in task.input]
+    if hidden and not config.verifier:
+        raise UsageError(
+            f"task {hidden[0]!r} has a '{HIDDEN_FIELD}' object, which only a verifier gets, but no verifier:"
+            " name one with --verifier, or give the agent what is in it under another name"
+        )
+    if config.verifier and (where := SAME_USER.get(config.place)):
+        log.warning(
+            "--verifier with --runtime %s: the agent runs %s, and can read the verifier, the tasks and the"
+            " gateway's secret; use --runtime sandbox or container where the reward must be safe from it",
+            config.place,
+            where,
+        )
 
 
 def check_reach(config: TrainConfig) -> None:

@@ -8,13 +8,14 @@ import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import structs
 
-from afield.config import TrainConfig, agent_environment
+from afield.config import Environment, TrainConfig, agent_environment
 from afield.errors import UsageError
 from afield.rundir import RunDir, write_whole
 from afield.seams import Runtime, Transport
@@ -59,7 +60,12 @@ async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
     command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
     with (run.logs / "guard.log").open("ab") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=agent_environment(),
+            start_new_session=True,
         )
     try:
         yield
@@ -92,11 +98,37 @@ def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) 
     if argument:
         options = structs.replace(options, **{IN_SHORT[name]: argument})
     if name == "sandbox":
-        return made(config.agent, options, log_dir=run.logs)
+        return made(config.agent, options, log_dir=run.logs, hidden=kept_from_agents(config))
     if name == "agentcore":
         return made(options, name=called, ledger=run.path / "agentcore.sqlite")
     target = (config.agent,) if name in TAKES_TARGET else ()
     return made(*target, options, name=called, log_dir=run.logs)
+
+
+def kept_from_agents(config: TrainConfig) -> list[str]:
+    """Files that no agent may see, should they lie where it sees anything: verifiers, tasks, secrets."""
+    secrets = Environment.read().secrets
+    kept = [file_of(config.verifier) if config.verifier else "", config.tasks, config.val_tasks, str(secrets)]
+    if config.verifier and file_of(config.verifier) == file_of(config.agent):
+        log.warning(
+            "agent and verifier are both in %s: the agent can read how it is graded; give each its own file",
+            file_of(config.agent),
+        )
+        kept[0] = ""
+    return [str(Path(place).resolve()) for place in kept if place]
+
+
+def file_of(target: str) -> str:
+    """The file of `path/to/file.py:name` or `package.module:name`; empty where none is found."""
+    place = target.rpartition(":")[0]
+    if place.endswith(".py"):
+        return str(Path(place).resolve())
+    parts = place.split(".")
+    for folder in (Path.cwd(), *map(Path, sys.path)):
+        for file in (folder.joinpath(*parts).with_suffix(".py"), folder.joinpath(*parts, "__init__.py")):
+            if file.is_file():
+                return str(file.resolve())
+    return ""
 
 
 def _function(config: TrainConfig) -> Any:
