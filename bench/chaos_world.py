@@ -123,7 +123,16 @@ class World:
         return [sys.executable, "-m", "afield", "gateway", "--model", POLICY, *engine, *store]
 
     def _host_command(self, port: int) -> list[object]:
-        return [sys.executable, "-m", "afield.sdk.serve", f"{BENCH / 'chaos_agent.py'}:run", "--port", port]
+        return [
+            sys.executable,
+            "-m",
+            "afield.sdk.serve",
+            f"{BENCH / 'chaos_agent.py'}:run",
+            "--port",
+            port,
+            "--outcome-root",
+            "/",
+        ]
 
     def _train_command(self, part: str) -> list[object]:
         size = self.size

@@ -45,6 +45,7 @@ def image_of(kube: FakeKube, target: str) -> str:
         "127.0.0.1",
         "--port",
         "{port}",
+        "--unsigned",
     ]
     kube.nodes.images[image] = serve
     return image

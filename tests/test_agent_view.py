@@ -102,9 +102,7 @@ def test_a_hidden_field_that_is_no_object_is_refused() -> None:
 
 
 def test_the_closure_has_modules_imported_anywhere_and_nothing_else(tmp_path: Path) -> None:
-    agent = written(
-        tmp_path, "import one\ndef f():\n    from tools.deep import a\n    import json.tool\n"
-    )
+    agent = written(tmp_path, "import one\ndef f():\n    from tools.deep import a\n    import json.tool\n")
     written(tmp_path, "import two", "one.py")
     written(tmp_path, "", "two.py")
     written(tmp_path, "", "verify.py")

@@ -1,4 +1,4 @@
-"""Sandboxes are forked from a parent that learns what they import late, and nothing else."""
+"""Warm parents import what the agent's own code names, and nothing that a session says."""
 
 from pathlib import Path
 
@@ -32,9 +32,15 @@ async def rewards(place: Place, rows: list[dict]) -> list[float | None]:
     return told
 
 
-async def test_what_the_first_one_imports_late_the_next_ones_find_imported(place: Place) -> None:
-    assert await rewards(place, [{}] * 4) == [0.0, 1.0, 1.0, 1.0]
+async def test_what_an_agents_function_imports_is_imported_before_the_first_attempt(place: Place) -> None:
+    assert await rewards(place, [{}] * 2) == [1.0, 1.0]
 
 
-async def test_names_that_are_no_modules_do_no_harm(place: Place) -> None:
-    assert await rewards(place, [{"lie": True}] * 3 + [{}] * 2) == [0.0] * 5
+async def test_a_module_that_hangs_fails_or_ends_its_process_is_left_to_the_attempts(place: Place) -> None:
+    """The agent names them all, in code that these attempts do not reach."""
+    assert await rewards(place, [{"had": "fractions"}, {"had": "late_broken"}]) == [1.0, 0.0]
+
+
+async def test_names_that_an_attempt_writes_make_the_parent_import_nothing(place: Place) -> None:
+    lies = [{"lie": True}] * 3
+    assert await rewards(place, [*lies, {"had": "sched"}, {"had": "idlelib"}]) == [1.0] * 3 + [0.0] * 2

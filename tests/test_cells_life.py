@@ -196,7 +196,7 @@ async def test_an_agent_that_fails_to_import_is_refused_with_what_it_printed(tmp
 
 
 async def test_an_agent_that_lives_where_everything_lives_sees_its_own_file_alone(tmp_path: Path) -> None:
-    script = written(tmp_path, "import helper\n")
+    script = written(tmp_path, "import time, helper\ntime.sleep(600)\n")
     written(tmp_path, "", "helper.py")
     written(tmp_path, "x", "diary.txt")
     async with nest_of(tmp_path, Program(script=str(script), port=0)) as nest:

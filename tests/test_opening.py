@@ -54,6 +54,7 @@ def test_a_named_agent_runs_in_processes_and_a_function_in_threads(there: Place)
 def test_agents_that_others_serve_need_no_name(there: Place) -> None:
     reading, writing = os.pipe()
     serve = [sys.executable, "-m", "afield.sdk.serve", AGENT, "--ready-fd", str(writing)]
+    serve += ["--outcome-root", str(there.root)]
     process = subprocess.Popen(serve, pass_fds=(writing,))
     os.close(writing)
     try:

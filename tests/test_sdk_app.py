@@ -300,6 +300,7 @@ async def test_the_agentcore_apps_own_tracking_says_busy() -> None:
 @contextmanager
 def serving(target: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     command = [sys.executable, "-m", "afield.sdk.serve", target, "--watch-stdin", *options]
+    command += ["--unsigned", "--outcome-root", "/"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

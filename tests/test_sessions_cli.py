@@ -69,7 +69,7 @@ class Field:
         return self.controller("test_roster:rostered", options, row, rollout_id)
 
     def serving(self, target: str) -> str:
-        script = [sys.executable, "-m", "afield.sdk.serve", target]
+        script = [sys.executable, "-m", "afield.sdk.serve", target, "--outcome-root", "/"]
         process = subprocess.Popen(script, stdout=subprocess.PIPE)
         self.started.append(process)
         assert process.stdout

@@ -9,6 +9,7 @@ was under way is resumed. How an attempt comes to its outcome is the business of
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeVar
@@ -23,8 +24,9 @@ from afield.limiter import Limiter
 from afield.plan import Plan, Watcher
 from afield.seams import Gateway, Record, Runtime, Transport
 from afield.spool import Spool
-from afield.types import Attempt, FailureKind, Finished, Outcome, Reason, Rollout, Split
+from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout, Split
 
+log = logging.getLogger("afield.collect")
 T = TypeVar("T")
 
 
@@ -217,7 +219,19 @@ class Conductor:
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, Record(trajectories=(), excluded=())
         names = self._plan.rewards if rollout.split is Split.TRAIN else ()
+        outcome = self._sampled(outcome, record)
         return usable(finished_of(rollout, outcome, record, 1), names, self._plan.max_reward), record
+
+    def _sampled(self, outcome: Outcome, record: Record) -> Outcome:
+        """A reward that nothing was sampled for trains nothing, and would still move its group's baseline."""
+        if outcome.reward is None or record.turns:
+            return outcome
+        told = f"{outcome.session_id} has the reward {outcome.reward:g} and made no model call"
+        if self._plan.no_turns == "flag":
+            log.warning("%s through its gateway", told)
+            return outcome
+        failure = Failure(FailureKind.TASK, Reason.REWARD, f"{told}: nothing can be trained with it")
+        return wire.failed(outcome.rollout_id, outcome.attempt, failure)
 
     async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
         """Everything there is of a rollout, to the spool."""

@@ -43,6 +43,8 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
     budget: Budget = Budget()
     deliver: Literal["store", "gateway"] = "store"
     judged: bool = False
+    no_turns: Literal["refuse", "flag"] = "flag"
+    """What becomes of a reward for a session without a single model call: a failure, or a warning."""
     rewards: tuple[str, ...] = ()
     max_reward: float = 1e6
     sweep_s: float = 5.0

@@ -22,6 +22,12 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
+def state_directory() -> Path:
+    """Where this user's programs keep state: `$XDG_STATE_HOME/afield`, by default `~/.local/state/afield`."""
+    given = os.environ.get("XDG_STATE_HOME")  # noqa: TID251 - of all programs, not a setting of ours
+    return (Path(given) if given else Path.home() / ".local" / "state") / "afield"
+
+
 def private_directory(path: Path, contents: Collection[str] = ()) -> Path:
     """Create `path` with mode 0700, or check it; raises UsageError when other users can write to it.
 

@@ -8,12 +8,17 @@ import afield
 
 @afield.agent
 def agent(task: dict) -> float:
-    had = "fractions" in sys.modules
+    had = task.get("had", "fractions") in sys.modules
     import fractions
 
     assert fractions
+    if task.get("never"):
+        import late_broken
+
+        assert late_broken
     if task.get("lie"):
-        told = Path("/tmp/.imported")
-        told.write_text("this.is.nothing\n../../etc\nidlelib.__main__\nsched\n" + "x" * 10**6)
-        told.chmod(0o400)
+        for name in (".imported", "imported", ".modules"):
+            Path("/tmp", name).write_text(
+                "this.is.nothing\n../../etc\nidlelib.__main__\nsched\n" + "x" * 10**6
+            )
     return float(had)

@@ -112,7 +112,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(target: str = f"{ACTING}:act", port: int = 0) -> AsyncIterator[Server]:
-    command = [sys.executable, "-m", "afield.sdk.serve", target, "--port", str(port)]
+    command = [sys.executable, "-m", "afield.sdk.serve", target, "--port", str(port), "--outcome-root", "/"]
     async with await anyio.open_process(command, stderr=None) as process:
         try:
             assert process.stdout is not None

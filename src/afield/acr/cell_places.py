@@ -15,7 +15,7 @@ from typing import Self
 
 from afield.acr.asking import Stream
 from afield.acr.images import Image
-from afield.acr.places import Broken, Ended, Output, check_file
+from afield.acr.places import LIKE_A_CONTAINER, Broken, Ended, Output, check_file
 from afield.cells.cell import Cell
 from afield.cells.nest import Nest
 from afield.cells.program import Program
@@ -88,6 +88,7 @@ class CellPlaces:
     async def start(self, image: Image, name: str, env: Mapping[str, str]) -> CellPlace:
         nest = await self._nest(image)
         try:
+            env = {**LIKE_A_CONTAINER, **env}
             return CellPlace(await nest.start(name, allow=self._allow, env=env, timeout_s=self._init_s))
         except AfieldError as error:
             if isinstance(error, InfrastructureFailure) and error.reason is Reason.DIED:

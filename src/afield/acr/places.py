@@ -27,7 +27,12 @@ from afield.acr.images import Image
 TAIL_BYTES = 4_000
 PIECE = 16 * 1024
 GUARD_S = 3.0
-BASE_ENV = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
+LIKE_A_CONTAINER = {"DOCKER_CONTAINER": "1"}  # what images for AgentCore say of themselves
+BASE_ENV = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+    "PYTHONUNBUFFERED": "1",
+    **LIKE_A_CONTAINER,
+}
 
 
 class Broken(Exception):

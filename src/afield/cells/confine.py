@@ -32,6 +32,7 @@ IMAGE = "/.image"
 STAGE = "/.stage"
 HIDDEN_PROC = "/.hidden"
 EMPTY = "/.empty"
+OURS = (sys.prefix, sys.base_prefix)
 # A directory with one of these is afield's own state, wherever it lies.
 STATE = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
 LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -88,26 +89,42 @@ def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
         )
     agent, more = _agent(program, path)
     path = [*more, *path]
-    asked = [sys.prefix, sys.base_prefix, *path, *agent, *program.mounts]
-    mounted = _outermost(asked)
-    ours = [place for place in mounted if place not in _outermost([sys.prefix, sys.base_prefix])]
-    sealed = [place for place in ours if Path(place).is_dir()]
+    asked = [*OURS, *path, *agent, *program.mounts]
+    shown = _outermost(asked)
+    folders = _folders(agent, shown)
+    sealed = [place for place in shown if Path(place).is_dir() and place not in _outermost(OURS)]
     for place in program.mounts:
         if not Path(place).exists():
             raise UsageError(f"mounts: there is no {place} on this machine")
     command = [bubblewrap, *_namespaces(), *_system(directory)]
-    for place in mounted:
+    for place in folders:
+        command += ["--size", str(2**20), "--tmpfs", place]
+    for place in shown:
         command += ["--ro-bind", place, place]
     sockets, states = _walked(sealed)
-    hidden = list(_within((*program.hidden, *states), mounted))
+    hidden = list(_within((*program.hidden, *states), shown))
     command += _covered(hidden, sockets)
+    for place in folders:
+        command += ["--remount-ro", place]
     if program.root:
         if not Path(program.root).is_dir():
             raise UsageError(f"image {program.root!r} is no directory with a file system in it")
         command += ["--ro-bind", str(Path(program.root).resolve()), IMAGE]
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
     command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
+    mounted = _outermost((*shown, *folders))
     return Walls(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
+
+
+def _folders(agent: Iterable[str], shown: Sequence[str]) -> list[str]:
+    """The folder of an agent's file, in which nothing but its code is to be seen, and nothing written."""
+    file = next((Path(place) for place in agent if Path(place).is_file()), None)
+    if file is None or any(file.parent.is_relative_to(place) for place in ("/usr", *shown)):
+        return []
+    shared = (Path("/etc"), Path("/usr"), Path("/dev"), Path("/proc"), *map(Path, SCRATCH))
+    if any(place.is_relative_to(file.parent) for place in shared):
+        return []
+    return [str(file.parent)]
 
 
 def _covered(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:

@@ -29,7 +29,6 @@ from afield.cells.yoke import bear
 
 POLL_S = 0.005
 LISTENING = "0A"
-LEARNED_BYTES = 64 * 1024
 
 
 def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -> None:
@@ -165,8 +164,6 @@ class First:
             pass
         self._tell_if_full()
         over = Over(code=code) if code >= 0 else Over(signal=-code)
-        if self._start.learn and code == 0:
-            over = Over(code=code, learned=_learned())
         with contextlib.suppress(OSError):
             transmit(self._channel, over)
         os._exit(0)
@@ -204,21 +201,10 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _learned() -> tuple[str, ...]:
-    """What the program left; it may be anything, so it is bounded here and checked by whoever uses it."""
-    try:
-        fd = os.open(serving.LEARNED, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            said = file.read(LEARNED_BYTES).decode("ascii", "ignore")
-    except OSError:
-        return ()
-    return tuple(said.split("\n"))
-
-
 def _run(start: Start, load: Load, app: Any, listener: socket.socket | None) -> None:
     program = load.program
     if isinstance(app, serving.Prepared) and listener is not None:
-        serving.serve(app, listener, once=program.once, learn=start.learn)
+        serving.serve(app, listener, once=program.once)
     if program.script:
         sys.argv = [program.script]
         runpy.run_path(program.script, run_name="__main__")

@@ -21,18 +21,14 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from afield.cells import cgroups
 from afield.cells.channel import Channel, Received, pair, transmit
 from afield.cells.kept import Kept
-from afield.cells.words import Done, Exec, File, Kill, Learn, Load, Message, Open, Start, Started, Warm
+from afield.cells.words import Done, Exec, File, Kill, Load, Message, Open, Start, Started, Warm
 from afield.errors import Unavailable
 from afield.options import Limits
 
 AT_ONCE = 16  # cells that are made at one time
-LESSONS = 3  # cells that show what is imported late
-LESSON_S = 2.0  # the others wait so long for the first one to show it
 NEST = Limits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
@@ -49,9 +45,6 @@ class Keeper:
         self._cells: dict[int, Kept] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(AT_ONCE)
-        self._teaching = LESSONS
-        self._first = True
-        self._lesson = asyncio.Event()
 
     async def run(self) -> None:
         """Until the controller is gone, or the warm parent."""
@@ -139,27 +132,12 @@ class Keeper:
         if self._warm is None or not self._ready or self._directory is None:
             self._tell(Started(id=start.id, problem="the nest is not ready"))
             return
-        if self._teaching:
-            start = structs.replace(start, learn=True)
-        cell = Kept(start, self._directory, self._groups, self._tell, self._learnt)
+        cell = Kept(start, self._directory, self._groups, self._tell)
         self._cells[start.id] = cell
         self._task(self._live(cell, self._warm))
 
-    def _learnt(self, modules: tuple[str, ...]) -> None:
-        """The first cells that ended well show what the others will import; then the lesson is over."""
-        if self._teaching and self._warm is not None:
-            self._teaching -= 1
-            with contextlib.suppress(Unavailable):
-                self._warm.send(Learn(modules=modules))
-
     async def _live(self, cell: Kept, warm: Channel) -> None:
-        first, self._first = self._first, False
-        if first:
-            asyncio.get_running_loop().call_later(LESSON_S, self._lesson.set)
-        else:
-            await self._lesson.wait()
         await cell.live(warm, self._turn)
-        self._lesson.set()
         self._cells.pop(cell.id, None)
 
     def _tell(self, message: Message) -> None:

@@ -45,14 +45,12 @@ class Kept:
         directory: Path,
         groups: Groups,
         tell: Callable[[Message], None],
-        learnt: Callable[[tuple[str, ...]], None],
     ) -> None:
         self.id = start.id
         self._start = start
         self._socket = directory / f"{start.id}.sock"
         self._groups = groups
         self._tell = tell
-        self._learnt = learnt
         self._relay = Relay()
         self._group: Group | None = None
         self._channel: Channel | None = None
@@ -90,8 +88,6 @@ class Kept:
             self._tell(Started(id=self.id, problem="; ".join((problem, *notes))))
             return
         over = self._over or Over()
-        if over.learned:
-            self._learnt(over.learned)
         self._tell(Gone(id=self.id, code=over.code, signal=over.signal, oom=oom, notes=notes))
 
     async def _risen(self, warm: Channel, turn: asyncio.Semaphore) -> str:

@@ -1,19 +1,16 @@
 """An agent on the `/invocations` contract in a cell: loaded beforehand, served on a socket that listens.
 
-With `once` the cell's program ends when its first rollout has ended and every request was answered. If it
-is to be learned from, it leaves the names of the modules that it imported on its way.
+With `once` the cell's program ends when its first rollout has ended and every request was answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
 import socket
 import sys
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -21,8 +18,6 @@ import uvicorn
 
 from afield.sdk.app import Entrypoints, Receive, Scope, Send
 from afield.sdk.serve import load
-
-LEARNED = Path("/tmp/.imported")
 
 
 class Prepared:
@@ -49,8 +44,7 @@ def prepared(target: str) -> Prepared:
     return Prepared(load(target))
 
 
-def serve(agent: Prepared, listener: socket.socket, *, once: bool, learn: bool) -> NoReturn:
-    agent.front.known = frozenset(sys.modules) if learn else None
+def serve(agent: Prepared, listener: socket.socket, *, once: bool) -> NoReturn:
     if agent.app.runner is not None:
         agent.app.runner.instance = secrets.token_hex(8)
         if once:
@@ -84,7 +78,6 @@ class _Front:
         self._asked = 0
         self._over = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.known: frozenset[str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,7 +102,4 @@ class _Front:
 
     def _leave_if_over(self) -> None:
         if self._over and not self._asked:
-            if self.known is not None:
-                with contextlib.suppress(OSError):
-                    LEARNED.write_text("\n".join(name for name in sys.modules if name not in self.known))
             leave(0)

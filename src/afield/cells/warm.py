@@ -2,13 +2,13 @@
 
 It gives up all privilege before it imports anything of the agent's. It ends when the keeper is gone. What the
 agent does while it is imported happens here, within the walls, and reaches all cells: what must not be shared
-between sessions is not kept in module variables.
+between sessions is not kept in module variables. What it imports beyond that follows from the agent's source
+alone (see `import_prewarm`); no cell has a say in it.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import gc
 import importlib
 import os
@@ -23,13 +23,12 @@ from afield.cells import kernel, serving
 from afield.cells.channel import receive, transmit
 from afield.cells.confine import DEVICES, EMPTY, HIDDEN_PROC
 from afield.cells.first import live
+from afield.cells.import_prewarm import prewarm
 from afield.cells.program import Program
 from afield.cells.rooms import USER
-from afield.cells.words import Learn, Load, Start, Warm
+from afield.cells.words import Load, Start, Warm
 from afield.errors import UsageError, boundary
 from afield.types import Failure, FailureKind, Reason
-
-LEARNING_S = 10
 
 
 def main(fd: int) -> NoReturn:
@@ -50,6 +49,8 @@ def main(fd: int) -> NoReturn:
     transmit(keeper, Warm(problem=problem))
     if problem:
         os._exit(2)
+    if place := load.program.script or load.program.target.rpartition(":")[0]:
+        prewarm(place)
     # Cells are reparented to the first process within the walls, which reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     _fork_on_demand(keeper, load, app)
@@ -60,8 +61,6 @@ def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
         received = receive(keeper)
         if received is None:
             os._exit(0)
-        if isinstance(received.message, Learn):
-            _learn(received.message.modules)
         if isinstance(received.message, Start) and os.fork() == 0:
             keeper.close()
             channel, log = received.fds
@@ -126,36 +125,8 @@ def _imported(program: Program) -> tuple[str, Any]:
         return f"importing {program.name} ended with {error!r}", None
 
 
-def _learn(modules: tuple[str, ...]) -> None:
-    """Import what a cell had to import while it worked, so that the next ones need not.
-
-    The names come from a cell, so they are only names: what they mean lies in the environment, which no cell
-    can write. One that takes too long is left to the cells again.
-    """
-
-    def enough(*_: object) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, enough)
-    try:
-        signal.alarm(LEARNING_S)
-        for name in modules:
-            parts = name.split(".")
-            if name in sys.modules or not all(map(str.isidentifier, parts)) or "__main__" in parts:
-                continue
-            with contextlib.suppress(SystemExit), boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):
-                importlib.import_module(name)
-    except TimeoutError:
-        pass
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    gc.collect()
-    gc.freeze()
-
-
 def _warm_up(script: Path) -> None:
-    """Import what the script will import. What cannot be imported is the script's own business, later."""
+    """Import what the script imports first. What cannot be imported is the script's own business, later."""
     sys.path.insert(0, str(script.parent))
     for name in _imports(script):
         with boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):

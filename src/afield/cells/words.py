@@ -67,7 +67,6 @@ class Start(Struct, frozen=True, kw_only=True, tag=True):
     port: int = 0
     timeout_s: float = 60.0
     rlimit_memory: bool = False
-    learn: bool = False
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag=True):
@@ -97,13 +96,6 @@ class Over(Struct, frozen=True, kw_only=True, tag=True):
     code: int | None = None
     signal: int | None = None
     problem: str = ""
-    learned: tuple[str, ...] = ()
-
-
-class Learn(Struct, frozen=True, kw_only=True, tag=True):
-    """Keeper to warm parent: modules that a cell had to import while it worked."""
-
-    modules: tuple[str, ...]
 
 
 class Gone(Struct, frozen=True, kw_only=True, tag=True):
@@ -156,22 +148,7 @@ class Done(Struct, frozen=True, kw_only=True, tag=True):
 
 
 Message: TypeAlias = (
-    Open
-    | Load
-    | Warm
-    | Learn
-    | Start
-    | Hello
-    | Go
-    | Up
-    | Started
-    | Over
-    | Gone
-    | Kill
-    | Line
-    | Exec
-    | File
-    | Done
+    Open | Load | Warm | Start | Hello | Go | Up | Started | Over | Gone | Kill | Line | Exec | File | Done
 )
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Message).decode

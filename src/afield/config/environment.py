@@ -10,6 +10,7 @@ from typing import Any, Self
 from msgspec import Struct
 
 from afield.config.values import assigned
+from afield.private_files import state_directory
 
 SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
 
@@ -22,6 +23,7 @@ class Environment(Struct, frozen=True):
     envs: Path  # where foreign programs are installed
     certificates: Path  # what was found out about chat templates
     secrets: Path  # signing secrets of gateways, one file for each store
+    invocation_key: Path | None = None  # signs what goes to agents that others serve; None is the user's own
     outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
     acr_secret_key: str = ""  # what clients of `afield acr` sign with
 
@@ -29,14 +31,13 @@ class Environment(Struct, frozen=True):
     def read(cls) -> Self:
         given = os.environ.get("XDG_CACHE_HOME")
         cache = (Path(given) if given else Path.home() / ".cache") / "afield"
-        given = os.environ.get("XDG_STATE_HOME")
-        state = (Path(given) if given else Path.home() / ".local" / "state") / "afield"
         return cls(
             os.environ.get("AFIELD_ADMIN_KEY") or None,
             Path(os.environ.get("AFIELD_RUNS", "runs")),
             cache / "envs",
             cache / "certificates",
-            state / "gateways",
+            state_directory() / "gateways",
+            Path(key) if (key := os.environ.get("AFIELD_INVOCATION_KEY_FILE")) else None,
             os.environ.get("AFIELD_OUTCOMES", ""),
             os.environ.get("AFIELD_ACR_SECRET_KEY", ""),
         )

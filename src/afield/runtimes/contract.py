@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from afield import wire
 from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, WireError
+from afield.sdk.signed_invocations import InvocationKey
 from afield.types import Attempt, Reason
 
 REQUEST_S = 30.0
@@ -38,8 +39,14 @@ class _Taken(Struct, frozen=True):
     instance: str = ""
 
 
-async def post(http: aiohttp.ClientSession, url: str, attempt: Attempt, payload: dict[str, Any]) -> str:
-    """Hand an attempt over; answers with the instance that took it, if it says so.
+async def post(
+    http: aiohttp.ClientSession,
+    url: str,
+    attempt: Attempt,
+    payload: dict[str, Any],
+    key: InvocationKey | None = None,
+) -> str:
+    """Hand an attempt over, signed with `key`; answers with the instance that took it, if it says so.
 
     Raises what a refusal means, or what aiohttp raises where there was no answer.
     """
@@ -52,6 +59,7 @@ async def post(http: aiohttp.ClientSession, url: str, attempt: Attempt, payload:
         body = wire.encode(payload)
     except WireError as error:
         raise TaskFailure(f"the payload of {attempt.session_id} {error}", Reason.LAUNCH) from error
+    headers |= key.sign("POST", "/invocations", body) if key else {}
     async with http.post(f"{url}/invocations", data=body, headers=headers, timeout=timeout) as response:
         said = await _heard(response)
         if response.status not in (200, 202):
@@ -70,10 +78,14 @@ async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST
         return msgspec.json.decode(await _heard(response), type=Said)
 
 
-async def delete(http: aiohttp.ClientSession, url: str, attempt: Attempt) -> None:
+async def delete(
+    http: aiohttp.ClientSession, url: str, attempt: Attempt, key: InvocationKey | None = None
+) -> None:
     """Ask for a session's end. A server that cannot do that says so, which is no error."""
     timeout = aiohttp.ClientTimeout(total=CONNECT_S)
-    async with http.delete(f"{url}/invocations/{quote(attempt.session_id)}", timeout=timeout) as response:
+    headers = key.sign("DELETE", f"/invocations/{attempt.session_id}") if key else {}
+    address = f"{url}/invocations/{quote(attempt.session_id)}"
+    async with http.delete(address, headers=headers, timeout=timeout) as response:
         await response.read()
 
 

@@ -39,7 +39,8 @@ class ProcessRuntime:
     """`target` is what `afield.sdk.serve` takes: `path/to/file.py:name` or `package.module:name`.
 
     `concurrency` bounds the attempts of one warm worker, or the fresh processes at one time.
-    `env` None hands on this process's environment.
+    `env` None hands on this process's environment. Workers take what this runtime signed, and write `file:`
+    outcomes below `outcome_root` alone.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ProcessRuntime:
         env: Mapping[str, str] | None = None,
         env_drop: Sequence[str] = ("AFIELD_ADMIN_KEY",),
         concurrency: int | None = None,
+        outcome_root: Path = Path("/"),
         poll_s: float = 0.1,
     ) -> None:
         if workers < 1:
@@ -60,7 +62,7 @@ class ProcessRuntime:
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency {concurrency} must be at least 1, or None for no bound")
         self._target = target
-        self._command = command_for(target, env, env_drop, start_timeout_s)
+        self._command = command_for(target, env, env_drop, start_timeout_s, outcome_root)
         self._log_dir = log_dir
         self._size = 0 if fresh else workers
         self._fresh = fresh

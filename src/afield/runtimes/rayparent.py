@@ -26,16 +26,15 @@ from typing import NoReturn
 
 import msgspec
 
+from afield.cells.import_prewarm import prewarm
 from afield.errors import Unavailable, UsageError, WireError, boundary
 from afield.runtimes.raykin import adopt_orphans, children, end_with_parent, resident_mb, sweep
-from afield.runtimes.raylearn import imported_since, learn
 from afield.runtimes.raywire import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Taken, say
 from afield.sdk.runner import Runner
 from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason
 
 WATCH_S = 0.1
-LESSONS = 3
 _orders = msgspec.json.Decoder(Order)
 
 
@@ -81,7 +80,6 @@ class Parent:
         self._poll.register(nest, select.POLLIN)
         self._heard: dict[int, Callable[[], None]] = {}
         self._buffer = b""
-        self._lessons = LESSONS
         self._over = False
 
     def run(self) -> None:
@@ -129,7 +127,7 @@ class Parent:
             for other in self._sessions.values():
                 other.close()
             os.close(answers)
-            _live(self._runner, order, answer, log_fd, self._pid, telling=self._lessons > 0)
+            _live(self._runner, order, answer, log_fd, self._pid)
         os.close(answer)
         session = self._sessions[order.session_id] = Session(order.session_id, pid, answers, log, log_fd)
         self._hear(answers, lambda: self._answered(session, answers))
@@ -145,7 +143,7 @@ class Parent:
         return f"/proc/{os.getpid()}/fd/{fd}", fd
 
     def _answered(self, session: Session, answers: int) -> None:
-        """First that it has its payload, at its end what it imported; a line each."""
+        """That it has its payload, in a line."""
         data = os.read(answers, 65536)
         session.said += data
         if not data:
@@ -169,17 +167,6 @@ class Parent:
         died = session.died or _died(os.waitstatus_to_exitcode(status))
         self._say(Ended(session.id, died, session.tail()))
         session.close()
-        if self._lessons and not died:
-            self._learn(session.said)
-
-    def _learn(self, said: bytes) -> None:
-        """Until a few sessions in a row have brought nothing new."""
-        names = [
-            name for name in msgspec.json.decode(said or b"[]", type=list[str]) if name not in sys.modules
-        ]
-        self._lessons = LESSONS if names else self._lessons - 1
-        if not learn(names):
-            self._lessons = 0
 
     def _sweep(self) -> None:
         """Kill what ended sessions left: it is ours now, as the sessions' orphans are theirs."""
@@ -203,7 +190,7 @@ class Parent:
 # --- in the session's process --------------------------------------------------------------------
 
 
-def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int, *, telling: bool) -> NoReturn:
+def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -> NoReturn:
     """A session's whole life. Never returns: what follows in the caller is its parent's."""
     code = 1
     try:
@@ -217,10 +204,7 @@ def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int, *
                 os.dup2(log_fd, fd)
             os.close(log_fd)
             _reseed()
-            known = set(sys.modules)
             _perform(runner, order, answer)
-            if telling:
-                _write(answer, msgspec.json.encode(imported_since(known)))
             code = 0
     finally:
         sys.stdout.flush()
@@ -314,6 +298,7 @@ def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str
     assert runner is not None, "load refuses an app without an entrypoint"
     if log_dir:
         Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    prewarm(target.rpartition(":")[0], libraries_only=True)
     adopt_orphans()
     gc.freeze()
     extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())

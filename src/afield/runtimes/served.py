@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -22,6 +23,7 @@ from afield.errors import AfieldError, InfrastructureFailure, RolloutFailure, Th
 from afield.runtimes import contract
 from afield.runtimes.attempts import Attempts, broken
 from afield.runtimes.contract import SILENT, Said
+from afield.sdk.signed_invocations import key_from_file, user_key
 from afield.seams.runtime import Capabilities, Exit, Live, Phase
 from afield.types import Attempt, Reason
 
@@ -73,15 +75,26 @@ class Sighting(Struct, frozen=True, kw_only=True):
 
 
 class ServedRuntime:
-    """`urls` without a path: `http://10.0.0.7:8080`. Closing it ends nothing that runs there."""
+    """`urls` without a path: `http://10.0.0.7:8080`. Closing it ends nothing that runs there.
 
-    def __init__(self, urls: Sequence[str], *, poll_s: float = 0.5, unreachable_s: float = 10.0) -> None:
+    What is sent is signed with the key in `key_file`, or else this user's own.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        key_file: Path | None = None,
+        poll_s: float = 0.5,
+        unreachable_s: float = 10.0,
+    ) -> None:
         if not urls:
             raise ValueError("a served runtime needs at least one address, such as http://127.0.0.1:8080")
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"address {url!r} must begin with http:// or https://")
         self._addresses = [Address(url) for url in dict.fromkeys(url.rstrip("/") for url in urls)]
+        self._key_file = key_file
         self._poll_s = poll_s
         self._unreachable_s = unreachable_s
         self._attempts = Attempts()
@@ -91,6 +104,7 @@ class ServedRuntime:
         self._open = False
 
     async def __aenter__(self) -> Self:
+        self._key = key_from_file(self._key_file) if self._key_file else user_key()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
         self._group = await asyncio.TaskGroup().__aenter__()
@@ -244,7 +258,7 @@ class ServedRuntime:
         """
         for last in (False, True):
             try:
-                return await contract.post(self._http, address.url, attempt, payload)
+                return await contract.post(self._http, address.url, attempt, payload, self._key)
             except (aiohttp.ClientError, OSError) as error:
                 # TimeoutError is an OSError.
                 if not last and isinstance(error, UNREACHED):
@@ -256,7 +270,7 @@ class ServedRuntime:
 
     async def _end(self, address: Address, attempt: Attempt) -> None:
         with contextlib.suppress(aiohttp.ClientError, OSError):
-            await contract.delete(self._http, address.url, attempt)
+            await contract.delete(self._http, address.url, attempt, self._key)
 
     # --- what runs, and what has ended -----------------------------------------------------------
 

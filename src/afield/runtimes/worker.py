@@ -23,6 +23,7 @@ from msgspec import Struct
 from afield.errors import InfrastructureFailure, Throttled
 from afield.printed import tail
 from afield.runtimes import contract
+from afield.sdk.signed_invocations import InvocationKey, fresh_key
 from afield.types import Attempt, Reason
 
 TAIL_BYTES = 4_000
@@ -33,19 +34,38 @@ class Command(Struct, frozen=True):
     """How a worker is started."""
 
     argv: tuple[str, ...]
+    """Ends before the descriptor that is told the port."""
     env: Mapping[str, str] | None
+    """None hands on our own."""
     timeout_s: float
+    """How long it may take until it serves."""
+    key: InvocationKey
+    """What invocations are signed with; the worker gets it through a pipe."""
 
 
 def command_for(
-    target: str, env: Mapping[str, str] | None, env_drop: Sequence[str], timeout_s: float
+    target: str,
+    env: Mapping[str, str] | None,
+    env_drop: Sequence[str],
+    timeout_s: float,
+    outcome_root: Path = Path("/"),
 ) -> Command:
     """`env` None hands on our own environment; what `env_drop` names is left out either way."""
-    serve = (sys.executable, "-u", "-m", "afield.sdk.serve", target, "--watch-stdin", "--ready-fd")
+    serve = (sys.executable, "-u", "-m", "afield.sdk.serve", target, "--watch-stdin")
+    serve += ("--outcome-root", str(outcome_root), "--ready-fd")
+    key = fresh_key()
     if env is not None:
-        return Command(serve, {k: v for k, v in env.items() if k not in env_drop}, timeout_s)
+        return Command(serve, {k: v for k, v in env.items() if k not in env_drop}, timeout_s, key)
     dropping = [part for name in env_drop for part in ("-u", name)]
-    return Command(("env", *dropping, *serve), None, timeout_s)
+    return Command(("env", *dropping, *serve), None, timeout_s, key)
+
+
+def _filled(data: bytes) -> int:
+    """A pipe to read `data` from; it fits into the kernel's buffer."""
+    reading, writing = os.pipe()
+    os.write(writing, data)
+    os.close(writing)
+    return reading
 
 
 class Worker:
@@ -62,23 +82,28 @@ class Worker:
         self.log = log
         self._process: Process | None = None
         self._url = ""
+        self._key: InvocationKey | None = None
 
     async def start(self, command: Command) -> None:
         """Until `/ping` works. Raises InfrastructureFailure with what the process printed."""
         ready: IO[bytes] | None = None
-        writing = -1
+        writing = key_fd = -1
+        self._key = command.key
         try:
             reading, writing = os.pipe()
             ready = os.fdopen(reading, "rb", 0)
+            key_fd = _filled(command.key.value)
             with self.log.open("wb") as output:
                 self._process = await asyncio.create_subprocess_exec(
                     *command.argv,
                     str(writing),
+                    "--key-fd",
+                    str(key_fd),
                     stdin=PIPE,
                     stdout=output,
                     stderr=output,
                     env=command.env,
-                    pass_fds=(writing,),
+                    pass_fds=(writing, key_fd),
                     start_new_session=True,
                 )
             os.close(writing)
@@ -89,8 +114,9 @@ class Worker:
         except OSError as error:
             raise InfrastructureFailure(f"{self.name} cannot be started: {error}", Reason.LAUNCH) from error
         finally:
-            if writing >= 0:
-                os.close(writing)
+            for fd in (writing, key_fd):
+                if fd >= 0:
+                    os.close(fd)
             if ready is not None:
                 ready.close()
         self._url = f"http://127.0.0.1:{port}"
@@ -170,7 +196,7 @@ class Worker:
 
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
-            await contract.post(http, self._url, attempt, payload)
+            await contract.post(http, self._url, attempt, payload, self._key)
         except Throttled as error:
             # Its places are counted here: one that has no thread left is a place that broke.
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error

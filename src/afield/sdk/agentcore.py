@@ -16,6 +16,7 @@ from afield.errors import UsageError
 from afield.sdk.app import Answer, Entrypoints, Ping, Receive, Scope, Send, parse_json, read_body, respond
 from afield.sdk.entry import Entry
 from afield.sdk.runner import Runner
+from afield.sdk.signed_invocations import default_host, in_container, key_for
 
 try:
     from bedrock_agentcore import BedrockAgentCoreApp
@@ -48,7 +49,7 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
             if self.runner is not None:
                 self.runner.close()
 
-        super().__init__(debug, living, [*(middleware or ()), Middleware(_CheckedBody)])
+        super().__init__(debug, living, [*(middleware or ()), Middleware(_CheckedBody, entrypoints=self)])
         self.router.routes.insert(0, Route("/ping", self._say_status, methods=["GET"]))
         stopping = Route("/invocations/{session_id}", self._stop, methods=["DELETE"])
         self.router.routes.insert(0, stopping)
@@ -75,22 +76,34 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
         ping = Ping(status=status.value, time_of_last_update=changed, active=active, instance=instance)
         return _response(Answer(200, ping))
 
+    def run(self, port: int = 8080, host: str | None = None, **kwargs: Any) -> None:
+        """As the base class's, which takes loopback outside a container; invocations are signed there."""
+        container = in_container()
+        host = host or default_host(container)
+        self.guard(key_for(host, None, unsigned=False, container=container), [])
+        super().run(port=port, host=host, **kwargs)
+
     async def _stop(self, request: Request) -> Response:
+        if refused := self.refused(request.scope):
+            return _response(refused)
         return _response(self.stop(request.path_params["session_id"]))
 
 
 class _CheckedBody:
     """Refuses a body that is too large or not JSON the way `App` does; the base class would take it."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, entrypoints: Entrypoints) -> None:
         self._app = app
+        self._entrypoints = entrypoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != "/invocations":
             await self._app(scope, receive, send)
             return
         body = await read_body(receive)
-        parsed = body if isinstance(body, Answer) else parse_json(body)
+        parsed = body
+        if not isinstance(body, Answer):
+            parsed = self._entrypoints.refused(scope, body) or parse_json(body)
         if isinstance(parsed, Answer):
             await respond(send, parsed)
             return

@@ -9,7 +9,8 @@ that names what is wrong. `DELETE /invocations/{session_id}` stops a rollout.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import msgspec
@@ -20,10 +21,12 @@ from afield.errors import Unavailable, UsageError, WireError
 from afield.sdk.entry import Entry, entry_of, mark
 from afield.sdk.result import Aggregate, check_aggregate
 from afield.sdk.runner import Runner
+from afield.sdk.signed_invocations import HEADER, InvocationKey, default_host, in_container, key_for
 
 log = logging.getLogger("afield.sdk")
 
 ONE = "/invocations/"
+SIGNATURE = HEADER.lower().encode()
 ROUTES = "GET /ping, POST /invocations or DELETE /invocations/{session_id}"
 BODY_BYTES = 100 * 1024 * 1024
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,6 +56,24 @@ class Entrypoints:
     """What every rollout app offers: the decorator, and the rollouts of what it decorates."""
 
     runner: Runner | None = None
+    key: InvocationKey | None = None
+
+    def guard(self, key: InvocationKey | None, outcome_roots: Sequence[Path]) -> None:
+        """From now on: take only what is signed with `key`, and deliver to no `file:` outside these roots."""
+        self.key = key
+        if self.runner is not None:
+            self.runner.file_roots = tuple(outcome_roots)
+
+    def refused(self, scope: Scope, body: bytes = b"") -> Answer | None:
+        """The answer to whoever may not ask this; None for those who may."""
+        if self.key is None:
+            return None
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == SIGNATURE]
+        problem = self.key.problem(given[0] if given else "", scope["method"], scope["path"], body)
+        if not problem:
+            return None
+        hint = "send it through afield as the user who started this agent, or give both the same key file"
+        return refusal(401, "unsigned", f"only the controller may do that: {problem}", hint)
 
     @overload
     def rollout_entrypoint(self, fn: F) -> F: ...
@@ -100,10 +121,27 @@ class App(Entrypoints):
     def __init__(self, entry: Entry | None = None) -> None:
         self.runner = None if entry is None else self._runner_of(entry)
 
-    def run(self, host: str = "0.0.0.0", port: int = 8080) -> None:
+    def run(
+        self,
+        host: str = "",
+        port: int = 8080,
+        *,
+        key_file: str | Path | None = None,
+        outcome_root: str | Path | None = None,
+        unsigned: bool = False,
+    ) -> None:
+        """Serve on loopback, or on all addresses where the program has a container to itself.
+
+        Invocations are signed, with the user's own key or the one in `key_file`; those of a container's
+        platform need not be. `outcome_root` is a directory below which `file:` outcomes may be written.
+        """
         import uvicorn
 
         logging.basicConfig(level=logging.INFO)
+        container = in_container()
+        host = host or default_host(container)
+        key = key_for(host, Path(key_file) if key_file else None, unsigned=unsigned, container=container)
+        self.guard(key, [Path(outcome_root)] if outcome_root else [])
         uvicorn.run(self, host=host, port=port, log_level="warning", access_log=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,15 +155,22 @@ class App(Entrypoints):
             case "/ping", "GET" | "HEAD":
                 return Answer(200, self._ping())
             case "/invocations", "POST":
-                body = await read_body(receive)
-                payload = body if isinstance(body, Answer) else parse_json(body)
-                return payload if isinstance(payload, Answer) else self.invoke(payload)
+                return await self._invoked(scope, receive)
             case path, "DELETE" if path.startswith(ONE):
-                return self.stop(path.removeprefix(ONE))
+                return self.refused(scope) or self.stop(path.removeprefix(ONE))
             case "/ping" | "/invocations" as path, method:
                 return refusal(405, "method", f"{path} does not take {method}", ROUTES)
             case path, _:
                 return refusal(404, "not_found", f"there is no {path} here", ROUTES)
+
+    async def _invoked(self, scope: Scope, receive: Receive) -> Answer:
+        body = await read_body(receive)
+        if isinstance(body, Answer):
+            return body
+        if refused := self.refused(scope, body):
+            return refused
+        payload = parse_json(body)
+        return payload if isinstance(payload, Answer) else self.invoke(payload)
 
     def _ping(self) -> Ping:
         if self.runner is None:

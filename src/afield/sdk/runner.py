@@ -19,15 +19,25 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from afield import wire
-from afield.errors import RolloutFailure, TaskFailure, Unavailable, VerifierFailure, WireError, boundary
+from afield.errors import (
+    RolloutFailure,
+    TaskFailure,
+    Unavailable,
+    UsageError,
+    VerifierFailure,
+    WireError,
+    boundary,
+)
 from afield.sdk.alive import PROCESS, Alive
 from afield.sdk.blame import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
+from afield.sdk.deliver import file_root
 from afield.sdk.entry import Entry
 from afield.sdk.outcomes import Refused
 from afield.sdk.result import Result, read_result, read_submission
@@ -77,6 +87,7 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.instance = secrets.token_hex(8)
+        self.file_roots: tuple[Path, ...] | None = None  # `file:` outcomes only below these; None: anywhere
         self.changed = time.time()
 
     @property
@@ -87,6 +98,7 @@ class Runner:
     def accept(self, payload: object) -> Accepted:
         """Start a rollout. Raises before any work: WireError when the payload is not one, or Unavailable."""
         invocation = wire.read_payload(payload)
+        self._check_outcome(invocation)
         accepted = Accepted(
             session_id=invocation.session_id, data_key=invocation.data_key, instance=self.instance
         )
@@ -107,6 +119,21 @@ class Runner:
             self._end(accepted.session_id)
             raise Unavailable(f"no thread for {accepted.session_id}: {error}; run fewer at once") from error
         return accepted
+
+    def _check_outcome(self, invocation: Invocation) -> None:
+        url = invocation.outcome_url or ""
+        if self.file_roots is None or not url.startswith("file:"):
+            return
+        try:
+            place = file_root(url).resolve()
+        except UsageError as error:
+            raise WireError(str(error)) from error
+        if not any(place.is_relative_to(root.resolve()) for root in self.file_roots):
+            roots = ", ".join(map(str, self.file_roots)) or "none"
+            raise WireError(
+                f"outcome_url {url!r} is outside the directories this agent may write outcomes to ({roots});"
+                ' start it with --outcome-root, or deliver through the gateway: deliver = "gateway"'
+            )
 
     def tell(self, ended: Callable[[str], None]) -> None:
         """`ended` is told as well, from now on."""

@@ -28,6 +28,7 @@ from afield.sdk.app import App, Entrypoints
 from afield.sdk.entry import entry_of
 from afield.sdk.guard import end_with_stdin
 from afield.sdk.listen import listen
+from afield.sdk.signed_invocations import InvocationKey, in_container, key_for, key_from_descriptor
 from afield.types import Failure, FailureKind, Reason
 
 
@@ -37,6 +38,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
     parser.add_argument("--ready-fd", type=int, help="descriptor that gets the port once /ping works")
+    parser.add_argument("--key-file", type=Path, help="key that invocations are signed with (mode 0600)")
+    parser.add_argument("--key-fd", type=int, help="descriptor to read that key from")
+    parser.add_argument("--unsigned", action="store_true", help="take invocations that nobody signed")
+    parser.add_argument(
+        "--outcome-root",
+        type=Path,
+        action="append",
+        default=[],
+        help="directory below which file: outcomes may be written; may be repeated",
+    )
     parser.add_argument("--watch-stdin", action="store_true", help="end when stdin does")
     options = parser.parse_args(argv)
     if options.watch_stdin:
@@ -44,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("afield").setLevel(logging.INFO)
     try:
+        key = _key(options)
         app = load(options.target)
+        app.guard(key, options.outcome_root)
         listener = listen(options.host, options.port)
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
@@ -53,6 +66,14 @@ def main(argv: list[str] | None = None) -> int:
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=30)  # pyright: ignore[reportArgumentType]
     _Server(config, lambda: _announce(port, options.ready_fd)).run(sockets=[listener])
     return 0
+
+
+def _key(options: argparse.Namespace) -> InvocationKey | None:
+    if options.key_fd is not None:
+        return key_from_descriptor(options.key_fd)
+    given = os.environ.get("AFIELD_INVOCATION_KEY_FILE")  # noqa: TID251 - agents' images have no config
+    file = options.key_file or (Path(given) if given else None)
+    return key_for(options.host, file, unsigned=options.unsigned, container=in_container())
 
 
 class _Server(uvicorn.Server):

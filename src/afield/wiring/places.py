@@ -83,7 +83,7 @@ def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) 
         config, name = structs.replace(config, fresh_process=True), "process"
     made = choose("runtime", name, RUNTIMES)
     if name == "served":
-        return made(addresses(argument))
+        return made(addresses(argument), key_file=Environment.read().invocation_key)
     if name == "inline":
         return made(_function(config), **({"deliver": carrier.deliver} if config.delivery == "store" else {}))
     if name == "process":
@@ -93,6 +93,7 @@ def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) 
             fresh=config.fresh_process,
             log_dir=run.logs,
             env=agent_environment(),
+            outcome_root=_outcome_root(config, run),
         )
     options = getattr(config, name)
     if argument:
@@ -129,6 +130,12 @@ def file_of(target: str) -> str:
             if file.is_file():
                 return str(file.resolve())
     return ""
+
+
+def _outcome_root(config: TrainConfig, run: RunDir) -> Path:
+    """The directory that `file:` outcomes of this run go to."""
+    _, given, path = config.outcomes.partition("files://")
+    return Path(path.partition("?")[0]) if given else run.outcomes
 
 
 def _function(config: TrainConfig) -> Any:

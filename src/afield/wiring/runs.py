@@ -91,6 +91,7 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         **policies_of(config),
         deliver=config.delivery,
         judged=bool(config.verifier),
+        no_turns="flag" if config.freeze_weights else "refuse",
         rewards=() if config.freeze_weights else tuple(config.learn.rewards),
         max_reward=config.max_reward,
         sweep_s=config.sweep_s,
