@@ -28,6 +28,8 @@ from afield.cli.early import check_engine
 from afield.cli.logs import FORMATS, start_logging
 from afield.config import ENGINE_START_S, Environment, GatewaySettings, agent_environment
 from afield.errors import UsageError
+from afield.private_files import read_private
+from afield.process_secrets import hide_from_proc
 from afield.sdk.listen import listen
 
 SHARD_COMMAND = "gateway-process"
@@ -60,6 +62,9 @@ def add(commands: Any) -> None:
         help="secret behind session keys; default: a file in ~/.local/state/afield/gateways",
     )
     command.add_argument("--admin-key", help="or AFIELD_ADMIN_KEY; made up and printed on loopback")
+    command.add_argument(
+        "--admin-key-file", type=Path, metavar="FILE", help="file with the admin key, mode 0600"
+    )
     command.add_argument(
         "--processes", type=int, default=1, help="gateway processes on the one port (default: 1)"
     )
@@ -106,6 +111,7 @@ def add(commands: Any) -> None:
     command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
     command.add_argument("--exit-with-parent", action="store_true", help="end when standard input closes")
+    command.add_argument("--admin-key-fd", type=int, help=argparse.SUPPRESS)
     command.set_defaults(run=run)
     shard = commands.add_parser(SHARD_COMMAND, description="One of several gateway processes on one port.")
     for name in ("--shard", "--shard-link"):
@@ -117,7 +123,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     start_logging(args.log_format)
     environment = Environment.read()
-    chosen_key = args.admin_key or environment.admin_key
+    chosen_key = given_key(args, environment)
     settings = GatewaySettings(
         model=args.model,
         engine=tuple(args.engine or ["torch"]),
@@ -157,6 +163,21 @@ def run(args: argparse.Namespace) -> int:
         else:
             on_fast_loop(serve(settings, listener, ready))
     return 0
+
+
+def given_key(args: argparse.Namespace, environment: Environment) -> str | None:
+    if args.admin_key:
+        hide_from_proc([args.admin_key])  # every user of this machine could read it there
+        return args.admin_key
+    if args.admin_key_fd is not None:
+        with os.fdopen(args.admin_key_fd, "rb") as pipe:
+            return pipe.read().decode()
+    if args.admin_key_file:
+        try:
+            return read_private(args.admin_key_file).decode().strip()
+        except OSError as error:
+            raise UsageError(f"--admin-key-file {args.admin_key_file} cannot be read: {error}") from error
+    return environment.admin_key
 
 
 def run_shard(args: argparse.Namespace) -> int:

@@ -10,7 +10,9 @@ from typing import Any, Self
 from msgspec import Struct
 
 from afield.config.values import assigned
-from afield.private_files import state_directory
+from afield.errors import UsageError
+from afield.private_files import read_private, state_directory
+from afield.process_secrets import hide_from_proc
 
 SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
 
@@ -31,8 +33,10 @@ class Environment(Struct, frozen=True):
     def read(cls) -> Self:
         given = os.environ.get("XDG_CACHE_HOME")
         cache = (Path(given) if given else Path.home() / ".cache") / "afield"
+        # Agents of the same user can read a process's first environment; we have it in memory from here on.
+        hide_from_proc((os.environ.get(name, "") for name in SECRET), SECRET)
         return cls(
-            os.environ.get("AFIELD_ADMIN_KEY") or None,
+            os.environ.get("AFIELD_ADMIN_KEY") or _from_file(os.environ.get("AFIELD_ADMIN_KEY_FILE")),
             Path(os.environ.get("AFIELD_RUNS", "runs")),
             cache / "envs",
             cache / "certificates",
@@ -41,6 +45,13 @@ class Environment(Struct, frozen=True):
             os.environ.get("AFIELD_OUTCOMES", ""),
             os.environ.get("AFIELD_ACR_SECRET_KEY", ""),
         )
+
+
+def _from_file(path: str | None) -> str | None:
+    try:
+        return read_private(Path(path)).decode().strip() if path else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"AFIELD_ADMIN_KEY_FILE {path} cannot be read: {error}") from error
 
 
 def from_environment(prefix: str) -> dict[str, Any]:

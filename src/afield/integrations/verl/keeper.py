@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import os
 import secrets
 import shutil
 import subprocess
@@ -148,16 +149,17 @@ def _started(options: GatewayOptions, model: str, store: Path) -> subprocess.Pop
     words += ["--processes", str(options.processes), "--json", "--exit-with-parent"]
     words += [word for engine in options.engines for word in ("--engine", engine)]
     words += ["--public-url", options.public_url] if options.public_url else []
-    secret = {
-        "AFIELD_ADMIN_KEY": f"afa-{secrets.token_urlsafe(24)}",
-        "AFIELD_OUTCOMES": options.outcomes or Environment.read().outcomes,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "afield", *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=agent_environment() | secret,
-    )
+    key, filling = os.pipe()
+    os.write(filling, f"afa-{secrets.token_urlsafe(24)}".encode())
+    os.close(filling)
+    with os.fdopen(key, "rb"):
+        return subprocess.Popen(
+            [sys.executable, "-m", "afield", *words, "--admin-key-fd", str(key)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(key,),
+            env=agent_environment() | {"AFIELD_OUTCOMES": options.outcomes or Environment.read().outcomes},
+        )
 
 
 def _announced(process: subprocess.Popen[bytes]) -> dict[str, str]:
