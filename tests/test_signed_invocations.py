@@ -63,7 +63,7 @@ def status(url: str, body: bytes, headers: dict[str, str] | None = None, method:
 async def worker_address(runtime: ProcessRuntime) -> str:
     """As another user of the machine finds it: the port that a process listens on."""
     await runtime.check()
-    return runtime.workers[0]._url
+    return runtime.workers[0].url
 
 
 @needs_other_user

@@ -19,6 +19,7 @@ from afield.errors import UsageError
 log = logging.getLogger("afield.files")
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
+STATE = ("gateways", "invocations.key")  # what the state directory holds
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 

@@ -28,7 +28,7 @@ from afield.cli.early import check_engine
 from afield.cli.logs import FORMATS, start_logging
 from afield.config import ENGINE_START_S, Environment, GatewaySettings, agent_environment
 from afield.errors import UsageError
-from afield.private_files import read_private
+from afield.private_files import STATE, private_directory, read_private, state_directory
 from afield.process_secrets import hide_from_proc
 from afield.sdk.listen import listen
 
@@ -253,6 +253,11 @@ async def serve(
         if settings.outcomes:
             made = wiring.load("transports.parse:from_spec")(settings.outcomes, settings.store / "outcomes")
             outlet = await stack.enter_async_context(made)
+        secret = wiring.load("gateway.signing_secret:SecretPlace")(
+            directory=Environment.read().secrets, file=settings.secret_file
+        )
+        if settings.secret_file is None:
+            private_directory(state_directory(), STATE)
         gateway = wiring.load("gateway.service:LocalGateway")(
             tokens=tokens,
             engine=pool,
@@ -262,9 +267,7 @@ async def serve(
             durable=settings.durable,
             shard=shard,
             outlet=outlet,
-            secret=wiring.load("gateway.signing_secret:SecretPlace")(
-                directory=Environment.read().secrets, file=settings.secret_file
-            ),
+            secret=secret,
             limits=wiring.load("gateway.outcomes:Limits")(
                 submission_bytes=settings.max_submission_mb * 1024 * 1024,
                 session_bytes=settings.max_session_mb * 1024 * 1024,

@@ -143,6 +143,11 @@ class Worker:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
+    @property
+    def url(self) -> str:
+        """Where it serves; empty before that."""
+        return self._url
+
     async def ended(self) -> str:
         """Until the process is gone; says how it went."""
         if self._process is None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from afield.errors import UsageError
-from afield.private_files import private_directory, read_private, state_directory, write_once
+from afield.private_files import STATE, private_directory, read_private, state_directory, write_once
 
 log = logging.getLogger("afield.sdk")
 
@@ -87,7 +87,7 @@ def user_key() -> InvocationKey:
     """The key of this user on this machine, made at first use."""
     path = state_directory() / "invocations.key"
     try:
-        private_directory(path.parent, (path.name, "gateways"))
+        private_directory(path.parent, STATE)
         return InvocationKey(write_once(path, secrets.token_bytes(KEY_BYTES)))
     except OSError as error:
         raise UsageError(f"the invocation key {path} cannot be kept: {error}; name another file") from error
