@@ -7,32 +7,57 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 
-def hide_from_proc(values: Iterable[str], names: Iterable[str] = ()) -> None:
-    """Overwrite `values` where /proc/PID/cmdline and environ show them, and hand `names` on to no child.
+def hide_arguments(values: Collection[str]) -> None:
+    """Overwrite these where /proc/PID/cmdline shows them. Linux only; elsewhere nothing is done."""
+    secrets = {value.encode() for value in values if value}
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        start, end = _region(45)
+        for at, word in _words(start, end):
+            name, equals, value = word.partition(b"=")
+            if word in secrets:
+                _overwrite(at, len(word))
+            elif equals and value in secrets:
+                _overwrite(at + len(name) + 1, len(value))
 
-    `os.environ` keeps what it has. Linux only; elsewhere nothing is done.
+
+def hide_variables(names: Collection[str]) -> None:
+    """Overwrite these where /proc/PID/environ shows them, and hand them on to no child by default.
+
+    `os.environ` keeps what it has.
     """
     for name in names:
         os.unsetenv(name)
-    secrets = [value.encode() for value in values if value]
+    wanted = {name.encode() for name in names}
     with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        # Fields 48 to 51 of proc(5); the first after the name is number 3.
-        for start, end in ((int(fields[45]), int(fields[46])), (int(fields[47]), int(fields[48]))):
-            _overwrite(start, end, secrets)
+        start, end = _region(47)
+        for at, word in _words(start, end):
+            name, equals, value = word.partition(b"=")
+            if equals and name in wanted:
+                _overwrite(at + len(name) + 1, len(value))
 
 
-def _overwrite(start: int, end: int, secrets: Iterable[bytes]) -> None:
-    with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+def _region(field: int) -> tuple[int, int]:
+    """Addresses of proc(5), /proc/PID/stat: fields 48 to 51. The first one after the name is number 3."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[field]), int(fields[field + 1])
+
+
+def _words(start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Where each begins, and what it is."""
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         memory.seek(start)
         shown = memory.read(end - start)
-        for secret in secrets:
-            at = shown.find(secret)
-            while at >= 0:
-                memory.seek(start + at)
-                memory.write(b"*" * len(secret))
-                at = shown.find(secret, at + len(secret))
+    at = start
+    for word in shown.split(b"\0"):
+        yield at, word
+        at += len(word) + 1
+
+
+def _overwrite(at: int, length: int) -> None:
+    with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        memory.seek(at)
+        memory.write(b"*" * length)

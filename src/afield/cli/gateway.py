@@ -29,7 +29,7 @@ from afield.cli.logs import FORMATS, start_logging
 from afield.config import ENGINE_START_S, Environment, GatewaySettings, agent_environment
 from afield.errors import UsageError
 from afield.private_files import STATE, private_directory, read_private, state_directory
-from afield.process_secrets import hide_from_proc
+from afield.process_secrets import hide_arguments
 from afield.sdk.listen import listen
 
 SHARD_COMMAND = "gateway-process"
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
 
 def given_key(args: argparse.Namespace, environment: Environment) -> str | None:
     if args.admin_key:
-        hide_from_proc([args.admin_key])  # every user of this machine could read it there
+        hide_arguments([args.admin_key])  # every user of this machine could read it there
         return args.admin_key
     if args.admin_key_fd is not None:
         with os.fdopen(args.admin_key_fd, "rb") as pipe:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from afield.config.values import assigned
 from afield.errors import UsageError
 from afield.private_files import read_private, state_directory
-from afield.process_secrets import hide_from_proc
+from afield.process_secrets import hide_variables
 
 SECRET = ("AFIELD_ADMIN_KEY", "AFIELD_OUTCOMES", "AFIELD_ACR_SECRET_KEY")
 
@@ -34,7 +34,7 @@ class Environment(Struct, frozen=True):
         given = os.environ.get("XDG_CACHE_HOME")
         cache = (Path(given) if given else Path.home() / ".cache") / "afield"
         # Agents of the same user can read a process's first environment; we have it in memory from here on.
-        hide_from_proc((os.environ.get(name, "") for name in SECRET), SECRET)
+        hide_variables(SECRET)
         return cls(
             os.environ.get("AFIELD_ADMIN_KEY") or _from_file(os.environ.get("AFIELD_ADMIN_KEY_FILE")),
             Path(os.environ.get("AFIELD_RUNS", "runs")),
