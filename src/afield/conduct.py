@@ -3,7 +3,9 @@
 A failure of a task, a verifier or the infrastructure is tried again within its budget, in a fresh
 session; a policy failure is an outcome like any other. What is finished goes to the spool and leaves
 memory. After a crash the same call goes on: finished rollouts are not run again, and an attempt that
-was under way is resumed. How an attempt comes to its outcome is the business of `decide`.
+was under way is resumed. How an attempt comes to its outcome is the business of `decide`. What goes wrong
+with one rollout ends this rollout, with a failure that says what it was; only an Outage, or a ledger or a
+spool that cannot be written, ends them all.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeVar
 
 from afield import wire
+from afield.availability import broken, failure_of, named, now, patiently
 from afield.batches.rewards import usable
 from afield.decide import Decider
-from afield.errors import RETRIED, Missing, Unavailable, first_cause
-from afield.launch import broken, now, patiently
+from afield.errors import RETRIED, Outage, Unavailable, first_cause
 from afield.ledger import Ledger, Note
 from afield.limiter import Limiter
 from afield.plan import Plan, Watcher
@@ -123,6 +125,10 @@ class Conductor:
             entered = await self._enters(rollout.id)
             try:
                 return await self._until_it_counts(rollout, born)
+            except Unavailable:
+                raise
+            except Exception as error:
+                return await self._unexpected(rollout, error)
             finally:
                 if entered:
                     self._slots.release()
@@ -131,12 +137,12 @@ class Conductor:
 
     async def _known(self, rollout: Rollout) -> Note | None:
         """How it ended, if it has; what is not in the spool any more the gateway gives again."""
-        note = self._ledger.finished(rollout.id)
+        note = await asyncio.to_thread(self._ledger.finished, rollout.id)
         if note is None or self._spool.holds(rollout.id):
             return note
         outcome, record = await self._recorded(rollout, note.outcome)
         if outcome is not note.outcome:
-            self._ledger.forget(rollout.id)  # nothing is left of what it sampled
+            await asyncio.to_thread(self._ledger.forget, rollout.id)  # nothing is left of what it sampled
             return None
         return await self._patiently(lambda: self._keep(rollout, outcome, record, note.attempts))
 
@@ -157,7 +163,7 @@ class Conductor:
 
     async def _until_it_counts(self, rollout: Rollout, born: float) -> Note:
         """Attempts until one has an outcome that stands, or a budget of retries is used up."""
-        tried = self._ledger.attempts(rollout.id)
+        tried = await asyncio.to_thread(self._ledger.attempts, rollout.id)
         spent = Counter(t.failure.kind for t in tried if t.failure)
         n = len(tried)
         undecided = tried[-1] if tried and tried[-1].failure is None else None
@@ -175,7 +181,8 @@ class Conductor:
             assert outcome.failure is not None
             self._watcher.attempt_ended(rollout, outcome, True)
             attempt = Attempt(rollout.id, outcome.attempt)
-            self._ledger.fail(attempt, outcome.failure, await self._decider.sampled(attempt))
+            sampled = await self._decider.sampled(attempt)
+            await asyncio.to_thread(self._ledger.fail, attempt, outcome.failure, sampled)
             outcome = None
 
     def _will_retry(
@@ -203,19 +210,28 @@ class Conductor:
 
     async def _end(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
         note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
-        self._ledger.finish(rollout.id, note)
+        await asyncio.to_thread(self._ledger.finish, rollout.id, note)
         self._watcher.attempt_ended(rollout, note.outcome, False)
         return note
+
+    async def _unexpected(self, rollout: Rollout, error: Exception) -> Note:
+        """What nobody thought of went wrong with one rollout: that is its failure, and says where."""
+        log.error("%s failed in a way that nothing foresees: %s", rollout.id, named(error), exc_info=error)
+        n = max(1, len(await asyncio.to_thread(self._ledger.attempts, rollout.id)))
+        outcome = wire.failed(rollout.id, n, failure_of(error, "it was given up"))
+        return await self._end(rollout, outcome, Record(trajectories=(), excluded=()), n)
 
     async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, Record]:
         """What its session sampled. A reward for a session that is gone, or cannot be read, is none; nor is
         one that nothing can be trained with."""
+        session_id = outcome.session_id
         try:
-            record = await self._patiently(lambda: self._gateway.finalize(outcome.session_id))
-        except (Missing, Unavailable) as error:
-            await self._gateway.version()  # raises where it is not this session alone
+            record = await self._decider.asking.ask("finalize", lambda: self._gateway.finalize(session_id))
+        except Outage:
+            raise
+        except Exception as error:
             if outcome.failure is None:
-                lost = broken(str(error), Reason.ENGINE)
+                lost = failure_of(error, "what it sampled cannot be read", Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, Record(trajectories=(), excluded=())
         names = self._plan.rewards if rollout.split is Split.TRAIN else ()
@@ -236,7 +252,7 @@ class Conductor:
     async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
         """Everything there is of a rollout, to the spool."""
         finished = finished_of(rollout, outcome, record, n)
-        self._spool.put(finished)
+        await asyncio.to_thread(self._spool.put, finished)
         self._watcher.rollout_finished(finished)
         spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
         return Note(

@@ -19,7 +19,7 @@ class Deadlines(Struct, frozen=True, kw_only=True):
     An attempt that reaches `run_s` is the policy's failure when the model was called within the last
     `active_s`, and the infrastructure's otherwise. Time that its calls stand in line is not held against it,
     up to `run_s` once more; if even that is used up, the failure is the infrastructure's. An agent whose SDK
-    sent signs of life is taken for dead after `dead_s` without one.
+    sent signs of life is taken for dead after `dead_s` without one, unless its runtime knows that it runs.
     """
 
     queue_s: float | None = None
@@ -68,9 +68,12 @@ class Progress(Struct):
 
 
 def overdue(
-    deadlines: Deadlines, progress: Progress, state: SessionState | None, now: float
+    deadlines: Deadlines, progress: Progress, state: SessionState | None, now: float, *, lives: bool = False
 ) -> Failure | None:
-    """Why an attempt is given up now; None while it may go on. Without a `state` the gateway is silent."""
+    """Why an attempt is given up now; None while it may go on. Without a `state` the gateway is silent.
+
+    `lives`: its runtime knows that it runs; then silence of its SDK proves nothing.
+    """
     if _over(deadlines.life_s, progress.born, now):
         return _late(f"the rollout has lived for {deadlines.life_s:g} s with all its attempts")
     if progress.launched is None:
@@ -87,7 +90,16 @@ def overdue(
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
     if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
         return _ran_out(deadlines, progress, state)
-    return _silent(deadlines, progress, state, now) if state else None
+    return _silent(deadlines, progress, state, now, lives) if state else None
+
+
+def unheard(deadlines: Deadlines, progress: Progress, state: SessionState | None) -> bool:
+    """Whether an agent whose SDK sent signs of life has stopped sending them."""
+    if state is None or state.in_flight or progress.grading:
+        return False
+    if progress.completed is not None or progress.ended is not None:
+        return False
+    return state.unseen_s is not None and state.unseen_s > deadlines.dead_s
 
 
 def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
@@ -100,14 +112,16 @@ def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | 
     return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told) if told else None
 
 
-def _silent(deadlines: Deadlines, progress: Progress, state: SessionState, now: float) -> Failure | None:
+def _silent(
+    deadlines: Deadlines, progress: Progress, state: SessionState, now: float, lives: bool
+) -> Failure | None:
     """What the gateway's view of the session reveals."""
     if _over(deadlines.grade_s, progress.completed, now):
         return _late(f"no outcome in {deadlines.grade_s:g} s after the session was completed")
     if progress.completed is not None or state.in_flight:
         return None
-    if state.unseen_s is not None and state.unseen_s > deadlines.dead_s and progress.ended is None:
-        told = f"the agent gave no sign of life for {state.unseen_s:.0f} s"
+    if unheard(deadlines, progress, state) and not lives:
+        told = f"the agent gave no sign of life for {state.unseen_s or 0.0:.0f} s"
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
     if not state.calls and _over(deadlines.first_call_s, progress.launched, now):
         return _late(f"no model call in the first {deadlines.first_call_s:g} s")

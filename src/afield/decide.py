@@ -3,33 +3,34 @@
 Launch it, wait for its outcome, decide. Whatever happens to an attempt, it is decided exactly once: by
 its commit, or by our fence. What is left of it then ends in the background. One that somebody before us
 began is adopted if it is committed, waited for if its agent still runs, and given up otherwise. A store
-or a gateway that does not answer is waited for, and nothing is held against the attempt.
+or a gateway that does not answer is waited for, and nothing is held against the attempt. Whatever a part
+raises about one attempt is that attempt's failure; only an Outage ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+
+from msgspec import structs
 
 from afield import wire
-from afield.errors import AfieldError, WireError
+from afield.availability import PAUSE_S, Availability, broken, failure_of, named, now
+from afield.errors import Outage, RolloutFailure, WireError
 from afield.judge import Judge
-from afield.launch import Launcher, broken, now, patiently
+from afield.launch import Launcher
 from afield.ledger import Ledger, Tried
 from afield.limiter import Limiter, LocalLimiter, Pace, Unlimited
 from afield.notice import Noticer, Running
 from afield.plan import Plan
-from afield.seams import Fence, Gateway, Runtime, Transport, Waiting
-from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout
+from afield.seams import Exit, Fence, Gateway, Runtime, Transport, Waiting
+from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
 from afield.wire import OutcomeRecord
 
 log = logging.getLogger("afield.collect")
 
 LINGER_S = 5.0  # an agent that has delivered is given this long to end by itself
-T = TypeVar("T")
 
 
 class Decider:
@@ -54,7 +55,10 @@ class Decider:
         self._runtime = runtime
         self._transport = transport
         self._ledger = ledger
-        shared = {"gateway": gateway, "transport": transport}
+        nobody = _nobody(plan.exp_id)
+        self.asking = Availability("the gateway", plan, gateway.version)
+        self._storing = Availability("the store of outcomes", plan, lambda: transport.decision(nobody))
+        shared = {"gateway": gateway, "transport": transport, "asking": self.asking}
         self._launcher = Launcher(plan, runtime=runtime, limiter=limiter or Unlimited(), **shared)
         self._judge: Judge | None = None
         if verifiers:
@@ -63,7 +67,7 @@ class Decider:
             self._judge = Judge(self._launcher, Launcher(plan, runtime=verifiers, limiter=own, **shared))
         if plan.judged != (verifiers is not None):
             raise ValueError("a plan is judged if there are verifiers, and only then")
-        self._notice = Noticer(plan, gateway, transport, ledger)
+        self._notice = Noticer(plan, runtime=runtime, ledger=ledger, storing=self._storing, **shared)
         self.cancelled: dict[str, Failure] = {}
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -89,18 +93,31 @@ class Decider:
 
     async def run(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome:
         """From its launch to what stands in the store."""
-        self._ledger.begin(attempt)
+        await asyncio.to_thread(self._ledger.begin, attempt)
         running = Running(rollout, attempt, born)
-        running.draw = self._draw(rollout.id)
+        running.draw = await asyncio.to_thread(self._draw, rollout.id)
         failure = self.cancelled.get(rollout.id)
         if failure is None:
             self._notice.running[attempt.session_id] = running  # a cancel reaches it from here on
-            failure = await self._launcher.launch(running)
-        if failure is None:
-            self._ledger.launched(attempt)
-            failure = await self._await_outcome(running)
-        self._notice.running.pop(attempt.session_id, None)
+            try:
+                failure = await self._attempt(running)
+            finally:
+                self._notice.running.pop(attempt.session_id, None)
         return await self._decide(running, failure)
+
+    async def _attempt(self, running: Running) -> Failure | None:
+        """None once it is decided; else why it is given up."""
+        try:
+            failure = await self._launcher.launch(running)
+            if failure is None:
+                await asyncio.to_thread(self._ledger.launched, running.waiting.attempt)
+                failure = await self._await_outcome(running)
+        except Outage:
+            raise
+        except Exception as error:
+            log.warning("%s is given up: %s", running.session_id, named(error))
+            failure = failure_of(error, "its outcome cannot be waited for")
+        return failure
 
     def _draw(self, rollout_id: str) -> str:
         """The name of an attempt's random numbers. What broke around an attempt does not redraw it: long
@@ -115,29 +132,43 @@ class Decider:
         attempt = tried.attempt
         running = Running(rollout, attempt, born)
         running.asked = True
-        decided = await self._decision(running.waiting)
-        if not isinstance(decided, Fence):  # nobody tells of a fence
-            self._notice.inherit()
-        if decided is None and await self._lives(attempt):
-            log.info("%s still runs and is waited for", attempt.session_id)
-            running.progress.launched = now() - tried.age_s
-            running.news.set()  # a hint that came in between is nobody's any more
-            return await self._decide(running, await self._await_outcome(running))
         given_up = broken("the collector was restarted", Reason.DIED)
         try:
-            stands = await self._fence(running.waiting, given_up.message)
-        except WireError:  # what it left behind cannot be read; the next attempt takes its place
-            stands = None
+            decided = await self._decision(running)
+            if not isinstance(decided, Fence):  # nobody tells of a fence
+                self._notice.inherit()
+            if decided is None and await self._lives(attempt):
+                log.info("%s still runs and is waited for", attempt.session_id)
+                running.progress.launched = now() - tried.age_s
+                running.news.set()  # a hint that came in between is nobody's any more
+                return await self._decide(running, await self._await_outcome(running))
+        except Outage:
+            raise
+        except Exception as error:
+            given_up = failure_of(error, "the collector was restarted, and cannot take it over")
+            log.warning("%s: %s", attempt.session_id, given_up.message)
+        stands = running.stands
+        if stands is None:
+            with suppress(WireError):  # what it left behind cannot be read; the next attempt takes its place
+                stands, _ = await self._fence(running, given_up.message)
         if isinstance(stands, OutcomeRecord):
             return await self._decide(running, None)
         await self._conclude(running, given_up, delivered=False)
-        self._ledger.spent(attempt, await self.sampled(attempt))
+        sampled = await self.sampled(attempt)
+        await asyncio.to_thread(self._ledger.spent, attempt, sampled)
         return None
 
     async def sampled(self, attempt: Attempt) -> int:
-        """What an attempt that came to nothing has cost."""
-        found = await self._patiently(lambda: self._gateway.states([attempt.session_id]))
-        state = found.get(attempt.session_id)
+        """What an attempt that came to nothing has cost; 0 where the gateway does not say."""
+        session_id = attempt.session_id
+        try:
+            found = await self.asking.ask("states", lambda: self._gateway.states([session_id]))
+        except Outage:
+            raise
+        except Exception as error:
+            log.warning("%s: what it sampled is not known: %s", session_id, named(error))
+            return 0
+        state = found.get(session_id)
         return state.tokens.get("sampled", 0) if state else 0
 
     # --- what runs already -----------------------------------------------------------------------
@@ -147,9 +178,9 @@ class Decider:
         found = await self._adopted(attempt)
         if found or (found is False and not self._judge):
             return found
-        state = (await self._patiently(lambda: self._gateway.states([attempt.session_id]))).get(
-            attempt.session_id
-        )
+        session_id = attempt.session_id
+        states = await self.asking.ask("states", lambda: self._gateway.states([session_id]))
+        state = states.get(session_id)
         if state is None or state.phase != "open":
             return self._judge is not None and state is not None and state.phase == "completed"
         if found is False:
@@ -160,9 +191,10 @@ class Decider:
     async def _adopted(self, attempt: Attempt) -> bool | None:
         """None where its place does not know, or cannot be asked: then signs of life tell."""
         try:
-            return await self._runtime.adopt(attempt)
-        except AfieldError as error:
-            log.warning("%s cannot be looked for where it ran: %s", attempt.session_id, error)
+            async with asyncio.timeout(self._plan.deadlines.start_s):
+                return await self._runtime.adopt(attempt)
+        except Exception as error:
+            log.warning("%s cannot be looked for where it ran: %s", attempt.session_id, named(error))
             return None
 
     # --- its outcome -----------------------------------------------------------------------------
@@ -172,7 +204,7 @@ class Decider:
         self._notice.running[running.session_id] = running
         if failure := self.cancelled.get(running.waiting.rollout.id):
             running.give_up(failure)
-        exiting = asyncio.create_task(self._runtime.wait(running.waiting.attempt))
+        exiting = asyncio.create_task(self._exited(running))
         exiting.add_done_callback(lambda _: running.news.set())
         grading: asyncio.Task[Failure | None] | None = None
         try:
@@ -182,13 +214,13 @@ class Decider:
                 if running.exit is None and exiting.done():
                     running.exit = exiting.result()
                     running.progress.ended = None if running.exit.failure else now()
-                if await self._decision(running.waiting) is not None:
+                if await self._decision(running) is not None:
                     return None
                 grading = grading or await self._grading(running)
                 if failure := _given_up(running, grading):
                     return failure
         finally:
-            del self._notice.running[running.session_id]
+            self._notice.running.pop(running.session_id, None)
             if grading:
                 grading.cancel()
                 await asyncio.gather(grading, return_exceptions=True)
@@ -197,6 +229,23 @@ class Decider:
             else:
                 exiting.cancel()
                 await asyncio.gather(exiting, return_exceptions=True)
+
+    async def _exited(self, running: Running) -> Exit:
+        """Until its agent has ended. A runtime that cannot say is asked again; meanwhile its outcome, its
+        session and its deadlines tell.
+        """
+        pause_s, longest_s = PAUSE_S
+        while True:
+            try:
+                return await self._runtime.wait(running.waiting.attempt)
+            except RolloutFailure as error:
+                return Exit(error.failure)
+            except Exception as error:
+                if not running.unknown:
+                    log.warning("%s: its end is not told: %s", running.session_id, named(error))
+                running.unknown = named(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
     async def _grading(self, running: Running) -> asyncio.Task[Failure | None] | None:
         """A verifier at work on what the agent has handed in, if it has."""
@@ -209,19 +258,30 @@ class Decider:
         grading.add_done_callback(lambda _: running.news.set())
         return grading
 
-    async def _decision(self, waiting: Waiting) -> object | None:
+    async def _decision(self, running: Running) -> object | None:
+        """What the store says of it, kept in `stands`; None while it is open."""
         try:
-            return await self._patiently(lambda: self._transport.decision(waiting))
+            waiting = running.waiting
+            stands = await self._storing.ask("decision", lambda: self._transport.decision(waiting))
         except WireError as error:
             return error
+        running.stands = stands
+        return stands
 
     async def _decide(self, running: Running, failure: Failure | None) -> Outcome:
         """What stands in the store, or our fence with the failure we saw. Ends what is left of it."""
+        if failure and running.unknown:
+            told = f"{failure.message}; its runtime cannot tell its end: {running.unknown}"
+            failure = structs.replace(failure, message=told)
         reason = failure.message if failure else "the agent ended without an outcome"
-        try:
-            stands = await self._fence(running.waiting, reason)
-        except WireError as error:
-            stands, failure = None, broken(f"its outcome cannot be read: {error}", Reason.UPLOAD)
+        stands = running.stands
+        if stands is None:
+            try:
+                stands, failure = await self._fence(running, reason, failure)
+            except WireError as error:
+                failure = broken(f"its outcome cannot be read: {error}", Reason.UPLOAD)
+        else:
+            self._notice.used.append(running.waiting.attempt)
         if isinstance(stands, OutcomeRecord):
             outcome = _checked(stands.outcome, running.waiting.attempt)
         else:
@@ -230,10 +290,24 @@ class Decider:
         await self._conclude(running, outcome.failure, isinstance(stands, OutcomeRecord))
         return outcome
 
-    async def _fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
-        stands = await self._patiently(lambda: self._transport.fence(waiting, reason))
+    async def _fence(
+        self, running: Running, reason: str, failure: Failure | None = None
+    ) -> tuple[OutcomeRecord | Fence | None, Failure | None]:
+        """What stands, and the failure there is if that is no outcome. Raises WireError where what stands
+        cannot be read. An attempt that the store does not let us fence is given up without: the ledger
+        alone says which attempt of a rollout counts.
+        """
+        waiting = running.waiting
+        stands = None
+        try:
+            stands = await self._storing.ask("fence", lambda: self._transport.fence(waiting, reason))
+        except (Outage, WireError):
+            raise
+        except Exception as error:
+            log.warning("%s is given up without a fence: %s", running.session_id, named(error))
+            failure = failure or failure_of(error, "its outcome cannot be decided", Reason.UPLOAD)
         self._notice.used.append(waiting.attempt)
-        return stands
+        return stands, failure
 
     async def _conclude(self, running: Running, failure: Failure | None, delivered: bool) -> None:
         """End what is left of an attempt that is decided; its agent in the background."""
@@ -252,7 +326,7 @@ class Decider:
             await self._judge.stop(running.judge)
         left = running.exit
         if left is None and linger_s and not self._runtime.capabilities.lingers:
-            with suppress(TimeoutError):
+            with suppress(Exception):  # then it is stopped
                 left = await asyncio.wait_for(self._runtime.wait(attempt), linger_s)
         if left and not left.failure and not left.lingers:
             return
@@ -261,12 +335,9 @@ class Decider:
     async def _abort(self, attempt: Attempt, reason: str) -> None:
         """A session that was never opened has nothing to abort."""
         try:
-            await self._patiently(lambda: self._gateway.abort(attempt.session_id, reason))
-        except AfieldError as error:
-            log.info("%s was not aborted: %s", attempt.session_id, error)
-
-    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        return await patiently(ask, self._plan.patience_s)
+            await self.asking.ask("abort", lambda: self._gateway.abort(attempt.session_id, reason))
+        except Exception as error:
+            log.info("%s was not aborted: %s", attempt.session_id, named(error))
 
 
 def _given_up(running: Running, grading: asyncio.Task[Failure | None] | None) -> Failure | None:
@@ -276,6 +347,12 @@ def _given_up(running: Running, grading: asyncio.Task[Failure | None] | None) ->
         failure = grading.result()
         running.progress.ended = running.progress.ended or now()
     return failure or running.verdict
+
+
+def _nobody(exp_id: str) -> Waiting:
+    """An attempt that never was: what the store says of it says whether the store answers."""
+    rollout = Rollout(id="nobody", exp_id=exp_id, group_id="nobody", task=Task("nobody", {}))
+    return Waiting(rollout, Attempt(rollout.id, 1))
 
 
 def _checked(outcome: Outcome, attempt: Attempt) -> Outcome:

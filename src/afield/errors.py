@@ -6,6 +6,7 @@
     |-- Conflict            a second, different answer where the first one stands
     |-- Missing             nothing is known under this id
     |-- Unavailable         a part that should be there does not answer
+    |   `-- Outage          it answers nobody, for longer than patience: the run ends, and can be resumed
     |-- Throttled           a part asks for fewer calls; the limiter slows down, no rollout pays for it
     |-- Fruitless           rollout after rollout without a reward: going on would only burn time
     `-- RolloutFailure      a failed rollout, which is data: `.failure` says whose fault it is
@@ -49,6 +50,10 @@ class Missing(AfieldError):
 
 class Unavailable(AfieldError):
     """A part that should be there does not answer."""
+
+
+class Outage(Unavailable):
+    """A part of the run answers nobody, for longer than patience allows: no rollout's own trouble."""
 
 
 class Throttled(AfieldError):

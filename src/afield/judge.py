@@ -13,7 +13,8 @@ import logging
 from typing import Any
 
 from afield import wire
-from afield.launch import Launcher, now, patiently
+from afield.availability import named, now
+from afield.launch import Launcher
 from afield.notice import Running
 from afield.seams import SessionState
 from afield.types import Attempt, Failure, FailureKind, Reason
@@ -35,8 +36,8 @@ class Judge:
         """What the agent has handed in, once there is a sign that it is done."""
         if running.exit is None and running.progress.completed is None:
             return None
-        plan, gateway = self._agents.plan, self._agents.gateway
-        return await patiently(lambda: gateway.submission(running.session_id), plan.patience_s)
+        gateway = self._agents.gateway
+        return await self._agents.asking.ask("submission", lambda: gateway.submission(running.session_id))
 
     async def grade(self, running: Running, submission: Submission) -> Failure | None:
         """Until a verifier has graded; why none could, or None: then its verdict is on its way.
@@ -75,11 +76,30 @@ class Judge:
             async with asyncio.timeout(grade_s):
                 if failure := await self._verifiers.launch(grading, payload):
                     return _verifiers(failure)
-                ended = await self._verifiers.runtime.wait(grading.place)
-                return _verifiers(ended.failure) if ended.failure else await self._verdict(running, before)
+                if failure := await self._ended(running, grading, before):
+                    return _verifiers(failure)
+                return await self._verdict(running, before)
         except TimeoutError:
             told = f"no verdict in {grade_s:g} s after the agent had handed in"
             return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
+
+    async def _ended(self, running: Running, grading: Running, before: int) -> Failure | None:
+        """Until the verifier has ended, or has spoken; what broke its place, if something did.
+
+        A place that cannot say is asked again: the verifier may be at work all the same.
+        """
+        unknown = ""
+        while True:
+            try:
+                return (await self._verifiers.runtime.wait(grading.place)).failure
+            except Exception as error:
+                if not unknown:
+                    unknown = named(error)
+                    log.warning("%s: the end of its verifier is not told: %s", running.session_id, unknown)
+            state = await self._state(running)
+            if state.graded or len(state.failed_verdicts) > before:
+                return None
+            await asyncio.sleep(LOOK_S)
 
     async def _verdict(self, running: Running, before: int) -> Failure | None:
         """What became of a verifier that has ended; None when it has graded."""
@@ -97,8 +117,8 @@ class Judge:
             await asyncio.sleep(min(LOOK_S, upload_s / 4))
 
     async def _state(self, running: Running) -> SessionState:
-        plan, gateway = self._agents.plan, self._agents.gateway
-        return await patiently(lambda: gateway.state(running.session_id), plan.patience_s)
+        gateway = self._agents.gateway
+        return await self._agents.asking.ask("state", lambda: gateway.state(running.session_id))
 
     async def stop(self, verifier: Attempt) -> None:
         await self._verifiers.stop(verifier)

@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 
 from afield import wire
-from afield.errors import AfieldError, RolloutFailure, Throttled, Unavailable, WireError
+from afield.availability import Availability, broken, failure_of, named, now
+from afield.errors import Outage, Throttled, WireError
 from afield.limiter import Limiter
 from afield.notice import Running
 from afield.options import policies_of
@@ -24,19 +25,27 @@ from afield.wire import Invocation
 
 log = logging.getLogger("afield.collect")
 
-RECALL_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
 GATEWAY_SLACK_S = 3_600.0
-T = TypeVar("T")
 Payload = Callable[[Running], Awaitable[dict[str, Any]]]
 
 
 class Launcher:
+    """`asking` is how the gateway is asked: shared by all who ask it."""
+
     def __init__(
-        self, plan: Plan, *, gateway: Gateway, runtime: Runtime, transport: Transport, limiter: Limiter
+        self,
+        plan: Plan,
+        *,
+        gateway: Gateway,
+        runtime: Runtime,
+        transport: Transport,
+        limiter: Limiter,
+        asking: Availability,
     ) -> None:
         self.plan = self._plan = plan
         self.gateway = self._gateway = gateway
         self.runtime = self._runtime = runtime
+        self.asking = self._asking = asking
         self._transport = transport
         self._limiter = limiter
 
@@ -59,30 +68,32 @@ class Launcher:
         except TimeoutError:
             late = f"it was not launched within {queue_s} s; raise queue_s, or the rate of launches"
             return running.verdict or broken(late, Reason.LAUNCH)
-        except RolloutFailure as error:
-            return error.failure
-        except Unavailable:
-            raise
-        except AfieldError as error:
-            return broken(f"{type(error).__name__}: {error}", Reason.LAUNCH)
 
     async def _start(self, running: Running, make: Payload) -> Failure | None:
+        """Raises Throttled, where the place takes no more for now, and an Outage; nothing else."""
         try:
             payload = await make(running)
+        except Outage:
+            raise
         except WireError as error:
             return Failure(FailureKind.TASK, Reason.LAUNCH, str(error))
+        except Exception as error:
+            return running.verdict or failure_of(error, "no session was opened for it", Reason.LAUNCH)
         if running.verdict:
             return running.verdict
         start_s = self._plan.deadlines.start_s
         running.asked = True
+        asked_at = now()
         try:
             async with running.bounded(start_s):
                 await self._runtime.launch(running.place, payload)
-        except TimeoutError:
+        except (Throttled, Outage):
+            raise
+        except Exception as error:
+            if running.verdict or not (isinstance(error, TimeoutError) and now() - asked_at >= start_s):
+                return running.verdict or failure_of(error, "it was not launched", Reason.LAUNCH)
             late = f"the agent had not taken its payload after {start_s:g} s; raise start_s if it may"
-            return running.verdict or broken(late, Reason.TIMEOUT)
-        except Unavailable as error:
-            return broken(str(error), Reason.LAUNCH)
+            return broken(late, Reason.TIMEOUT)
         running.progress.launched = now()
         return None
 
@@ -93,7 +104,7 @@ class Launcher:
     async def invocation(self, running: Running, role: str) -> Invocation:
         """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
         rollout = running.waiting.rollout
-        ticket = await patiently(lambda: self._gateway.open(self._spec(running)), self._plan.patience_s)
+        ticket = await self._asking.ask("open", lambda: self._gateway.open(self._spec(running)))
         where = self._transport.address(rollout.exp_id)
         if self._plan.deliver == "gateway":
             where = {"outcome_url": f"{ticket.base_url}/outcome"}
@@ -135,8 +146,8 @@ class Launcher:
         except TimeoutError:
             teardown_s = self._plan.deadlines.teardown_s
             log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
-        except AfieldError as error:
-            log.warning("%s could not be stopped: %s", attempt.session_id, error)
+        except Exception as error:
+            log.warning("%s could not be stopped: %s", attempt.session_id, named(error))
 
     async def _stop(self, attempt: Attempt) -> None:
         """Waiting for its turn does not count against the deadline."""
@@ -149,29 +160,3 @@ class Launcher:
                     self._limiter.throttled(error.retry_after_s, stop=True)
                     if now() > end:
                         raise
-
-
-async def patiently(ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """Ask a store or a gateway until it answers, or until patience ends."""
-    end = now() + patience_s
-    pause_s, longest_s = RECALL_S
-    told = False
-    while True:
-        try:
-            return await ask()
-        except Unavailable as error:
-            if now() > end:
-                raise
-            if not told:
-                log.warning("%s; tried again for up to %g s", error, patience_s)
-                told = True
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
-
-
-def broken(message: str, reason: Reason) -> Failure:
-    return Failure(FailureKind.INFRASTRUCTURE, reason, message)
-
-
-def now() -> float:
-    return asyncio.get_running_loop().time()

@@ -12,12 +12,14 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
-from afield.deadlines import Progress, overdue
-from afield.errors import Unavailable
+from afield.availability import Availability, named
+from afield.deadlines import Progress, overdue, unheard
+from afield.errors import Outage
 from afield.ledger import Ledger
 from afield.plan import Plan
-from afield.seams import Exit, Gateway, SessionState, Transport, Waiting
+from afield.seams import Exit, Fence, Gateway, Phase, Runtime, SessionState, Transport, Waiting
 from afield.types import Attempt, Failure, Rollout
+from afield.wire import OutcomeRecord
 
 log = logging.getLogger("afield.collect")
 
@@ -25,6 +27,7 @@ HINT_WAIT_S = 1.0
 AT_A_LOOK = 5_000  # sessions in one question to the gateway
 LOOKS = 10  # a gateway that has not answered when so many looks are due is silent
 SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to read is within it
+APART_S = 60.0  # a session that spoils the answer about all others is left out for so long
 
 
 class Running:
@@ -42,6 +45,8 @@ class Running:
         self.asked = False  # the runtime, to launch it
         self.judge: Attempt | None = None  # the name of the verifier that was launched for it
         self.verdict: Failure | None = None
+        self.stands: OutcomeRecord | Fence | None = None  # what was read from the store
+        self.unknown = ""  # why its runtime cannot tell its end, if it cannot
         self.draw = attempt.session_id
         self._limit: asyncio.Timeout | None = None
 
@@ -71,13 +76,30 @@ class Running:
 
 
 class Noticer:
-    """The attempts that run, by session id, and the hints that were acted on."""
+    """The attempts that run, by session id, and the hints that were acted on.
 
-    def __init__(self, plan: Plan, gateway: Gateway, transport: Transport, ledger: Ledger) -> None:
+    `asking` and `storing` are how the gateway and the store are asked: shared by all who ask them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gateway: Gateway,
+        runtime: Runtime,
+        transport: Transport,
+        ledger: Ledger,
+        asking: Availability,
+        storing: Availability,
+    ) -> None:
         self._plan = plan
         self._gateway = gateway
+        self._runtime = runtime
         self._transport = transport
         self._ledger = ledger
+        self._asking = asking
+        self._storing = storing
+        self._apart: dict[tuple[str, str], float] = {}  # what is not asked about a session, and until when
         self.running: dict[str, Running] = {}
         self.used: list[Attempt] = []
         self._until = 0.0
@@ -97,46 +119,61 @@ class Noticer:
         try:
             while True:
                 wait_s = max(0.0, min(HINT_WAIT_S, self._until - clock()))
-                self._sort(await self._transport.hints(self._plan.exp_id, wait_s))
-                used, self.used = self.used, []
-                await self._transport.acknowledge(self._plan.exp_id, used)
+                await self._sort(await self._hints(wait_s))
+                await self._acknowledge()
                 if clock() >= self._until:
                     return
-        except Unavailable as error:
-            log.warning("hints that were acted on may come again: %s", error)
+        except Exception as error:
+            log.warning("hints that were acted on may come again: %s", named(error))
 
-    def _sort(self, hinted: Sequence[Attempt]) -> None:
+    async def _hints(self, wait_s: float) -> list[Attempt]:
+        async with asyncio.timeout(wait_s + self._plan.call_timeout_s):
+            return await self._transport.hints(self._plan.exp_id, wait_s)
+
+    async def _acknowledge(self) -> None:
+        """What is not acknowledged now is the next time."""
+        used, self.used = self.used, []
+        if not used:
+            return
+        try:
+            async with asyncio.timeout(self._plan.call_timeout_s):
+                await self._transport.acknowledge(self._plan.exp_id, used)
+        except BaseException:
+            self.used += used
+            raise
+
+    async def _sort(self, hinted: Sequence[Attempt]) -> None:
         """Wake whoever waits. What was decided before is ours to acknowledge; the rest is somebody else's."""
         for attempt in hinted:
             if running := self.running.get(attempt.session_id):
                 running.news.set()
-            elif self._ledger.begun(attempt):
+            elif await asyncio.to_thread(self._ledger.begun, attempt):
                 self.used.append(attempt)
 
     async def _listen(self) -> None:
         while True:
-            used, self.used = self.used, []
             try:
-                if used:
-                    await self._transport.acknowledge(self._plan.exp_id, used)
-                hinted = await self._transport.hints(self._plan.exp_id, HINT_WAIT_S)
-            except Unavailable as error:
-                log.warning("no hints (%s); sweeps find what they would tell", error)
-                self.used += used
+                await self._acknowledge()
+                hinted = await self._hints(HINT_WAIT_S)
+            except Exception as error:
+                log.warning("no hints (%s); sweeps find what they would tell", named(error))
                 await asyncio.sleep(self._plan.sweep_s)
                 continue
-            self._sort(hinted)
+            await self._sort(hinted)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEPING * self._plan.sweep_s)
-            waiting = [r.waiting for r in self.running.values() if r.launched]
+            waiting = [r.waiting for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
             try:
-                found = await self._transport.sweep(waiting) if waiting else []
-            except Unavailable as error:
-                log.warning("the store was not swept: %s", error)
+                answers, spoiled = await self._storing.ask_in_parts(
+                    self._transport.sweep, waiting, self._plan.call_timeout_s
+                )
+            except Exception as error:
+                log.warning("the store was not swept: %s", named(error))
                 continue
-            for attempt in found:
+            self._set_apart("sweep", [one.attempt.session_id for one in spoiled])
+            for attempt in (attempt for found in answers for attempt in found):
                 if running := self.running.get(attempt.session_id):
                     running.news.set()
 
@@ -151,6 +188,7 @@ class Noticer:
             looked = now
             if self._silent_since is not None:
                 self._excuse(now - before)
+            alive = await self._alive(states)
             for session_id, running in list(self.running.items()):
                 state = states.get(session_id)
                 if state:
@@ -160,8 +198,43 @@ class Noticer:
                     running.news.set()
                 if running.progress.ended is not None:
                     running.news.set()
-                if failure := overdue(self._plan.deadlines, running.progress, state, now):
+                lives = session_id in alive
+                if failure := overdue(self._plan.deadlines, running.progress, state, now, lives=lives):
                     running.give_up(failure)
+
+    async def _alive(self, states: dict[str, SessionState]) -> set[str]:
+        """Those whose SDK is silent, and whose runtime knows that they run: busy is not dead."""
+        if not self._runtime.capabilities.tells_end:
+            return set()
+        silent = [
+            running
+            for session_id, running in self.running.items()
+            if unheard(self._plan.deadlines, running.progress, states.get(session_id))
+        ]
+        phases = await asyncio.gather(*map(self._phase, silent))
+        there = (Phase.STARTING, Phase.RUNNING)
+        return {r.session_id for r, phase in zip(silent, phases, strict=True) if phase in there}
+
+    async def _phase(self, running: Running) -> Phase:
+        try:
+            async with asyncio.timeout(self._plan.deadlines.dead_s):
+                return (await self._runtime.status(running.place)).phase
+        except Exception as error:
+            log.warning("%s: its runtime cannot say whether it runs: %s", running.session_id, named(error))
+            return Phase.UNKNOWN
+
+    def _asked(self, what: str, session_id: str) -> bool:
+        """False while the session is left out of questions about many."""
+        until = self._apart.get((what, session_id))
+        if until is not None and asyncio.get_running_loop().time() >= until:
+            del self._apart[what, session_id]
+            until = None
+        return until is None
+
+    def _set_apart(self, what: str, session_ids: Sequence[str]) -> None:
+        now = asyncio.get_running_loop().time()
+        self._apart = {key: until for key, until in self._apart.items() if until > now}
+        self._apart.update({(what, session_id): now + APART_S for session_id in session_ids})
 
     def _excuse(self, seconds: float) -> None:
         """Agents could not work without their gateway: that time is not theirs."""
@@ -170,21 +243,25 @@ class Noticer:
                 running.progress.launched += seconds
 
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
-        """What the gateway says; nothing when it is silent, and an error when it is for too long."""
+        """What the gateway says; nothing when it is silent, and an Outage when it is for too long."""
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began, limit_s = clock(), LOOKS * self._plan.watch_s
         found: dict[str, SessionState] = {}
+        asked = [session_id for session_id in session_ids if self._asked("states", session_id)]
         try:
-            async with asyncio.timeout(LOOKS * self._plan.watch_s):
-                for first in range(0, len(session_ids), AT_A_LOOK):
-                    found |= await self._gateway.states(session_ids[first : first + AT_A_LOOK])
+            for first in range(0, len(asked), AT_A_LOOK):
+                batch = asked[first : first + AT_A_LOOK]
+                answers, spoiled = await self._asking.ask_in_parts(self._gateway.states, batch, limit_s)
+                self._set_apart("states", spoiled)
+                for answer in answers:
+                    found |= answer
             self._silent_since = None
-        except (Unavailable, TimeoutError) as error:
+        except Exception as error:
             if self._silent_since is None:
                 self._silent_since = began
-                log.warning("the sessions cannot be looked at: %s", error or "no answer")
+                log.warning("the sessions cannot be looked at: %s", named(error))
             silent_s = clock() - self._silent_since
             if silent_s > self._plan.patience_s:
-                told = f"the gateway does not answer for {silent_s:.0f} s: {error or 'it hangs'}"
-                raise Unavailable(f"{told}; see that it runs, and go on where it was") from error
+                told = f"the gateway does not answer for {silent_s:.0f} s: {named(error)}"
+                raise Outage(f"{told}; see that it runs, and go on where it was") from error
         return found

@@ -25,6 +25,8 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
     or to their gateway, which writes the store. Who is `judged` hands in to the gateway, and a verifier
     gives the reward. `rewards` names those that an outcome must have, and no others, if training weighs
     named ones. A reward whose absolute value is above `max_reward` is the verifier's failure.
+    A call to the gateway or the store is given up after `call_timeout_s` and repeated; for
+    `patience_s` in all.
     """
 
     exp_id: str
@@ -50,13 +52,14 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
     sweep_s: float = 5.0
     watch_s: float = 1.0
     patience_s: float = 600.0
+    call_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         check_id(self.exp_id, "exp_id")
         for name in ("rollouts", "val_rollouts", "quorum", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("sweep_s", "watch_s", "patience_s", "straggler_s", "max_reward"):
+        for name in ("sweep_s", "watch_s", "patience_s", "call_timeout_s", "straggler_s", "max_reward"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} = {value} must be positive")
