@@ -61,10 +61,10 @@ class Availability:
                     self._failing[method] += 1
                     told = "%s, %s: %s; tried again for up to %g s"
                     log.warning(told, self._part, method, named(last), self._plan.patience_s)
-                if now() >= end:
+                wait_s = (last.retry_after_s if isinstance(last, Throttled) else None) or pause_s
+                if now() + wait_s > end:
                     raise await self._verdict(method, began, last) from last
-                pause = last.retry_after_s if isinstance(last, Throttled) else None
-                await asyncio.sleep(min(pause or pause_s, max(0.0, end - now())))
+                await asyncio.sleep(wait_s)
                 pause_s = min(2 * pause_s, longest_s)
         finally:
             if failing:

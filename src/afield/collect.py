@@ -59,7 +59,7 @@ class Collector:
                 running = [tasks.create_task(self.group(wish)) for wish in wishes]
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from errors
-        return [read_group(self._spool, task.result()) for task in running]
+        return [await asyncio.to_thread(read_group, self._spool, task.result()) for task in running]
 
     def group(self, wish: GroupWish) -> Coroutine[None, None, Ended]:
         """Run all rollouts of a group to their end; repeating runs only what has not ended.

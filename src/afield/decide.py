@@ -213,7 +213,8 @@ class Decider:
                 running.news.clear()
                 if running.exit is None and exiting.done():
                     running.exit = exiting.result()
-                    running.progress.ended = None if running.exit.failure else now()
+                    # While its verifier is at work, the end of the agent says nothing about the outcome.
+                    running.progress.ended = None if running.exit.failure or grading else now()
                 if await self._decision(running) is not None:
                     return None
                 grading = grading or await self._grading(running)
@@ -249,8 +250,12 @@ class Decider:
 
     async def _grading(self, running: Running) -> asyncio.Task[Failure | None] | None:
         """A verifier at work on what the agent has handed in, if it has."""
-        submission = await self._judge.submission(running) if self._judge else None
-        if not self._judge or submission is None:
+        if not self._judge:
+            return None
+        ended, running.progress.ended, asked_at = running.progress.ended, None, now()
+        submission = await self._judge.submission(running)
+        if submission is None:  # the time the gateway took to say so is not the agent's
+            running.progress.ended = None if ended is None else ended + now() - asked_at
             return None
         running.progress.grading, running.progress.ended = True, None
         running.progress.completed = running.progress.completed or now()

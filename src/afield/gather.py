@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -103,19 +104,24 @@ class Gatherer:
             async with asyncio.TaskGroup() as tasks:
                 if self._validation:
                     tasks.create_task(self._validate(self._validation))
-                for position in self._positions():
-                    if position >= self._ledger.admitted():
+                for position in await asyncio.to_thread(self._positions):
+                    if position >= await asyncio.to_thread(self._ledger.admitted):
                         await self._its_turn(position)
-                    tasks.create_task(self._group(position))
+                    wish = self._schedule.wish(position)
+                    done = await self._done()
+                    await asyncio.to_thread(self._ledger.admit, wish.id, position, done)
+                    tasks.create_task(self._group(wish))
                     await asyncio.sleep(0)  # it has begun, and there may be no room for another
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from errors
 
     def _positions(self) -> Iterable[int]:
-        for entry in self._ledger.untaken():
-            if self._wanted(entry) and not (entry.ready and self._kept(entry.id)):
-                yield entry.position
-        yield from range(self._ledger.admitted(), self._window.groups)
+        begun = [
+            entry.position
+            for entry in self._ledger.untaken()
+            if self._wanted(entry) and not (entry.ready and self._kept(entry.id))
+        ]
+        return itertools.chain(begun, range(self._ledger.admitted(), self._window.groups))
 
     def _wanted(self, entry: Entry) -> bool:
         """A run that was made shorter has begun groups that no step will take."""
@@ -128,23 +134,25 @@ class Gatherer:
         return all(map(self._spool.holds, (*members, *([baseline] if baseline else []))))
 
     async def _its_turn(self, position: int) -> None:
-        while not (self._collector.has_room and self._window.admits(position, self._ledger.done)):
+        while not (self._collector.has_room and self._window.admits(position, await self._done())):
             await asyncio.sleep(POLL_S)
 
-    async def _group(self, position: int) -> None:
-        wish = self._schedule.wish(position)
-        self._ledger.admit(wish.id, position, self._ledger.done)
+    async def _done(self) -> int:
+        return await asyncio.to_thread(lambda: self._ledger.done)
+
+    async def _group(self, wish: GroupWish) -> None:
         ended = await self._collector.group(wish)
-        self._ledger.ready(wish.id, ended.members, ended.baseline, ended.dropped)
+        told = ended.members, ended.baseline, ended.dropped
+        await asyncio.to_thread(self._ledger.ready, wish.id, *told)
 
     async def _validate(self, validation: Validation) -> None:
         steps = self._window.steps
         due = sorted({*range(0, steps, validation.every), steps})
         for step in due:
-            while self._ledger.done < step:
+            while await self._done() < step:
                 await asyncio.sleep(POLL_S)
             # A step that was passed while an earlier validation ran is left out: its weights are gone.
-            passed = step != due[-1] and self._ledger.done >= step + validation.every
+            passed = step != due[-1] and await self._done() >= step + validation.every
             await self._validation_at(step, validation, left_out=passed or validation.reported(step))
 
     async def _validation_at(self, step: int, validation: Validation, *, left_out: bool) -> None:
@@ -160,13 +168,13 @@ class Gatherer:
             await asyncio.to_thread(validation.report, step, finished)
         for wish in wishes:
             for rollout_id in self._collector.members(wish):
-                self._spool.drop(rollout_id)
+                await asyncio.to_thread(self._spool.drop, rollout_id)
 
 
 async def our_weights(ledger: Ledger, gateway: Gateway, *, frozen: bool) -> None:
     """Until the gateway samples with this run's weights; what it serves of another run teaches nothing."""
     told = False
-    while not _ours(ledger, await gateway.version(), frozen=frozen):
+    while not await asyncio.to_thread(_ours, ledger, await gateway.version(), frozen=frozen):
         if not told:
             log.warning("the gateway serves other weights; agents begin when this run's are published")
             told = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from typing import Any
@@ -29,6 +30,19 @@ GATEWAY_SLACK_S = 3_600.0
 Payload = Callable[[Running], Awaitable[dict[str, Any]]]
 
 
+class _Refused:
+    """Since when a place has taken no more, for one attempt, and what it said last."""
+
+    def __init__(self) -> None:
+        self.since = math.inf
+        self.last = ""
+
+    def note(self, error: Throttled, others: set[_Refused]) -> None:
+        self.since = min(self.since, now())
+        self.last = named(error)
+        others.add(self)
+
+
 class Launcher:
     """`asking` is how the gateway is asked: shared by all who ask it."""
 
@@ -48,26 +62,45 @@ class Launcher:
         self.asking = self._asking = asking
         self._transport = transport
         self._limiter = limiter
+        self._launched = -math.inf  # when the place last took anybody
+        self._refused: set[_Refused] = set()  # whom it takes no more for now
 
     async def launch(self, running: Running, payload: Payload | None = None) -> Failure | None:
         """None once the agent has its payload; else why it has not."""
         queue_s = self._plan.deadlines.queue_s
         end = None if queue_s is None else now() + queue_s
+        refused = _Refused()
         try:
             while running.verdict is None:
                 left = None if end is None else end - now()
                 async with running.bounded(left) as queueing, self._limiter.launching():
                     queueing.reschedule(None)
                     try:
-                        return await self._start(running, payload or self._payload)
+                        failure = await self._start(running, payload or self._payload)
+                        self._launched = self._launched if failure else now()
+                        return failure
                     except Throttled as error:
                         self._limiter.throttled(error.retry_after_s)
+                        refused.note(error, self._refused)
                 if end is not None and now() >= end:
                     raise TimeoutError
+                if failure := self._refused_alone(refused):
+                    return failure
             return running.verdict
         except TimeoutError:
             late = f"it was not launched within {queue_s} s; raise queue_s, or the rate of launches"
             return running.verdict or broken(late, Reason.LAUNCH)
+        finally:
+            self._refused.discard(refused)
+
+    def _refused_alone(self, refused: _Refused) -> Failure | None:
+        """The failure of one that its place refuses for longer than patience while it takes others."""
+        since_s = now() - refused.since
+        if since_s <= self._plan.patience_s:
+            return None
+        if self._launched <= refused.since and len(self._refused) > 1:
+            return None  # it takes nobody: that is no rollout's fault
+        return broken(f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH)
 
     async def _start(self, running: Running, make: Payload) -> Failure | None:
         """Raises Throttled, where the place takes no more for now, and an Outage; nothing else."""
@@ -83,14 +116,14 @@ class Launcher:
             return running.verdict
         start_s = self._plan.deadlines.start_s
         running.asked = True
-        asked_at = now()
+        limit: asyncio.Timeout | None = None
         try:
-            async with running.bounded(start_s):
+            async with running.bounded(start_s) as limit:
                 await self._runtime.launch(running.place, payload)
         except (Throttled, Outage):
             raise
         except Exception as error:
-            if running.verdict or not (isinstance(error, TimeoutError) and now() - asked_at >= start_s):
+            if running.verdict or limit is None or not limit.expired():
                 return running.verdict or failure_of(error, "it was not launched", Reason.LAUNCH)
             late = f"the agent had not taken its payload after {start_s:g} s; raise start_s if it may"
             return broken(late, Reason.TIMEOUT)

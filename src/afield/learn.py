@@ -12,7 +12,8 @@ import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -43,6 +44,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     frozen: bool = False
     engine_dtype: str = "float32"
     """Dtype in which engines compute: what published weights are rounded to."""
+    publish_timeout_s: float = 1800.0
+    """Seconds until new weights, or an answer about those served, are given up; the run can be resumed."""
 
 
 class StepLine(Struct, frozen=True, kw_only=True):
@@ -135,13 +138,29 @@ class Learner:
 
     async def _begin(self, state: StepState) -> None:
         """Publish the weights we are at. A gateway that served another run counts on from there."""
-        served = await self._gateway.version()
+        async with self._bounded("say which weights it serves"):
+            served = await self._gateway.version()
+        await asyncio.to_thread(self._number, state, served)
+        await self._publish(state.step, await asyncio.to_thread(self._version_of, state.step))
+
+    @asynccontextmanager
+    async def _bounded(self, what: str) -> AsyncIterator[None]:
+        limit = asyncio.timeout(self._recipe.publish_timeout_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            told = f"the gateway did not {what} within {self._recipe.publish_timeout_s:g} s"
+            raise Unavailable(f"{told}; see that it runs, then go on with --resume") from error
+
+    def _number(self, state: StepState, served: int) -> None:
         if self._ledger.base is None:
             self._ledger.base = served + 1 if served else 0
         elif served > self._version_of(state.step):
             log.warning("the gateway has served version %d since; versions go on from there", served)
             self._ledger.base = served + 1 - (0 if self._recipe.frozen else state.step)
-        await self._publish(state.step, self._version_of(state.step))
 
     def _version_of(self, step: int) -> int:
         return (self._ledger.base or 0) + (0 if self._recipe.frozen else step)
@@ -167,7 +186,7 @@ class Learner:
             report = await self._working(lambda: self._trainer.step(batch.usable))
         line = describe(
             step=step,
-            version=self._version_of(step),
+            version=await asyncio.to_thread(self._version_of, step),
             batch=batch,
             report=report,
             seconds=(collected - began, clock() - collected),
@@ -182,7 +201,7 @@ class Learner:
         return batch
 
     async def _chosen(self, step: int) -> list[Entry]:
-        while (chosen := self._window.choose(step, self._ledger.untaken())) is None:
+        while (chosen := self._window.choose(step, await asyncio.to_thread(self._ledger.untaken))) is None:
             await asyncio.sleep(POLL_S)
         return chosen
 
@@ -256,8 +275,12 @@ class Learner:
         path = self._run.weights(version)
         if not path.exists():
             await asyncio.to_thread(self._export, version)
-        await self._gateway.publish(Policy(self._recipe.policy, version), str(path))
+        async with self._bounded(f"serve version {version}"):
+            await self._gateway.publish(Policy(self._recipe.policy, version), str(path))
         self._version = version
+        await asyncio.to_thread(self._done, step)
+
+    def _done(self, step: int) -> None:
         self._ledger.done = step
 
 

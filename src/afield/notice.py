@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from afield.availability import Availability, named
@@ -46,6 +46,7 @@ class Running:
         self.judge: Attempt | None = None  # the name of the verifier that was launched for it
         self.verdict: Failure | None = None
         self.stands: OutcomeRecord | Fence | None = None  # what was read from the store
+        self.excused_s = 0.0  # in which the gateway could not be asked about it alone
         self.unknown = ""  # why its runtime cannot tell its end, if it cannot
         self.draw = attempt.session_id
         self._limit: asyncio.Timeout | None = None
@@ -187,7 +188,9 @@ class Noticer:
             now, before = clock(), looked
             looked = now
             if self._silent_since is not None:
-                self._excuse(now - before)
+                self._excuse(self.running.values(), now - before)
+            else:
+                self._excuse_apart(now - before)
             alive = await self._alive(states)
             for session_id, running in list(self.running.items()):
                 state = states.get(session_id)
@@ -236,11 +239,19 @@ class Noticer:
         self._apart = {key: until for key, until in self._apart.items() if until > now}
         self._apart.update({(what, session_id): now + APART_S for session_id in session_ids})
 
-    def _excuse(self, seconds: float) -> None:
+    def _excuse(self, attempts: Iterable[Running], seconds: float) -> None:
         """Agents could not work without their gateway: that time is not theirs."""
-        for running in self.running.values():
+        for running in attempts:
             if running.progress.launched is not None:
                 running.progress.launched += seconds
+
+    def _excuse_apart(self, seconds: float) -> None:
+        """Nor could one whose session alone the gateway says nothing of; up to patience, in all."""
+        apart = [r for s, r in self.running.items() if ("states", s) in self._apart]
+        apart = [running for running in apart if running.excused_s < self._plan.patience_s]
+        for running in apart:
+            running.excused_s += seconds
+        self._excuse(apart, seconds)
 
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
         """What the gateway says; nothing when it is silent, and an Outage when it is for too long."""

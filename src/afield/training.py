@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 from msgspec import Struct, structs
 
 from afield import wiring
+from afield.availability import named
 from afield.collect import Collector
 from afield.conduct import Conductor
 from afield.config import TrainConfig, agent_environment
-from afield.errors import Unavailable, UsageError, first_cause
+from afield.errors import AfieldError, Unavailable, UsageError, first_cause
 from afield.gather import Gatherer, Schedule, Validation, our_weights
 from afield.learn import Learner, Recipe, StepLine, mean_metrics
 from afield.ledger import Ledger
@@ -191,9 +192,11 @@ class Parts:
         await our_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
         await gatherer.run()
         try:
-            self.ledger.late = len(await carrier.late(self.plan.exp_id))
-        except Unavailable as error:  # all is collected; the other half may still be learning from it
-            log.warning("outcomes that came late were not counted: %s", error)
+            async with asyncio.timeout(self.plan.call_timeout_s):
+                self.ledger.late = len(await carrier.late(self.plan.exp_id))
+        except (AfieldError, OSError, RuntimeError) as error:
+            # All is collected; the other half may still be learning from it.
+            log.warning("outcomes that came late were not counted: %s", named(error))
 
     def learner(
         self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None], engine_dtype: str

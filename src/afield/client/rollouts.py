@@ -326,7 +326,7 @@ class RolloutClient:
         async with self._places:
             if future.done():
                 raise asyncio.CancelledError
-            self._recall(future.rollout)
+            await asyncio.to_thread(self._recall, future.rollout)
             self._conducted.add(future.rollout.id)
             try:
                 return await self._conductor.run(future.rollout)

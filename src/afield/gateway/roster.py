@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 
 from msgspec import structs
 
@@ -24,6 +23,7 @@ log = logging.getLogger("afield.gateway")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 START_PAUSE_S = 1.0
 TELL_EVERY_S = 10.0
+CHECK_S = 120.0  # until a worker that is looked at has answered
 REFUSALS = (Unavailable, UsageError, Conflict)
 
 
@@ -140,9 +140,11 @@ class Roster:
                 await worker.engine.__aenter__()
                 worker.entered = True
             await worker.thaw()
-            facts = await self._check(worker.engine)
-        except ValueError as error:  # a server that calls our questions bad ones
-            raise Unavailable(f"it cannot be looked at: {error}") from error
+            async with asyncio.timeout(CHECK_S):
+                facts = await self._check(worker.engine)
+        except (ValueError, OSError, RuntimeError) as error:  # a server that calls our questions bad ones
+            told = f"it cannot be looked at: {type(error).__name__}: {error}"
+            raise Unavailable(told) from error
         async with self._changing:
             facts = await self._with_weights(worker, facts)
             if worker.standing is not Standing.LEAVING:
@@ -182,9 +184,11 @@ class Roster:
             while worker.standing is Standing.ASIDE:
                 await asyncio.sleep(pause)
                 pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-                with suppress(*REFUSALS):
+                try:
                     await self._admit(worker)
                     log.warning("worker %s is back", worker.id)
+                except Exception as error:  # it is looked at again, whatever it said
+                    worker.reason = f"{type(error).__name__}: {error}"
         finally:
             worker.tended = False
         await self.tell()
@@ -233,8 +237,8 @@ class Roster:
             await self.hear(worker)
         except REFUSALS as error:
             return error
-        except ValueError as error:  # a server that calls our questions bad ones
-            return Unavailable(f"version {version} cannot be looked at: {error}")
+        except Exception as error:  # a server that calls our questions bad ones, or breaks
+            return Unavailable(f"version {version} cannot be looked at: {type(error).__name__}: {error}")
         if worker.facts is not None:
             worker.facts = structs.replace(worker.facts, version=version)
         return None

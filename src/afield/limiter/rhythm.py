@@ -183,7 +183,7 @@ class Rhythm(Struct):
         self.refused += 1
 
     def _learn(self, now: float) -> None:
-        if self.taught_at is None or 0 <= now - self.taught_at < CUT_EVERY_S:
+        if self.taught_at is None or 0 <= now - self.taught_at < CUT_EVERY_S - TICK_S:
             return
         sent = self.made + self.before * max(0.0, 1 - (self.taught_at - self.second))
         learned = max(1.0, sent - self.refused)
