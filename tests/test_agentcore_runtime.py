@@ -27,7 +27,7 @@ from afield.runtimes.agentcore_ledger import Entry, SessionLedger
 from afield.seams.runtime import Phase
 from afield.seams.sandbox import Ran
 from afield.transports.files import FilesTransport
-from afield.types import Attempt
+from afield.types import Attempt, Reason
 from agents.places import ACTING, AGENTS, Place, Spec
 from agents.sink import Sink
 from contracts.runtime_contract import RuntimeContract
@@ -253,6 +253,19 @@ async def test_what_the_agents_own_server_refuses_is_told_apart(
             await place.launch({"do": "reward"})
         # The session is there, until it is stopped.
         assert (await place.runtime.status(Attempt("r", 1))).phase is phase
+        await place.runtime.stop(Attempt("r", 1))
+        assert await place.runtime.list() == []
+
+
+async def test_an_image_that_is_no_rollout_app_is_known_from_its_first_answer(
+    tmp_path: Path, sink: Sink
+) -> None:
+    (tmp_path / "other.py").write_text(REFUSING.replace("STATUS", "200"))
+    images = {"acting": Image(argv=(sys.executable, str(tmp_path / "other.py")))}
+    async with placed(sink, tmp_path, images=images) as place:
+        with pytest.raises(TaskFailure, match=r"is no rollout app: it answered '\{\}'") as raised:
+            await place.launch({"do": "reward"})
+        assert raised.value.reason is Reason.NO_AGENT
         await place.runtime.stop(Attempt("r", 1))
         assert await place.runtime.list() == []
 

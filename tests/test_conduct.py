@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from afield.deadlines import Deadlines, Progress, overdue
@@ -15,9 +16,12 @@ from afield.engines.scripted import Scripted
 from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, Unavailable
 from afield.limiter import LocalLimiter, Pace, Unlimited
 from afield.runtimes.inline import InlineRuntime
+from afield.sdk.alive import PROCESS
 from afield.sdk.context import Context
-from afield.seams import Call, Exit, Fence, SessionState, Waiting
-from afield.transports.memory import MemoryTransport
+from afield.seams import Call, Exit, Fence, Live, Phase, SessionState, Waiting
+from afield.transports.memory import MemoryNotifier, MemoryTransport
+from afield.transports.store import MemoryStore
+from afield.transports.stored import StoreTransport
 from afield.types import Attempt, FailureKind, Reason, Rollout, Sampling, Task
 from afield.wire import OutcomeRecord
 from collecting import YES, ask_model, bench, good, waiting
@@ -452,3 +456,81 @@ async def test_what_broke_around_a_rollout_does_not_redraw_it(
     assert (seeds[0] == seeds[1]) is same
     assert (drawn[:2] == drawn[2:]) is same
     assert drawn[:2] == ["r.1/t1", "r.1/t2"]
+
+
+# --- one rollout's trouble is its own -------------------------------------------------------------
+
+
+async def test_reading_an_outcome_that_was_committed_writes_no_fence(tmp_path: Path) -> None:
+    """On S3 that was one write and two reads more for every rollout."""
+
+    class Counting(MemoryStore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.puts: list[str] = []
+            self.gets: list[str] = []
+
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            self.puts.append(key)
+            return super().put_if_absent(key, data)
+
+        def get(self, key: str) -> bytes | None:
+            self.gets.append(key)
+            return super().get(key)
+
+    store = Counting()
+    transport = StoreTransport(store, MemoryNotifier())
+    async with bench(tmp_path, good) as b, transport, InlineRuntime(good, transport.deliver) as runtime:
+        plan = {"transport": transport, "runtime": runtime, "sweep_s": 600.0}
+        async with b.conducting(**plan) as (_, conductor):
+            note = await conductor.run(rollout())
+    assert note.outcome.reward == 1.0
+    assert [key.split("/")[1] for key in store.puts if "r.1" in key] == ["t0", "commits"]  # the agent's own
+    # Looked at when the agent ended, and when its hint came: each reads the commit; the one that finds it
+    # reads the data.
+    data = [key for key in store.gets if "/commits/" not in key]
+    assert len(data) <= 4 and len(store.gets) <= 8
+
+
+async def test_a_place_that_runs_no_rollouts_is_not_tried_again(tmp_path: Path) -> None:
+    class Other(InlineRuntime):
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            raise TaskFailure("it is no rollout app", Reason.NO_AGENT)
+
+    async with (
+        bench(tmp_path, good) as b,
+        Other(good) as other,
+        b.conducting(runtime=other) as (_, conductor),
+    ):
+        note = await conductor.run(rollout())
+    assert note.attempts == 1
+    assert note.outcome.failure and note.outcome.failure.reason is Reason.NO_AGENT
+
+
+@pytest.mark.parametrize(("phase", "attempts"), [(Phase.RUNNING, 1), (Phase.UNKNOWN, 2)])
+async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_knows_it(
+    tmp_path: Path, phase: Phase, attempts: int
+) -> None:
+    """One that holds Python's lock for long cannot send any."""
+
+    class Knowing(InlineRuntime):
+        async def status(self, attempt: Attempt) -> Live:
+            return Live(session_id=attempt.session_id, phase=phase)
+
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        reward = await good(task, context)
+        if context.session_id.endswith(".1"):
+            headers = {"authorization": f"Bearer {context.api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                (await http.post(f"{context.base_url}/alive", json={})).raise_for_status()
+            PROCESS.drop(context.session_id)  # its thread gets no turn any more
+            await asyncio.sleep(4.0)
+        return reward
+
+    async with (
+        bench(tmp_path, agent) as b,
+        Knowing(agent, b.transport.deliver) as runtime,
+        b.conducting(runtime=runtime, dead_s=1.5, watch_s=0.1) as (_, conductor),
+    ):
+        note = await conductor.run(rollout())
+    assert (note.outcome.reward, note.attempts) == (1.0, attempts)

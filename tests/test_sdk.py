@@ -15,8 +15,9 @@ import openai
 import pytest
 
 import afield
-from afield.errors import UsageError
+from afield.errors import PolicyFailure, UsageError, VerifierFailure
 from afield.runtimes.inline import InlineRuntime
+from afield.sdk.blame import attributed
 from afield.transports.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import OutcomeRecord
@@ -345,3 +346,35 @@ INFRASTRUCTURE = (FailureKind.INFRASTRUCTURE, Reason.ENGINE)
 async def test_a_model_that_does_not_answer_is_not_blamed_on_the_agent(error: Any, expected: Any) -> None:
     failure = await failure_of(raising(error))
     assert (failure.kind, failure.reason) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        status_error(400, code="context_length_exceeded"),
+        status_error(429, code="budget_exhausted"),
+        wrapped(status_error(400, code="context_length_exceeded")),
+        openai.APIConnectionError(request=REQUEST),
+    ],
+)
+async def test_what_a_graders_own_model_does_wrong_is_the_graders_failure(error: Any) -> None:
+    """The policy does not run there: a judge that overflows its context says nothing about it."""
+
+    class Judged(afield.Reward):
+        def __call__(self) -> float:
+            raise error
+
+    @afield.agent
+    def agent(task: dict) -> float:
+        return graded()
+
+    graded = Judged()
+    failure = await failure_of(agent)
+    assert failure.kind is FailureKind.VERIFIER and str(error) in failure.message
+    with pytest.raises(VerifierFailure, match="Error"), attributed(VerifierFailure):
+        raise error
+
+
+async def test_a_verifier_may_say_that_it_was_the_policys_doing() -> None:
+    with pytest.raises(PolicyFailure, match="cheated"), attributed(VerifierFailure):
+        raise PolicyFailure("it cheated")

@@ -199,6 +199,8 @@ class Conductor:
             return False
         if outcome.failure is None or outcome.failure.kind not in RETRIED:
             return False
+        if outcome.failure.reason is Reason.NO_AGENT:
+            return False
         if graded and self._plan.judged and outcome.failure.kind is FailureKind.VERIFIER:
             return False
         life_s = self._plan.deadlines.life_s

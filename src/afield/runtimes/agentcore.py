@@ -33,6 +33,7 @@ from afield.runtimes.agentcore_deploy import LONGEST_S, Deployed, check_options,
 from afield.runtimes.agentcore_ledger import SLACK_S, Entry, Noted, SessionLedger
 from afield.runtimes.agentcore_logs import session_log
 from afield.runtimes.attempts import Attempts, broken
+from afield.runtimes.contract import check_taken
 from afield.seams.runtime import Capabilities, Exit, Live, Phase
 from afield.types import Attempt, Reason
 
@@ -221,7 +222,7 @@ class AgentCoreRuntime:
     async def _invoke(self, entry: Entry, body: bytes) -> None:
         for last in (False, True):
             try:
-                await self._api.invoke(
+                answer = await self._api.invoke(
                     agentRuntimeArn=entry.arn,
                     qualifier=entry.qualifier,
                     runtimeSessionId=entry.name,
@@ -230,6 +231,7 @@ class AgentCoreRuntime:
                     payload=body,
                 )
                 self._ledger.mark(entry.session_id, Noted.TAKEN)
+                check_taken(entry.session_id, answer, entry.arn)
                 return
             except (Refused, Silent) as error:
                 conflict = isinstance(error, Refused) and error.status == 409

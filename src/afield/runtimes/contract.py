@@ -20,6 +20,8 @@ from afield.types import Attempt, Reason
 REQUEST_S = 30.0
 CONNECT_S = 5.0
 MOST_BYTES = 1024 * 1024
+TAKEN = "processing"  # the status a rollout app answers an invocation with
+SHOWN = 200  # characters of any other answer
 # The place is wrong, not the payload.
 MISPLACED = frozenset({401, 403, 404, 405, 407, 408})
 # It takes no more for now.
@@ -36,6 +38,7 @@ class Said(Struct, frozen=True):
 
 
 class _Taken(Struct, frozen=True):
+    status: str = ""
     instance: str = ""
 
 
@@ -64,10 +67,28 @@ async def post(
         said = await _heard(response)
         if response.status not in (200, 202):
             raise _refused(attempt, response, said.decode("utf-8", "replace"))
+    return _taken(said).instance
+
+
+def check_taken(session_id: str, answer: bytes, where: str) -> None:
+    """Where nothing else tells that a place runs rollouts: whoever answers an invocation otherwise than a
+    rollout app would deliver no outcome either. That is known at once, and another try would not help.
+    """
+    if _taken(answer).status == TAKEN:
+        return
+    shown = answer[:SHOWN].decode("utf-8", "replace")
+    raise TaskFailure(
+        f"{session_id}: {where} is no rollout app: it answered {shown!r}, not one with"
+        f' "status": "{TAKEN}"; give it an entrypoint (@app.rollout_entrypoint), or name another',
+        Reason.NO_AGENT,
+    )
+
+
+def _taken(answer: bytes) -> _Taken:
     try:
-        return msgspec.json.decode(said, type=_Taken).instance
+        return msgspec.json.decode(answer, type=_Taken)
     except msgspec.MsgspecError:
-        return ""
+        return _Taken()
 
 
 async def ping(http: aiohttp.ClientSession, url: str, timeout_s: float = REQUEST_S) -> Said:

@@ -3,6 +3,7 @@
 Agents raise whatever their libraries raise. This decides, without importing any of them, which of
 those are the model's own doing (budget or context spent), which are the engine's (it did not answer,
 or answered 5xx), and which are the agent's. Wrapped exceptions and exception groups are looked into.
+Whoever raised owns it: what a grader's own model does, a judge that overflows its context, is the grader's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 
 from msgspec import structs
 
-from afield.errors import InfrastructureFailure, PolicyFailure, RolloutFailure, TaskFailure
+from afield.errors import InfrastructureFailure, PolicyFailure, RolloutFailure, TaskFailure, VerifierFailure
 from afield.types import Failure, Reason
 
 POLICY_CODES = {"budget_exhausted": Reason.BUDGET, "context_length_exceeded": Reason.CONTEXT}
@@ -44,6 +45,8 @@ def attribute(error: BaseException, default: type[RolloutFailure] = TaskFailure)
     for seen in _inside(error):
         if isinstance(seen, RolloutFailure):
             return type(seen)(said, seen.reason)
+        if default is VerifierFailure:  # the policy does not run in a grader: none of it is its doing
+            continue
         for code in _codes(seen):
             if code in POLICY_CODES:
                 return PolicyFailure(said, POLICY_CODES[code])
