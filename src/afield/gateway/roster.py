@@ -187,8 +187,10 @@ class Roster:
                 try:
                     await self._admit(worker)
                     log.warning("worker %s is back", worker.id)
+                except REFUSALS:
+                    continue
                 except Exception as error:  # it is looked at again, whatever it said
-                    worker.reason = f"{type(error).__name__}: {error}"
+                    log.warning("worker %s: %s: %s", worker.id, type(error).__name__, error)
         finally:
             worker.tended = False
         await self.tell()
