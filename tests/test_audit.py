@@ -13,6 +13,7 @@ from afield import learn
 from afield.assembly import linear, per_turn
 from afield.errors import UsageError
 from afield.seams import StepReport
+from afield.token_account import TokenAccount
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.types import Exclusion, Finished, Group, Trajectory, VersionSpan
@@ -174,17 +175,52 @@ def test_the_difference_is_told_by_how_exact_prompts_are(model_path):
 
 def test_how_much_of_what_was_sampled_is_trained_and_why_the_rest_is_not(model_path):
     cut = structs.replace(
-        recorded("0", 1.0, 1), excluded=(Exclusion("x", 7, "aborted"), Exclusion("y", 3, "Set aside: judge!"))
+        recorded("0", 1.0, 1),
+        excluded=(Exclusion("x", 7, "aborted"), Exclusion("y", 3, "side:opencode/title")),
     )
     kept, lost = recorded("1", 0.0, 2), recorded("2", None, 3)
     for trainer in (GRPO(model_path, lr=1e-3, device="cpu"), Frozen(model_path)):
-        metrics = trainer.step([group(cut, kept, lost)]).metrics
+        report = trainer.step([group(cut, kept, lost)])
+        metrics = report.metrics
         trained = cut.trajectories[0].owned + kept.trajectories[0].owned
         gone = lost.trajectories[0].owned
-        assert metrics["undelivered_tokens.aborted"] == 7
-        assert metrics["undelivered_tokens.set_aside_judge"] == 3
-        assert metrics["undelivered_tokens.infrastructure_failure"] == gone
+        assert metrics["excluded_tokens.aborted"] == 7
+        assert metrics["excluded_tokens.side_opencode_title"] == 3
+        assert metrics["untrained_tokens.infrastructure_failure"] == gone
+        assert metrics["excluded_share"] == pytest.approx(10 / (trained + gone + 10))
+        assert report.account == TokenAccount(
+            trained=trained,
+            excluded={"aborted": 7, "side:opencode/title": 3},
+            untrained={"infrastructure_failure": gone},
+        )
         assert metrics["delivered_share"] == pytest.approx(trained / (trained + gone + 10))
+
+
+def test_tokens_of_groups_without_an_advantage_are_told_apart_from_excluded_ones(model_path):
+    same = group(recorded("0", 1.0, 1), recorded("1", 1.0, 2))
+    owned = sum(row.owned for f in same.finished for row in f.trajectories)
+    for trainer in (GRPO(model_path, lr=1e-3, device="cpu"), Frozen(model_path)):
+        account = trainer.step([same]).account
+        assert account == TokenAccount(untrained={"no_advantage": owned})
+    pulled = GRPO(model_path, lr=1e-3, kl=0.1, device="cpu").step([same]).account
+    assert pulled == TokenAccount(trained=owned)
+
+
+def test_a_step_accounts_for_the_tokens_of_dropped_groups_too():
+    trained, lost = recorded("0", 1.0, 1), recorded("2", None, 3)
+    cut = structs.replace(recorded("4", 0.0, 2), excluded=(Exclusion("x", 5, "aborted"),))
+    moved = structs.replace(cut, rollout=structs.replace(cut.rollout, group_id="h"))
+    dropped = group(moved, name="h")
+    batch = learn.Batch([group(trained, lost), dropped], {"h": "too few"}, version=0, wasted=0)
+    line = learn.describe(
+        step=1, version=1, batch=batch, report=StepReport(rollouts=1, tokens=1), seconds=(0.0, 0.0)
+    )
+    owned = [f.trajectories[0].owned for f in (trained, lost, cut)]
+    assert line.trained_tokens == owned[0]
+    assert line.untrained_tokens == {"infrastructure_failure": owned[1], "dropped_group": owned[2]}
+    assert line.excluded_tokens == {"aborted": 5}
+    assert line.sampled_tokens == sum(owned) + 5
+    assert line.excluded_share == pytest.approx(5 / line.sampled_tokens, abs=1e-6)
 
 
 def test_how_stale_tokens_are_on_average_and_at_most():

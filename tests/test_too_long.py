@@ -96,7 +96,7 @@ def test_it_is_named_and_counted(model_path, kind, caplog):
     assert "rollout g-1, turn u200: 200 tokens exceed the model's context of 128" in caplog.text
     assert "max_context = 128" in caplog.text
     assert report.too_long == 1
-    assert report.metrics["undelivered_tokens.too_long"] == 11
+    assert report.metrics["excluded_tokens.too_long"] == 11
     owned = sum(t.owned for f in trained.finished for t in f.trajectories)
     assert report.metrics["delivered_share"] == pytest.approx((owned - 11) / owned)
     assert report.tokens == owned - 11

@@ -20,10 +20,12 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.errors import Fruitless, Unavailable
+from afield.exclusions import UntrainedReason
 from afield.ledger import Entry, Ledger
 from afield.rundir import STATE, RunDir, StepState
 from afield.seams import Gateway, Publisher, StepReport, Trainer
 from afield.spool import Spool
+from afield.token_account import TokenAccount, of_finished
 from afield.types import Finished, Group, Policy, VersionSpan
 from afield.window import Window
 
@@ -67,6 +69,15 @@ class StepLine(Struct, frozen=True, kw_only=True):
     turns_per_rollout: float
     tool_calls_per_rollout: float
     sampled_tokens: int
+    """Tokens of the attempts that count: trained, excluded or untrained."""
+    trained_tokens: int = 0
+    """Tokens in the loss."""
+    excluded_tokens: dict[str, int] = {}
+    """Tokens of turns that are kept out of the loss, by reason (`exclusions.REASONS`)."""
+    excluded_share: float = 0.0
+    """Excluded tokens, of those sampled."""
+    untrained_tokens: dict[str, int] = {}
+    """Tokens of rollouts that train nothing, by reason (`exclusions.UntrainedReason`)."""
     wasted_tokens: int
     staleness: int
     staleness_mean: float = 0.0
@@ -324,6 +335,7 @@ def describe(
     rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
     kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
     turns = sum(len(f.turns) for f in finished)
+    account = token_account(batch, report)
     return StepLine(
         step=step,
         version=version,
@@ -337,7 +349,11 @@ def describe(
         dropped_groups=batch.dropped,
         turns_per_rollout=turns / max(len(finished), 1),
         tool_calls_per_rollout=sum(map(_tool_calls, finished)) / max(len(finished), 1),
-        sampled_tokens=sum(t.owned for f in finished for t in f.trajectories),
+        sampled_tokens=account.sampled,
+        trained_tokens=account.trained,
+        excluded_tokens=dict(account.excluded),
+        excluded_share=round(account.excluded_share, 6),
+        untrained_tokens=dict(account.untrained),
         wasted_tokens=batch.wasted,
         staleness=max((staleness(group, batch.version) for group in batch.usable), default=0),
         staleness_mean=mean_staleness(batch.usable, batch.version),
@@ -346,6 +362,13 @@ def describe(
         agent=mean_metrics(finished),
         trainer=dict(report.metrics),
     )
+
+
+def token_account(batch: Batch, report: StepReport) -> TokenAccount:
+    """What became of every token of a step: as the trainer says, and nothing of the groups it did not get."""
+    dropped = of_finished(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
+    trained = report.account or of_finished(f for group in batch.usable for f in group.finished)
+    return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
 
 
 def mean_metrics(finished: Sequence[Finished]) -> dict[str, float]:

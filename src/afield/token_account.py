@@ -57,6 +57,11 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
         """Of the sampled tokens; 0 where none were sampled."""
         return sum(self.excluded.values()) / self.sampled if self.sampled else 0.0
 
+    def idle(self, reason: UntrainedReason) -> TokenAccount:
+        """The same tokens where nothing was trained after all, for this reason."""
+        untrained = Counter(self.untrained) + Counter({str(reason): self.trained})
+        return TokenAccount(excluded=self.excluded, untrained=untrained)
+
     def metrics(self) -> dict[str, float]:
         """As numbers with names: shares, and tokens by reason where there are any."""
         return {
@@ -75,6 +80,23 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
             f"{self.excluded_share:.1%} of the sampled tokens are excluded from training"
             f" ({listed(self.excluded)}), more than {limit:.0%}; {'; '.join(remedies)}"
         )
+
+
+class ExclusionWatch:
+    """The account of a run as it grows, and when to warn: once, and again when a new reason comes."""
+
+    def __init__(self, account: TokenAccount | None = None) -> None:
+        self.account = account or TokenAccount()
+        self._reasons: set[str] = set()
+
+    def add(self, account: TokenAccount) -> str | None:
+        """Takes more tokens in; gives a warning that has not been given yet."""
+        self.account += account
+        reasons = set(self.account.excluded)
+        if reasons <= self._reasons or (warning := self.account.warning()) is None:
+            return None
+        self._reasons = reasons
+        return warning
 
 
 def of_finished(finished: Iterable[Finished]) -> TokenAccount:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from msgspec import Struct
 from afield.config import TrainConfig
 from afield.ledger import Ledger
 from afield.rundir import RunDir
+from afield.token_account import TokenAccount, listed
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -33,6 +35,15 @@ class Summary(Struct, frozen=True, kw_only=True):
     turns_per_rollout: float
     tool_calls_per_rollout: float
     sampled_tokens: int
+    """Tokens of the attempts that count: trained, excluded or untrained."""
+    trained_tokens: int
+    """Tokens in the loss."""
+    excluded_tokens: dict[str, int]
+    """Tokens of turns that are kept out of the loss, by reason."""
+    excluded_share: float
+    """Excluded tokens, of those sampled."""
+    untrained_tokens: dict[str, int]
+    """Tokens of rollouts that train nothing, by reason."""
     wasted_tokens: int
     dropped_groups: int
     staleness: int
@@ -44,6 +55,7 @@ def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
     lines = run.read_metrics()
     rollouts = sum(line["rollouts"] for line in lines)
     begin = min(2, len(lines) // 2)
+    account = account_of(lines)
 
     def per_rollout(name: str) -> float:
         return round(sum(line[name] * line["rollouts"] for line in lines) / max(rollouts, 1), 3)
@@ -61,13 +73,38 @@ def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
         retried=sum(line["retried"] for line in lines),
         turns_per_rollout=per_rollout("turns_per_rollout"),
         tool_calls_per_rollout=per_rollout("tool_calls_per_rollout"),
-        sampled_tokens=sum(line["sampled_tokens"] for line in lines),
+        sampled_tokens=account.sampled,
+        trained_tokens=account.trained,
+        excluded_tokens=dict(account.excluded),
+        excluded_share=round(account.excluded_share, 6),
+        untrained_tokens=dict(account.untrained),
         wasted_tokens=sum(line["wasted_tokens"] for line in lines),
         dropped_groups=sum(len(line["dropped_groups"]) for line in lines),
         staleness=max((line["staleness"] for line in lines), default=0),
         late=_late(run),
         wall_s=round(wall_s, 1),
     )
+
+
+def account_of(lines: Iterable[Mapping[str, Any]]) -> TokenAccount:
+    """What became of the sampled tokens of these steps; of lines of metrics.jsonl."""
+    account = TokenAccount()
+    for line in lines:
+        account += TokenAccount(
+            trained=line.get("trained_tokens", line["sampled_tokens"]),
+            excluded=line.get("excluded_tokens", {}),
+            untrained=line.get("untrained_tokens", {}),
+        )
+    return account
+
+
+def told_tokens(account: TokenAccount) -> str:
+    """What became of the sampled tokens, in one line."""
+    told = f"{account.sampled} tokens sampled, {account.trained} trained ({account.trained_share:.1%})"
+    told += f", {sum(account.excluded.values())} excluded ({account.excluded_share:.1%}"
+    told += f": {listed(account.excluded)})" if account.excluded else ")"
+    idle = f", {sum(account.untrained.values())} of rollouts that train nothing"
+    return told + (f"{idle} ({listed(account.untrained)})" if account.untrained else "")
 
 
 def _late(run: RunDir) -> int:

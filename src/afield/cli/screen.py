@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
+from msgspec import structs
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -17,10 +18,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from afield.cli.report import Summary, chart, me, short
+from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
 from afield.config import TrainConfig
 from afield.learn import StepLine
 from afield.rundir import RunDir
+from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import FailureKind, Finished, Outcome, Rollout
 
 SHOWN_FAILURES = 5  # of a kind; the same words once
@@ -35,6 +37,7 @@ class Screen:
         lines = run.read_metrics()
         self._rewards = [line["reward"] for line in lines if line["reward"] is not None]
         self._steps_done = len(lines)
+        self._tokens = ExclusionWatch(account_of(lines))
         self._learnt = any(_has_learnt(line["trainer"]) for line in lines)
         self._in_step = 0
         self._finished = 0
@@ -94,6 +97,7 @@ class Screen:
         self._in_step = 0 if line.step < self._config.steps else self._in_step
         self._line = line
         self._learnt = self._learnt or _has_learnt(line.trainer)
+        self._warn_of_exclusions(line)
         for warning in self._warnings(line):
             if warning not in self._told:
                 self._told.add(warning)
@@ -118,6 +122,11 @@ class Screen:
                 " More rollouts of a task, a higher temperature or other tasks may help"
             )
 
+    def _warn_of_exclusions(self, line: StepLine) -> None:
+        """Once, and again when tokens are excluded for another reason than before."""
+        if warning := self._tokens.add(account_of([structs.asdict(line)])):
+            self._say(f"[red]{escape(warning)}[/]")
+
     def collected(self) -> None:
         """The end of a process that only collects."""
         failed = sum(self._failures.values())
@@ -129,6 +138,14 @@ class Screen:
             f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
             f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
         )
+        account = TokenAccount(
+            trained=summary.trained_tokens,
+            excluded=summary.excluded_tokens,
+            untrained=summary.untrained_tokens,
+        )
+        say(escape(told_tokens(account)))
+        if warning := account.warning():
+            say(f"[red]{escape(warning)}[/]")
         for number, what in (
             (summary.dropped_groups, f"groups were dropped; {short(self._run.metrics)} says why"),
             (summary.late, "outcomes came after their attempt had been given up, and were refused"),
@@ -180,9 +197,12 @@ def describe(line: StepLine, steps: int) -> str:
     failed = f"  failed {line.failed} ({kinds})" if kinds else ""
     failed += f"  policy failures {trained}" if trained else ""
     failed += f"  too long to train {line.too_long}" if line.too_long else ""
+    excluded = f" ({line.excluded_share:.1%}: {listed(line.excluded_tokens)})" if line.excluded_tokens else ""
+    idle = f"  untrained {listed(line.untrained_tokens)}" if line.untrained_tokens else ""
     return (
         f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
+        f"  tokens {line.sampled_tokens}  excluded {sum(line.excluded_tokens.values())}{excluded}{idle}"
         f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
     )
 

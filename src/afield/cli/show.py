@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
-from afield.cli.report import chart, me, summarise
+from afield.cli.report import account_of, chart, me, summarise, told_tokens
 from afield.cli.train import saved_config
 from afield.config import Environment
 from afield.errors import UsageError
 from afield.ledger import Ledger
 from afield.rundir import RunDir, find_run
+from afield.token_account import listed, of_finished
 from afield.types import FailureKind, Finished, Turn
 
 
@@ -57,9 +58,15 @@ def show_run(run: RunDir, args: argparse.Namespace) -> None:
         print("\n".join(chart(rewards, steps=config.steps)))
     for line in lines[-5:]:
         reward = "none" if line["reward"] is None else f"{line['reward']:.3f}"
+        share = line.get("excluded_share", 0.0)
         print(
             f"step {line['step']:4d}  reward {reward}  rollouts {line['rollouts']}  failed {line['failed']}"
+            f"  tokens {line['sampled_tokens']}  excluded {share:.1%}"
         )
+    account = account_of(lines)
+    print(f"tokens   {told_tokens(account)}")
+    if warning := account.warning():
+        print(f"warning  {warning}")
     failures: Counter[str] = Counter()
     for line in lines:
         failures.update(line["failures"])
@@ -83,11 +90,13 @@ def list_rollouts(run: RunDir, *, as_json: bool) -> None:
                 continue
             came = f"reward {line['reward']:g}" if line["reward"] is not None else line["failure"]
             tried = f"  {line['attempts']} attempts" if line["attempts"] > 1 else ""
-            print(f"step {step:4d}  {line['rollout']}  {came}  {line['turns']} turns{tried}")
+            left_out = f"  excluded {listed(line['excluded_tokens'])}" if line["excluded_tokens"] else ""
+            print(f"step {step:4d}  {line['rollout']}  {came}  {line['turns']} turns{tried}{left_out}")
 
 
 def brief(step: int, finished: Finished) -> dict[str, Any]:
     outcome, failure = finished.outcome, finished.outcome.failure
+    account = of_finished([finished])
     return {
         "step": step,
         "rollout": finished.rollout.id,
@@ -96,7 +105,10 @@ def brief(step: int, finished: Finished) -> dict[str, Any]:
         "failure": f"{failure.kind}/{failure.reason}" if failure else None,
         "attempts": finished.attempts,
         "turns": len(finished.turns),
-        "sampled_tokens": sum(t.owned for t in finished.trajectories),
+        "sampled_tokens": account.sampled,
+        "trained_tokens": account.trained,
+        "excluded_tokens": dict(account.excluded),
+        "untrained_tokens": dict(account.untrained),
     }
 
 
@@ -121,10 +133,10 @@ def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
         print_turn(turn, decode)
     if outcome.reward_or_floor(0.0) is None:
         print("\ntrains   nothing: a failure of this kind carries no reward")
-        return
-    for trajectory in finished.trajectories:
-        owned = sum(trajectory.loss_mask)
-        print(f"\ntrains   {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
+    else:
+        for trajectory in finished.trajectories:
+            owned = sum(trajectory.loss_mask)
+            print(f"\ntrains   {owned} of {len(trajectory.token_ids)} tokens, weight {trajectory.weight:g}")
     for excluded in finished.excluded:
         print(f"excluded {excluded.turn}: {excluded.tokens} tokens, {excluded.reason}")
 

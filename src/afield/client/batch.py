@@ -18,6 +18,7 @@ from msgspec import Struct
 from afield.client.futures import RolloutFuture
 from afield.client.names import Wish
 from afield.errors import AfieldError
+from afield.token_account import TokenAccount, of_finished
 from afield.types import Failure, Finished, Group, Outcome, Rollout
 
 
@@ -41,6 +42,11 @@ class Item(Struct, frozen=True, kw_only=True):
     @property
     def failure(self) -> Failure | None:
         return self.finished.outcome.failure
+
+    @property
+    def tokens(self) -> TokenAccount:
+        """What became of its sampled tokens, by reason."""
+        return of_finished([self.finished])
 
 
 class Ended(Struct, frozen=True):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -31,9 +32,11 @@ from afield.plan import Plan, Watcher
 from afield.rundir import RunDir
 from afield.seams import Gateway, Runtime, Transport
 from afield.spool import Spool
+from afield.token_account import ExclusionWatch, TokenAccount, of_finished
 from afield.types import FailureKind, Finished, Group, Outcome, Reason, Rollout, Sampling, Split
 
 T = TypeVar("T")
+log = logging.getLogger("afield.client")
 CLOSED = "the client is closed; open another one, on the same directory it goes on where this one was"
 
 
@@ -43,6 +46,26 @@ class Quiet:
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
     def rollout_finished(self, finished: Finished) -> None: ...
+
+
+class TokenCounter:
+    """Tells a watcher on, and keeps the account of the sampled tokens."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._watch = ExclusionWatch()
+
+    @property
+    def account(self) -> TokenAccount:
+        return self._watch.account
+
+    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
+        self._watcher.attempt_ended(rollout, outcome, will_retry)
+
+    def rollout_finished(self, finished: Finished) -> None:
+        if warning := self._watch.add(of_finished([finished])):
+            log.warning("%s", warning)
+        self._watcher.rollout_finished(finished)
 
 
 class Options(TypedDict, total=False):
@@ -77,7 +100,7 @@ class RolloutClient:
         self.plan = plan
         self.rundir = run
         self._parts = gateway, runtime, transport
-        self._watcher = watcher or Quiet()
+        self._watcher = TokenCounter(watcher or Quiet())
         self._limiter = limiter
         self._ledger = Ledger(run.ledger)
         self._spool = Spool(run.spool)
@@ -148,6 +171,11 @@ class RolloutClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.__exit__, *exc)
+
+    @property
+    def tokens(self) -> TokenAccount:
+        """What became of the tokens of the rollouts that this client has run to their end, by reason."""
+        return self._watcher.account
 
     # --- one rollout -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 
@@ -44,6 +44,7 @@ class Metrics(Struct):
     tiers: Tally = field(default_factory=dict)
     links: Tally = field(default_factory=dict)
     side: Tally = field(default_factory=dict)
+    excluded: Tally = field(default_factory=dict)
     refusals: Tally = field(default_factory=dict)
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -72,6 +73,11 @@ class Metrics(Struct):
             self.call_s.observe(turn.ended - turn.started)
         if turn.first_token is not None:
             self.first_token_s.observe(turn.first_token - turn.started)
+
+    def excluded_from(self, tokens: Mapping[str, int]) -> None:
+        """Tokens kept out of the loss in a session that is finalized, by reason."""
+        for reason, number in tokens.items():
+            count(self.excluded, reason, number)
 
     def refused(self, status: int) -> None:
         count(self.refusals, str(status))
@@ -112,6 +118,7 @@ def exposition(snapshots: Sequence[Snapshot]) -> str:
         ("tier_total", "tier", "Prompts by rendering tier.", metrics.tiers),
         ("links_total", "type", "Branches by where they come from.", metrics.links),
         ("side_calls_total", "kind", "Side calls.", metrics.side),
+        ("excluded_tokens_total", "reason", "Tokens kept out of the loss.", metrics.excluded),
         ("refusals_total", "status", "Requests turned down.", metrics.refusals),
     ):
         _family(lines, name, "counter", about, [(((label, k),), n) for k, n in sorted(counter.items())])

@@ -14,7 +14,8 @@ import msgspec
 
 from afield import assembly
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.gateway import outcomes, side
+from afield.exclusions import ExclusionReason
+from afield.gateway import outcomes
 from afield.gateway.calls import Calls
 from afield.gateway.keys import Keys, Scope
 from afield.gateway.metrics import Metrics, Snapshot, exposition
@@ -226,6 +227,7 @@ class LocalGateway:
             # In two steps: `+=` reads the sum before it waits, and loses what others add meanwhile.
             drifted = await asyncio.to_thread(self._drifted, session.forest.turns)
             self.metrics.drift += drifted
+            self.metrics.excluded_from(session.excluded)
         return self.record(session)
 
     async def submission(self, session_id: str) -> Submission | None:
@@ -249,12 +251,13 @@ class LocalGateway:
     def dangling(self, session: Session) -> list[Exclusion]:
         """Calls the gateway died under: what they sampled is unknown, and that is said."""
         turns = [row.turn for row in session.rows.values()]
-        return [Exclusion(t.id, 0, "dangling") for t in turns if t.status is TurnStatus.DANGLING]
+        return [
+            Exclusion(t.id, 0, ExclusionReason.DANGLING) for t in turns if t.status is TurnStatus.DANGLING
+        ]
 
     def withheld(self, session: Session) -> dict[str, str]:
         """Turns that are not trained, and why: side calls, answers nobody got, answers asked for again."""
-        row = session.row
-        return side.withheld(session.forest.turns, row.withheld, row.spec.side_calls) | row.withheld
+        return session.withheld()
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from afield import assembly
 from afield.exclusions import ExclusionReason
 from afield.forest import Forest
-from afield.gateway import outcomes
+from afield.gateway import outcomes, side
 from afield.gateway.memo import Memo
 from afield.gateway.recall import Recall
 from afield.gateway.refusal import budget_exhausted, conflict
@@ -75,6 +77,7 @@ class Session:
         self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
         self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
         self._versions: tuple[int, int] | None = None
+        self._excluded: tuple[int, dict[str, str] | None, dict[str, int]] = 0, None, {}
         for turn in self.forest.turns:
             self._widen(turn)
 
@@ -94,6 +97,27 @@ class Session:
     @property
     def undelivered(self) -> list[str]:
         return [turn for turn, reason in self.row.withheld.items() if reason == UNDELIVERED]
+
+    def withheld(self, row: SessionRow | None = None) -> dict[str, str]:
+        """Committed turns that are not trained, and why: side calls, and what the record shows."""
+        row = row or self.row
+        return side.withheld(self.forest.turns, row.withheld, row.spec.side_calls) | row.withheld
+
+    @property
+    def excluded(self) -> dict[str, int]:
+        """Tokens kept out of the loss, by reason; counted anew when a call or a reason has come since."""
+        turns, withheld, counts = self._excluded
+        if turns != len(self.forest) or withheld is not self.row.withheld:
+            counts = self.excluded_in(self.row)
+            self._excluded = len(self.forest), self.row.withheld, counts
+        return counts
+
+    def excluded_in(self, row: SessionRow) -> dict[str, int]:
+        """The same as it is, or will be, with this row."""
+        tokens: Counter[str] = Counter()
+        for exclusion in assembly.exclusions(self.forest, self.withheld(row)):
+            tokens[exclusion.reason] += exclusion.tokens
+        return dict(+tokens)
 
     def alive(self) -> None:
         """The agent's SDK gave a sign of life."""
@@ -201,6 +225,7 @@ class Session:
             dangling=self.dangling,
             versions=self._versions,
             last_activity=self.last_activity,
+            excluded=self.excluded,
         )
 
     def state(self) -> SessionState:
@@ -227,6 +252,7 @@ def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
         turns=tally.turns,
         branches=tally.branches,
         tokens={"prompt": tally.prompt, "sampled": tally.sampled},
+        excluded=tally.excluded,
         dangling=tally.dangling,
         versions=tally.versions,
         rewards=list(row.rewards),

@@ -290,6 +290,8 @@ class Sessions:
         if session.deleted:
             raise Missing(f"session {session.id} was deleted")
         row = structs.replace(session.row, **changes)
+        if row.tally is not None and "withheld" in changes:
+            row = structs.replace(row, tally=structs.replace(row.tally, excluded=session.excluded_in(row)))
         if self._delivers and not row.delivery and outcomes.due(row):
             row = structs.replace(row, delivery=Delivery.DUE)
         await to_its_end(self._put(session, row))

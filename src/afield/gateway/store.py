@@ -55,6 +55,8 @@ class Tally(Struct, frozen=True, kw_only=True):
     dangling: int
     versions: tuple[int, int] | None
     last_activity: float
+    excluded: dict[str, int] = {}
+    """Tokens kept out of the loss, by reason."""
 
 
 class Delivery(StrEnum):

@@ -74,6 +74,8 @@ class SessionState(Struct, frozen=True, kw_only=True):
     turns: int
     branches: int
     tokens: dict[str, int]
+    excluded: dict[str, int] = {}
+    """Sampled tokens that are kept out of the loss as things stand, by reason."""
     dangling: int
     versions: tuple[int, int] | None
     rewards: list[dict[str, Any]]

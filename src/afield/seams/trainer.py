@@ -8,16 +8,22 @@ from typing import Protocol, runtime_checkable
 
 from msgspec import Struct, field
 
+from afield.token_account import TokenAccount
 from afield.types import Group
 
 
 class StepReport(Struct, frozen=True, kw_only=True):
-    """What one update did; `metrics` is written to metrics.jsonl as it is. `too_long` rows were left out."""
+    """What one update did; `metrics` is written to metrics.jsonl as it is. `too_long` rows were left out.
+
+    `account` says what became of the tokens of its groups; without it, all that carry a reward count as
+    trained.
+    """
 
     rollouts: int
     tokens: int
     too_long: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    account: TokenAccount | None = None
 
 
 class Trainer(Protocol):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from afield.batches.recorded import line_up
 from afield.errors import UsageError
-from afield.trainers.delivery import delivery, word
+from afield.token_account import word
+from afield.trainers.delivery import delivery
 from afield.trainers.losses import Loss, effective
 from afield.trainers.passes import Pass
 from afield.trainers.rows import Row

@@ -36,12 +36,14 @@ class Frozen:
         batch = to_batch(groups, advantages(groups, floor=self.floor), self.context)
         check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context)
         self.steps += 1
-        metrics = {"tokens": float(batch.tokens), **delivery(groups, batch)}
+        account = delivery(groups, batch)
+        metrics = {"tokens": float(batch.tokens), **account.metrics()}
         return StepReport(
             rollouts=len(batch.rollout_ids),
             tokens=batch.tokens,
             too_long=len(batch.too_long),
             metrics=metrics,
+            account=account,
         )
 
     def export(self, directory: Path) -> None:

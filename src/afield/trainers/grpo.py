@@ -205,10 +205,11 @@ class GRPO:
         audit.settle()
         for rollouts in self._minibatches(batch.rollout_ids):
             self._update(batch, rows, rollouts, proximal, audit)
+        account = delivery(groups, batch, pulled=bool(pulled))
         metrics = {
             **self._compared(audit.summary()),
             "tokens": float(batch.tokens),
-            **delivery(groups, batch),
+            **account.metrics(),
             **self._weighed_reward(groups),
         }
         self.steps += 1
@@ -217,6 +218,7 @@ class GRPO:
             tokens=batch.tokens,
             too_long=len(batch.too_long),
             metrics=metrics,
+            account=account,
         )
 
     def _control(self, rows: Sequence[Row]) -> float | None:

@@ -9,21 +9,25 @@ trainer is told why when it asks for our health.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from afield.collect import GroupWish, read_group
 from afield.errors import Fruitless, Unavailable, first_cause
+from afield.exclusions import UntrainedReason
 from afield.integrations.trl.crew import Crew, Opened
 from afield.integrations.trl.pace import Pace
 from afield.integrations.trl.rows import Lengths, Recipe, rows
 from afield.learn import usual_failure
-from afield.types import Finished, Group
+from afield.token_account import ExclusionWatch, TokenAccount, of_finished, word
+from afield.types import Group
 
+log = logging.getLogger("afield.trl")
 POLL_S = 0.05
 RECENT = 16  # groups whose size is taken to be the next ones'
 PATIENCE = 3  # steps' worth of groups without a single reward before it is given up
@@ -57,6 +61,7 @@ class RolloutWorker:
         self._ready: dict[int, Ready] = {}
         self._wishes: dict[int, GroupWish] = {}
         self._barren = 0
+        self._excluded = ExclusionWatch()
         self._ending = False
 
     # --- what TRL calls --------------------------------------------------------------------------
@@ -182,7 +187,7 @@ class RolloutWorker:
                 "rollout/turns_per_rollout": (sum(len(f.turns) for f in group.finished), count),
                 "rollout/rows_per_rollout": (len(given), max(len(rewards), 1)),
                 "rollout/attempts_per_rollout": (sum(f.attempts for f in group.finished), count),
-                "rollout/excluded_tokens_total": float(_excluded(group.finished)),
+                **self._tokens(group, given, dropped),
                 "rollout/unused_turn_rewards_total": float(
                     sum(len(f.outcome.turn_rewards) for f in group.finished)
                 ),
@@ -192,6 +197,21 @@ class RolloutWorker:
         if self._barren >= PATIENCE * max(1, self._pace.step // self._expected):
             often = usual_failure(group.finished)
             raise Fruitless(f"{self._barren} groups without a single reward; most often: {often}")
+
+    def _tokens(self, group: Group, given: Sequence[Any], dropped: str | None) -> dict[str, Any]:
+        """What became of a group's sampled tokens, by reason."""
+        account = token_account(group, given, dropped)
+        if warning := self._excluded.add(account):
+            log.warning("%s", warning)
+        sampled, excluded = account.sampled, sum(account.excluded.values())
+        return {
+            "rollout/sampled_tokens_total": float(sampled),
+            "rollout/trained_tokens_total": float(account.trained),
+            "rollout/excluded_tokens_total": float(excluded),
+            "rollout/excluded_share": (excluded, max(sampled, 1)),
+            **{f"rollout/excluded_tokens/{word(r)}_total": float(n) for r, n in account.excluded.items()},
+            **{f"rollout/untrained_tokens/{word(r)}_total": float(n) for r, n in account.untrained.items()},
+        }
 
     async def _end(self, made: Opened) -> None:
         """Sessions are ended wherever they run, within the time that takes at most."""
@@ -203,5 +223,12 @@ class RolloutWorker:
             await asyncio.wait(ending, timeout=made.plan.deadlines.teardown_s)
 
 
-def _excluded(finished: Sequence[Finished]) -> int:
-    return sum(exclusion.tokens for f in finished for exclusion in f.excluded)
+def token_account(group: Group, given: Sequence[Any], dropped: str | None) -> TokenAccount:
+    """Trained are rows with an advantage; what else has a reward has none, or was dropped with its group."""
+    account = of_finished(group.finished)
+    if dropped is not None:
+        return account.idle(UntrainedReason.DROPPED_GROUP)
+    trained = sum(int(row.completion_mask.sum()) for row in given if row.advantage)
+    untrained = Counter(account.untrained)
+    untrained[UntrainedReason.NO_ADVANTAGE] += account.trained - trained
+    return TokenAccount(trained=trained, excluded=account.excluded, untrained=+untrained)

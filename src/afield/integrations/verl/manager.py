@@ -25,6 +25,7 @@ from afield.errors import Fruitless, Unavailable, UsageError
 from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.spool import Spool
+from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import Rollout, Sampling, Split
 
 if TYPE_CHECKING:
@@ -70,9 +71,11 @@ class Tally:
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
         self.counts: Counter[str] = Counter()
+        self.tokens = TokenAccount()
 
-    def add(self, judged: rows.Judged) -> bool:
+    def add(self, judged: rows.Judged, tokens: TokenAccount) -> bool:
         """True with the last group of it."""
+        self.tokens += tokens
         self.counts["groups"] += 1
         self.counts["dropped"] += judged.dropped is not None
         self.counts["sessions"] += len(judged.sessions)
@@ -82,7 +85,22 @@ class Tally:
 
     def __str__(self) -> str:
         told = ", ".join(f"{count} {name}" for name, count in self.counts.items() if count)
-        return f"step {self.asked.step} ({self.asked.split}): {told}"
+        excluded = f" ({listed(self.tokens.excluded)})" if self.tokens.excluded else ""
+        share = f"{self.tokens.sampled} tokens, {self.tokens.excluded_share:.1%} excluded{excluded}"
+        return f"step {self.asked.step} ({self.asked.split}): {told}; {share}"
+
+    def line(self) -> dict[str, Any]:
+        """As it is written to metrics.jsonl of the run's folder."""
+        return {
+            "step": self.asked.step,
+            "split": str(self.asked.split),
+            **{name: self.counts[name] for name in ("groups", "dropped", "sessions", "rows")},
+            "sampled_tokens": self.tokens.sampled,
+            "trained_tokens": self.tokens.trained,
+            "excluded_tokens": dict(self.tokens.excluded),
+            "excluded_share": round(self.tokens.excluded_share, 6),
+            "untrained_tokens": dict(self.tokens.untrained),
+        }
 
 
 class Group:
@@ -131,6 +149,7 @@ class Manager:
         self._open: dict[str, str] = {}  # uids veRL waits for, and their partition
         self._broken: BaseException | None = None
         self._fruitless = 0
+        self._excluded = ExclusionWatch()
         self._version = 0
         self._baselines = baselines.Baselines()
 
@@ -246,7 +265,7 @@ class Manager:
             for one in judged.sessions
             for entry in rows.entries(group.prompt, one, weighted=self._given.weighted)
         ]
-        self._account(group, judged)
+        self._account(group, judged, rows.token_account(finished, judged))
         if entries:
             self._queue.put(entries, str(asked.split))
         self._queue.mark(group.uid, str(asked.split), "failure" if judged.dropped else "finished")
@@ -267,15 +286,18 @@ class Manager:
         self._baselines.put(group.uid, reward)
         return judged
 
-    def _account(self, group: Group, judged: rows.Judged) -> None:
+    def _account(self, group: Group, judged: rows.Judged, tokens: TokenAccount) -> None:
         asked = group.tally.asked
+        if asked.split is Split.TRAIN and (warning := self._excluded.add(tokens)):
+            log.warning("%s", warning)
         for rollout_id, why in judged.left_out.items():
             log.warning("rollout %s is left out: %s", rollout_id, why)
         if judged.dropped:
             replaced = "another takes its place" if self._given.trainer.refills else "its step has fewer rows"
             log.warning("group %s is dropped: %s (%s)", group.uid, judged.dropped, replaced)
-        if group.tally.add(judged):
+        if group.tally.add(judged, tokens):
             log.info("%s", group.tally)
+            self._client.rundir.append_metrics(group.tally.line())
             if asked.split is Split.VAL and not group.tally.counts["rows"]:
                 raise Fruitless(f"a validation of {asked.groups} tasks without any result: {judged.dropped}")
         if asked.split is Split.TRAIN:

@@ -9,6 +9,7 @@ masks and log-probabilities that do not line up are refused, naming rollout and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,8 @@ from msgspec import Struct, structs
 from afield.batches.groups import from_groups
 from afield.batches.sample import Sample
 from afield.errors import UsageError
+from afield.exclusions import UntrainedReason
+from afield.token_account import TokenAccount, of_finished, word
 from afield.types import FailureKind, Finished, Group, Turn
 
 if TYPE_CHECKING:
@@ -75,6 +78,17 @@ def judge(
     told = f"{len(sessions)} of {len(finished)} rollouts can be trained, {quorum} are needed"
     why = f"; {next(iter(left_out.values()))}" if left_out else ""
     return Judged(sessions=(), left_out=left_out, dropped=told + why)
+
+
+def token_account(finished: Sequence[Finished], judged: Judged) -> TokenAccount:
+    """What became of a group's sampled tokens; veRL alone knows which of its rows have an advantage."""
+    account = of_finished(finished)
+    if judged.dropped:
+        return account.idle(UntrainedReason.DROPPED_GROUP)
+    trained = sum(sum(row.response_mask) for one in judged.sessions for row in one.rows)
+    untrained = Counter(account.untrained)
+    untrained[UntrainedReason.OTHER_BRANCH] += account.trained - trained
+    return TokenAccount(trained=trained, excluded=account.excluded, untrained=+untrained)
 
 
 def session(
@@ -141,6 +155,10 @@ def _info(finished: Finished) -> dict[str, float]:
     given = {**outcome.metrics, **outcome.rewards, "policy_failure": float(failed)}
     given["attempts"] = float(finished.attempts)
     given["rows"] = float(len(finished.trajectories))
+    tokens = of_finished([finished])
+    given["sampled_tokens"] = float(tokens.sampled)
+    given["excluded_tokens"] = float(sum(tokens.excluded.values()))
+    given |= {f"excluded_tokens.{word(reason)}": float(n) for reason, n in tokens.excluded.items()}
     return {f"{name}_of_agent" if name == TAKEN else name: value for name, value in given.items()}
 
 
