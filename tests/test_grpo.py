@@ -524,6 +524,7 @@ def test_the_page_on_training_lists_what_a_step_tells_and_the_usual_clips(model_
     told = {name for row in rows_of("What a step tells") for name in re.findall(r"`([a-z_]+)", row[0])}
     report = GRPO(model_path, lr=1e-3, kl=0.1, device="cpu").step([group_of([1.0, 0.0], tier="T2")])
     now_and_then = {"excluded_tokens", "untrained_tokens", "weighed_reward", "skipped_updates"}
+    now_and_then |= {"unused_turn_rewards"}
     # Once weights were published for an engine.
     now_and_then |= {"logprob_diff_control", "logprob_diff_times_control"}
     now_and_then |= {"update_kept", "update_norm", "rounding_noise_norm"}

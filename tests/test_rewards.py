@@ -16,7 +16,9 @@ from msgspec import structs
 
 import afield
 from afield.batches.groups import from_groups, to_groups
-from afield.batches.rewards import turn_returns, turn_rewards, weighed
+from afield.batches.jsonl import read_jsonl, write_jsonl
+from afield.batches.parquet import read_parquet, write_parquet
+from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, usable, weighed
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
 from afield.gateway.outcomes import Limits
@@ -161,6 +163,83 @@ def test_returns_survive_a_batch_in_any_form(made: list[Group], form, discount: 
     before = turn_returns(bare, outcome="last", discount=discount)
     again = to_groups(from_groups(bare, form))
     assert turn_returns(again, outcome="last", discount=discount) == before
+
+
+# --- rewards with a name and a turn --------------------------------------------------------------
+
+BOTH = {"format": {"t1": 1.0, "2": 0.5}, "style": {"chatcmpl-g-1.1-t2": 4.0}}
+
+
+def test_rewards_with_a_name_and_a_turn_count_by_their_weights() -> None:
+    finished = branching(
+        "g-1", 0.0, rewards={"format": 2.0}, turn_rewards={"t1": 0.25}, named_turn_rewards=BOTH
+    )
+    assert turn_rewards(finished) == {"t1": 0.25}
+    ((made,),) = (one.finished for one in weighed([group(finished)], {"format": 0.5, "style": 0.1}))
+    assert made.outcome.reward == 1.0
+    assert turn_rewards(made) == {"t1": 0.75, "t2": pytest.approx(0.4), "t3": 0.25}
+    returns = turn_returns([group(made)], outcome="last")["g-1"]
+    assert returns == pytest.approx({"t1": 2.4, "t2": 1.65, "t3": 1.25})
+    assert made.outcome.named_turn_rewards == BOTH
+
+
+def test_a_named_reward_of_turns_needs_a_weight_like_any_other() -> None:
+    finished = branching("g-1", 0.0, named_turn_rewards=BOTH)
+    with pytest.raises(UsageError, match="rollout g-1: reward 'style' has no weight"):
+        weighed([group(finished)], {"format": 1.0})
+    with pytest.raises(UsageError, match="has no reward named 'answer'; it has: format, style"):
+        weighed([group(finished)], {"format": 1.0, "style": 1.0, "answer": 1.0})
+    stray = branching("g-1", 0.0, named_turn_rewards={"format": {"t9": 1.0}})
+    refused = usable(stray)
+    assert refused.failure and "turn 't9'" in refused.failure.message
+    assert refused.named_turn_rewards == {}
+
+
+@pytest.mark.parametrize("form", ["linear", "per_turn"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rewards_with_a_name_and_a_turn_are_exported_and_read_back(tmp_path: Path, form, kind: str) -> None:
+    finished = branching("g-1", 0.5, named_turn_rewards=BOTH)
+    batch = from_groups([group(finished)], form)
+    write, read = {"jsonl": (write_jsonl, read_jsonl), "parquet": (write_parquet, read_parquet)}[kind]
+    write(tmp_path / f"rows.{kind}", batch)
+    (record,) = read(tmp_path / f"rows.{kind}").rollouts
+    assert record.outcome.named_turn_rewards == {"format": {"t1": 1.0, "t3": 0.5}, "style": {"t2": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("credit", "weights", "unused"),
+    [("outcome", {"format": 1.0}, 4), ("turns", {"format": 1.0}, 0), ("turns", {}, 3)],
+)
+def test_rewards_of_turns_that_are_not_learned_from_are_counted(credit, weights, unused: int) -> None:
+    made = [group(branching("g-1", 0.0, turn_rewards={"t1": 1.0}, named_turn_rewards=BOTH))]
+    assert unused_turn_rewards(made, credit=credit, weights=weights) == unused
+
+
+async def test_an_agent_returns_rewards_with_a_name_and_a_turn() -> None:
+    @afield.agent
+    def agent(task: dict) -> dict:
+        return {"reward": 1.0, "named_turn_rewards": {"format": [0.5, 1], "style": {"t2": 2}}}
+
+    record = await run_inline(agent)
+    assert record.outcome.named_turn_rewards == {"format": {"0": 0.5, "1": 1.0}, "style": {"t2": 2.0}}
+    assert record.extra == {}
+
+
+async def test_rewards_with_a_name_and_a_turn_come_by_reward_and_by_outcome(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda _: said("Yes."))
+    async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet) as up:
+        key = (await up.client.open(SPEC)).api_key
+        asked = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+        await up.ask("POST", "/s/r.1/v1/chat/completions", asked, key)
+        sent = {"reward": 0.5, "turn": "t1", "name": "format"}
+        assert (await up.ask("POST", "/s/r.1/reward", sent, key))[0] == 200
+        assert (await up.ask("POST", "/s/r.1/reward", {**sent, "reward": 0.6}, key))[0] == 409
+        body = {"reward": 1.0, "named_turn_rewards": {"style": {"0": 0.25}, "format": {"t1": 0.5}}}
+        status, state = await up.ask("POST", "/s/r.1/outcome", body, key)
+        assert status == 200 and sent in state["rewards"]
+        found = await outlet.decision(WAITING)
+        assert isinstance(found, OutcomeRecord)
+        assert found.outcome.named_turn_rewards == {"format": {"t1": 0.5}, "style": {"0": 0.25}}
 
 
 # --- from an agent -------------------------------------------------------------------------------

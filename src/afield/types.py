@@ -206,6 +206,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     turn_rewards: dict[str, float] = field(default_factory=dict)
+    named_turn_rewards: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Rewards with a name and a turn: by name, then by turn as in `turn_rewards`."""
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Failure | None = None
     stop_reason: str = ""
@@ -213,7 +215,12 @@ class Outcome(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         Attempt(self.rollout_id, self.attempt)
         of_turns = ((f"reward of turn {turn}", value) for turn, value in self.turn_rewards.items())
-        named = (*self.rewards.items(), *self.metrics.items(), *of_turns)
+        of_both = (
+            (f"reward {name} of turn {turn}", value)
+            for name, turns in self.named_turn_rewards.items()
+            for turn, value in turns.items()
+        )
+        named = (*self.rewards.items(), *self.metrics.items(), *of_turns, *of_both)
         for name, value in (("reward", self.reward), *named):
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name} {value} of {self.session_id} is not a finite number")

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from afield import assembly
 from afield.batches.recorded import line_up
-from afield.batches.rewards import turn_rewards
+from afield.batches.rewards import by_trained_turn
 from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
 from afield.forest import Forest
@@ -43,8 +43,13 @@ def from_groups(groups: Iterable[Group], form: Form = "linear", *, floor: float 
 def record_of(finished: Finished, group: Group, floor: float = 0.0) -> Record:
     outcome, baseline = finished.outcome, finished is group.baseline
     score = outcome.reward_or_floor(floor)
-    if outcome.turn_rewards and score is not None and not baseline:
-        outcome = structs.replace(outcome, turn_rewards=turn_rewards(finished))
+    if score is not None and not baseline:
+        named = outcome.named_turn_rewards.items()
+        outcome = structs.replace(
+            outcome,
+            turn_rewards=by_trained_turn(finished, outcome.turn_rewards),
+            named_turn_rewards={name: by_trained_turn(finished, given) for name, given in named},
+        )
     return Record(
         rollout=finished.rollout,
         outcome=outcome,

@@ -21,7 +21,8 @@ from afield.types import Failure, FailureKind, Finished, Group, Outcome, Reason,
 
 
 def weighed(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group]:
-    """The same groups, each outcome's reward being its named rewards by these weights.
+    """The same groups, each outcome's reward being its named rewards by these weights; and the reward of each
+    turn the one without a name and its named ones by the same weights.
 
     Outcomes that carry none stay as they are: failures, which have a type or the floor in its place.
     """
@@ -41,17 +42,20 @@ def weighed(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group
 
 def _weighed(finished: Finished, weights: Mapping[str, float]) -> Finished:
     outcome = finished.outcome
-    if outcome.reward is None:
-        return finished
-    return structs.replace(finished, outcome=structs.replace(outcome, reward=weighted_sum(outcome, weights)))
+    reward = None if outcome.reward is None else weighted_sum(outcome, weights)
+    by_turn = outcome.turn_rewards
+    if outcome.named_turn_rewards and outcome.reward_or_floor(0.0) is not None:
+        by_turn = turn_rewards(finished, weights)
+    return structs.replace(finished, outcome=structs.replace(outcome, reward=reward, turn_rewards=by_turn))
 
 
 def weighted_sum(outcome: Outcome, weights: Mapping[str, float]) -> float:
     where = f"rollout {outcome.rollout_id}"
-    if missing := sorted(weights.keys() - outcome.rewards.keys()):
-        there = ", ".join(sorted(outcome.rewards)) or "none"
+    named = outcome.rewards.keys() | outcome.named_turn_rewards.keys()
+    if missing := sorted(weights.keys() - named):
+        there = ", ".join(sorted(named)) or "none"
         raise UsageError(f"{where} has no reward named {missing[0]!r}; it has: {there}")
-    if unknown := sorted(outcome.rewards.keys() - weights.keys()):
+    if unknown := sorted(named - weights.keys()):
         raise UsageError(f"{where}: reward {unknown[0]!r} has no weight; give it one, 0 to leave it out")
     return math.fsum(weights[name] * value for name, value in outcome.rewards.items())
 
@@ -107,16 +111,28 @@ def trained_turns(finished: Finished) -> list[str]:
     return sorted(owned, key=order.__getitem__)
 
 
-def turn_rewards(finished: Finished) -> dict[str, float]:
-    """By the id of a trained turn, however the outcome names it.
+def turn_rewards(finished: Finished, weights: Mapping[str, float] | None = None) -> dict[str, float]:
+    """By the id of a trained turn, however the outcome names it: the reward without a name and, with
+    `weights`, the named ones by their weights.
 
     What a turn got that is not trained counts for the trained one before it, and for none if there is none.
     """
+    rewards = by_trained_turn(finished, finished.outcome.turn_rewards)
+    for name, given in finished.outcome.named_turn_rewards.items() if weights is not None else ():
+        for turn_id, value in by_trained_turn(finished, given).items():
+            rewards[turn_id] = rewards.get(turn_id, 0.0) + (weights or {})[name] * value
+    return rewards
+
+
+def by_trained_turn(finished: Finished, given: Mapping[str, float]) -> dict[str, float]:
+    """Rewards by the ids of trained turns."""
+    if not given:
+        return {}
     trained = trained_turns(finished)
     known = [turn.id for turn in finished.turns] or trained
     answered = [turn.id for turn in finished.turns if turn.status is TurnStatus.COMMITTED] or trained
     named: dict[str, float] = {}
-    for name, value in finished.outcome.turn_rewards.items():
+    for name, value in given.items():
         turn_id = turn_named(name, known, answered)
         where = f"rollout {finished.rollout.id}, turn {name!r}"
         if turn_id is None:
@@ -131,6 +147,18 @@ def turn_rewards(finished: Finished) -> dict[str, float]:
         if turn_id in named and before is not None:
             rewards[before] = rewards.get(before, 0.0) + named[turn_id]
     return rewards
+
+
+def unused_turn_rewards(
+    groups: Iterable[Group], *, credit: Literal["outcome", "turns"], weights: Mapping[str, float]
+) -> int:
+    """How many rewards of turns training does not look at: all of them where it credits whole rollouts, those
+    with a name where nothing weighs them."""
+    outcomes = [finished.outcome for group in groups for finished in group.finished]
+    named = sum(len(turns) for one in outcomes for turns in one.named_turn_rewards.values())
+    if credit == "outcome":
+        return named + sum(len(one.turn_rewards) for one in outcomes)
+    return 0 if weights else named
 
 
 # --- before it is too late -----------------------------------------------------------------------
@@ -148,21 +176,27 @@ def usable(finished: Finished, names: Iterable[str] = (), max_reward: float = ma
         return outcome
     try:
         _check_size(outcome, max_reward)
-        if outcome.turn_rewards:
-            turn_rewards(finished)
+        for given in (outcome.turn_rewards, *outcome.named_turn_rewards.values()):
+            by_trained_turn(finished, given)
         if outcome.reward is not None and (weights := dict.fromkeys(names, 1.0)):
             weighted_sum(outcome, weights)
     except UsageError as error:
         wrong = Failure(FailureKind.VERIFIER, Reason.REWARD, str(error))
         failure = outcome.failure or wrong
-        return structs.replace(outcome, reward=None, rewards={}, turn_rewards={}, failure=failure)
+        nothing = {"reward": None, "rewards": {}, "turn_rewards": {}, "named_turn_rewards": {}}
+        return structs.replace(outcome, failure=failure, **nothing)
     return outcome
 
 
 def _check_size(outcome: Outcome, max_reward: float) -> None:
     of_turns = ((f"reward of turn {turn}", value) for turn, value in outcome.turn_rewards.items())
     named = ((f"reward {name!r}", value) for name, value in outcome.rewards.items())
-    for name, value in (("reward", outcome.reward or 0.0), *named, *of_turns):
+    of_both = (
+        (f"reward {name!r} of turn {turn}", value)
+        for name, turns in outcome.named_turn_rewards.items()
+        for turn, value in turns.items()
+    )
+    for name, value in (("reward", outcome.reward or 0.0), *named, *of_turns, *of_both):
         if abs(value) > max_reward:
             raise UsageError(
                 f"{name} {value:g} of {outcome.session_id} is beyond max_reward = {max_reward:g};"

@@ -161,7 +161,8 @@ def check_logprobs(logprobs: Iterable[float], where: str) -> None:
 
 class Record(Struct, frozen=True, kw_only=True):
     """A rollout and what came of it, trained or not. `score` is what trains; None leaves it out.
-    Of one that trains, the outcome's `turn_rewards` are by trained turns and their ids.
+    Of one that trains, the outcome's `turn_rewards` and `named_turn_rewards` are by trained turns and their
+    ids.
     """
 
     rollout: Rollout
@@ -287,7 +288,9 @@ def in_order(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 
 
 def check_rewards(record: Record, owned: set[str]) -> None:
-    if stray := sorted(record.outcome.turn_rewards.keys() - owned) if record.trains else []:
+    outcome = record.outcome
+    rewarded = set(outcome.turn_rewards).union(*outcome.named_turn_rewards.values())
+    if stray := sorted(rewarded - owned) if record.trains else []:
         where = f"rollout {record.rollout.id}, turn {stray[0]}"
         raise ValueError(f"{where}: it has a reward, and no row owns it")
 

@@ -56,6 +56,8 @@ class OutcomeBody(Struct):
     reward: Any = None
     rewards: dict[str, float] = {}
     turn_rewards: dict[str, float] = {}
+    named_turn_rewards: dict[str, dict[str, float]] = {}
+    """Rewards with a name and a turn: by name, then by turn."""
     metrics: dict[str, float] = {}
     status: str = ""
     stop_reason: str = ""
@@ -73,6 +75,7 @@ class Statement(Struct, frozen=True, kw_only=True):
     reward: Any
     rewards: dict[str, float]
     turn_rewards: dict[str, float]
+    named_turn_rewards: dict[str, dict[str, float]]
     metrics: dict[str, float]
     stop_reason: str
     failure: Failure | None = None
@@ -83,12 +86,18 @@ class Statement(Struct, frozen=True, kw_only=True):
     def entries(self) -> list[dict[str, Any]]:
         named = [{"reward": value, "name": name} for name, value in self.rewards.items()]
         of_turns = [{"reward": value, "turn": turn} for turn, value in self.turn_rewards.items()]
-        return named + of_turns + ([{"reward": self.reward}] if self.reward is not None else [])
+        of_both = [
+            {"reward": value, "name": name, "turn": turn}
+            for name, turns in self.named_turn_rewards.items()
+            for turn, value in turns.items()
+        ]
+        return named + of_turns + of_both + ([{"reward": self.reward}] if self.reward is not None else [])
 
     @property
     def given(self) -> Any:
         """A reward that is in it, in whatever way; None if it gives none."""
-        return self.reward if self.reward is not None else self.rewards or self.turn_rewards or None
+        several = self.rewards or self.turn_rewards or self.named_turn_rewards
+        return self.reward if self.reward is not None else several or None
 
 
 def read(body: bytes, row: SessionRow, *, verdict: bool) -> Statement:
@@ -123,6 +132,7 @@ def _short(asked: OutcomeBody, said: bytes) -> Statement:
         reward=asked.reward,
         rewards=asked.rewards,
         turn_rewards=asked.turn_rewards,
+        named_turn_rewards=asked.named_turn_rewards,
         metrics=asked.metrics,
         stop_reason=asked.stop_reason or asked.status,
         artifacts=asked.artifacts,
@@ -136,6 +146,7 @@ def _whole(record: OutcomeRecord, said: bytes) -> Statement:
         reward=outcome.reward,
         rewards=outcome.rewards,
         turn_rewards=outcome.turn_rewards,
+        named_turn_rewards=outcome.named_turn_rewards,
         metrics=outcome.metrics,
         stop_reason=outcome.stop_reason,
         failure=outcome.failure,
@@ -324,6 +335,7 @@ def record_of(row: SessionRow) -> OutcomeRecord:
         reward=None if failure and failure.kind is not FailureKind.POLICY else reward,
         rewards={e["name"]: e["reward"] for e in row.rewards if "name" in e and "turn" not in e},
         turn_rewards={e["turn"]: e["reward"] for e in row.rewards if "turn" in e and "name" not in e},
+        named_turn_rewards=_of_both(row),
         metrics=metrics,
         failure=failure,
         stop_reason=next((s.stop_reason for s in statements if s.stop_reason), ""),
@@ -341,6 +353,15 @@ def record_of(row: SessionRow) -> OutcomeRecord:
         started=row.created,
         ended=row.settled,
     )
+
+
+def _of_both(row: SessionRow) -> dict[str, dict[str, float]]:
+    """Rewards with a name and a turn: by name, then by turn."""
+    named: dict[str, dict[str, float]] = {}
+    for entry in row.rewards:
+        if "name" in entry and "turn" in entry:
+            named.setdefault(entry["name"], {})[entry["turn"]] = entry["reward"]
+    return named
 
 
 def _main(row: SessionRow) -> float | None:

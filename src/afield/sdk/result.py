@@ -26,7 +26,7 @@ from afield.types import Reason
 Rewards = dict[str, float]
 Aggregate = str | Mapping[str, float] | Callable[[Rewards], float] | None
 
-KNOWN = ("reward", "rewards", "turn_rewards", "metrics", "stop_reason")
+KNOWN = ("reward", "rewards", "turn_rewards", "named_turn_rewards", "metrics", "stop_reason")
 TURN = re.compile(r"(?:.*[-_])?t\d+|\d+")
 
 NAMED: dict[str, Callable[[Rewards], float]] = {
@@ -41,6 +41,8 @@ class Result(Struct, frozen=True, kw_only=True):
     reward: float
     rewards: Rewards = field(default_factory=dict)
     turn_rewards: Rewards = field(default_factory=dict)
+    named_turn_rewards: dict[str, Rewards] = field(default_factory=dict)
+    """Rewards with a name and a turn: by name, then by turn."""
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +65,7 @@ def read_result(value: object, aggregate: Aggregate = None) -> Result:
         reward=reward,
         rewards=rewards,
         turn_rewards=_read_turn_rewards(value.get("turn_rewards")),
+        named_turn_rewards=_read_named_turn_rewards(value.get("named_turn_rewards")),
         metrics=_read_metrics(value.get("metrics")),
         stop_reason=clean(str(value.get("stop_reason") or "")),
         extra=_read_extra({k: v for k, v in value.items() if k not in KNOWN}),
@@ -147,18 +150,29 @@ def _weighted(rewards: Rewards, weights: Mapping[str, float]) -> float:
     return sum(weights[name] * value for name, value in rewards.items())
 
 
-def _read_turn_rewards(value: object) -> Rewards:
+def _read_named_turn_rewards(value: object) -> dict[str, Rewards]:
+    """By name, and then by turn."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise VerifierFailure(
+            f"'named_turn_rewards' is {shown(value)}, not an object: give each name its rewards by turn",
+            Reason.REWARD,
+        )
+    named = ((clean(str(name)), item) for name, item in value.items())
+    return {name: _read_turn_rewards(item, f"named_turn_rewards of {name!r}") for name, item in named}
+
+
+def _read_turn_rewards(value: object, what: str = "turn_rewards") -> Rewards:
     """By turn, as `Outcome.turn_rewards` has them; a list is one for each call, in their order."""
     if value is None:
         return {}
     if not isinstance(value, Mapping | list | tuple):
-        raise VerifierFailure(
-            f"'turn_rewards' is {shown(value)}, neither an object nor a list", Reason.REWARD
-        )
+        raise VerifierFailure(f"{what!r} is {shown(value)}, neither an object nor a list", Reason.REWARD)
     read = read_rewards(value)
     if stray := [name for name in read if not TURN.fullmatch(name)]:
         raise VerifierFailure(
-            f"'turn_rewards' names {stray[0]!r}, which is no turn: give the id of the model's response to it"
+            f"{what!r} names {stray[0]!r}, which is no turn: give the id of the model's response to it"
             " (such as chatcmpl-...-t3), or the number of the call, counted from 0",
             Reason.REWARD,
         )

@@ -221,6 +221,7 @@ class Runner:
             reward=result.reward,
             rewards=result.rewards,
             turn_rewards=result.turn_rewards,
+            named_turn_rewards=result.named_turn_rewards,
             metrics=result.metrics,
             stop_reason=result.stop_reason,
         )

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from afield.advantage import How, advantages, rewards_of
-from afield.batches.rewards import turn_returns, weighed
+from afield.batches.rewards import turn_returns, unused_turn_rewards, weighed
 from afield.errors import Unavailable, UsageError
 from afield.options import LoraOptions, Thinking
 from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
@@ -211,6 +211,7 @@ class GRPO:
             "tokens": float(batch.tokens),
             **account.metrics(),
             **self._weighed_reward(groups),
+            **self._unused_rewards(groups),
         }
         self.steps += 1
         return StepReport(
@@ -266,6 +267,10 @@ class GRPO:
         parts = [rewards_of(group, self.floor) for group in weighed(groups, self.rewards)]
         values = [value for part in parts for value in part.values()]
         return {"weighed_reward": sum(values) / len(values)} if values else {}
+
+    def _unused_rewards(self, groups: Sequence[Group]) -> dict[str, float]:
+        unused = unused_turn_rewards(groups, credit=self.credit, weights=self.rewards)
+        return {"unused_turn_rewards": float(unused)} if unused else {}
 
     def _minibatches(self, rollout_ids: Sequence[str]) -> Iterator[frozenset[str]]:
         """Every rollout once per epoch, in random parts of like size."""

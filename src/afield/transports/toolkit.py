@@ -61,6 +61,7 @@ def _outcome(result: dict[str, Any], attempt: Attempt) -> tuple[Outcome, dict[st
         reward=read.reward,
         rewards=read.rewards,
         turn_rewards=read.turn_rewards,
+        named_turn_rewards=read.named_turn_rewards,
         metrics=read.metrics,
         stop_reason=read.stop_reason,
     )

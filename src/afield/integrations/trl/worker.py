@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from afield.batches.rewards import unused_turn_rewards
 from afield.collect import GroupWish, read_group
 from afield.errors import Fruitless, Unavailable, first_cause
 from afield.exclusions import UntrainedReason
@@ -189,7 +190,7 @@ class RolloutWorker:
                 "rollout/attempts_per_rollout": (sum(f.attempts for f in group.finished), count),
                 **self._tokens(group, given, dropped),
                 "rollout/unused_turn_rewards_total": float(
-                    sum(len(f.outcome.turn_rewards) for f in group.finished)
+                    unused_turn_rewards([group], credit="outcome", weights={})
                 ),
             }
         )
