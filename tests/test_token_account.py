@@ -105,9 +105,7 @@ EXCLUDING = structs.replace(
 
 
 def test_the_line_of_a_step_has_excluded_tokens_by_reason_and_their_share() -> None:
-    assert "tokens 100  excluded 20 (20.0%: side:opencode/title 20)  untrained no_advantage 10" in describe(
-        EXCLUDING, 3
-    )
+    assert "tokens 100  excluded 20 (20.0%: side:opencode/title 20)  collect" in describe(EXCLUDING, 3)
     assert "tokens 80  excluded 0  collect" in describe(LINE, 3)
 
 

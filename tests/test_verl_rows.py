@@ -138,6 +138,8 @@ def test_names_of_the_agent_reach_veRL_and_none_collides_with_its_own() -> None:
         "policy_failure": 0.0,
         "attempts": 1.0,
         "rows": 2.0,
+        "sampled_tokens": 5.0,
+        "excluded_tokens": 0.0,
     }
 
 

@@ -198,11 +198,10 @@ def describe(line: StepLine, steps: int) -> str:
     failed += f"  policy failures {trained}" if trained else ""
     failed += f"  too long to train {line.too_long}" if line.too_long else ""
     excluded = f" ({line.excluded_share:.1%}: {listed(line.excluded_tokens)})" if line.excluded_tokens else ""
-    idle = f"  untrained {listed(line.untrained_tokens)}" if line.untrained_tokens else ""
     return (
         f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
-        f"  tokens {line.sampled_tokens}  excluded {sum(line.excluded_tokens.values())}{excluded}{idle}"
+        f"  tokens {line.sampled_tokens}  excluded {sum(line.excluded_tokens.values())}{excluded}"
         f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
     )
 

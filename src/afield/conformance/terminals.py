@@ -186,7 +186,7 @@ def _opencode_scenario() -> Scenario:
         "You are a context summarization agent": _so_far,
     }
     # The title, before the compaction, the sub-agent, the summary, and after it.
-    excluded = {"side:title": ("You are a title generator",)}
+    excluded = {"side:opencode/title": ("You are a title generator",)}
     return steps(_opencode_bash, instead=instead, asides=asides, branches=5, excluded=excluded)
 
 
