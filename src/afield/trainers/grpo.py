@@ -162,7 +162,7 @@ class GRPO:
         divided = advantage != "grpo" or (scale and loss != "dr_grpo")
         self.how: How = advantage if divided else "dr_grpo"
         self.rewards = dict(rewards or {})
-        self.credit = credit
+        self.credit: Literal["outcome", "turns"] = credit
         self.discount = discount
         self.max_logprob_diff = max_logprob_diff
         self.thinking: Thinking = thinking
