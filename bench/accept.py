@@ -220,11 +220,28 @@ def afield_of(place: str) -> list[str]:
     return [str(ray_python()), "-m", "afield"]
 
 
+def security(bars: Bars, cwd: Path) -> dict[str, Any]:
+    """Who gets in: agents, another user, clients with and without a key."""
+    told = last_line([sys.executable, "bench/attacks.py", "--json"], ROOT)
+    bars.check("attacks tried", told["tried"], told["tried"] >= 60, ">= 60")
+    bars.check("attacks that broke something", told["broke"], not told["broke"], "none")
+    for name, file in (
+        ("what a sandboxed agent sees", "tests/test_agent_view.py"),
+        ("files of a second user's", "tests/test_private_files.py"),
+        ("workers and a second user", "tests/test_signed_invocations.py"),
+        ("keys in /proc", "tests/test_process_secrets.py"),
+        ("warm parents", "tests/test_cells_learning.py"),
+    ):
+        passes(bars, name, file)
+    return {"attacks": told}
+
+
 PARTS: dict[str, Callable[[Bars, Path], dict[str, Any]]] = {
     "loop": loop,
     "gateway": gateway,
     "collect": collection,
     "runtimes": runtimes,
+    "security": security,
     "crowd": crowd,
     "trainers": trainers.trainers,
     "gpu": trainers.gpu,

@@ -534,3 +534,23 @@ async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_
     ):
         note = await conductor.run(rollout())
     assert (note.outcome.reward, note.attempts) == (1.0, attempts)
+
+
+@pytest.mark.parametrize("no_turns", ["refuse", "flag"])
+async def test_a_reward_without_a_model_call_is_refused_or_told(
+    no_turns: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def idle(task: dict) -> float:
+        return 1.0
+
+    async with (
+        bench(tmp_path, idle) as b,
+        b.conducting(retries={}, no_turns=no_turns) as (_, conductor),
+    ):
+        outcome = (await conductor.start(rollout())).outcome
+    if no_turns == "flag":
+        assert outcome.reward == 1.0
+        assert any("made no model call" in line for line in caplog.messages)
+    else:
+        assert outcome.reward is None and outcome.failure
+        assert "made no model call" in outcome.failure.message

@@ -38,6 +38,7 @@ from afield.options import (
     SandboxOptions,
 )
 from afield.plan import DEFAULT_RETRIES, Plan
+from afield.sdk import serve
 from afield.seams import SessionSpec, SessionState
 from afield.tokens.chat import THINKING
 from afield.tokens.escape import POLICIES
@@ -195,6 +196,7 @@ def test_links_and_options_exist(page: Path) -> None:
             assert there.exists(), target
             assert not anchor or anchor in anchors(there), f"{page.name}: {target}#{anchor}"
     known = {option for command in commands().values() for option in command}
+    known |= {word for action in serve.parser()._actions for word in action.option_strings}
     prose = re.sub(r"`(pip|make|git) [^`]*`|^.*harbor.*$", "", text, flags=re.M)
     for option in set(re.findall(r"`[^`\n]*?(--[a-z][a-z-]+)", prose)):
         assert option in known, f"{page.name} names {option}, which no command has"

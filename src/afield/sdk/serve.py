@@ -32,24 +32,28 @@ from afield.sdk.signed_invocations import InvocationKey, in_container, key_for, 
 from afield.types import Failure, FailureKind, Reason
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m afield.sdk.serve")
-    parser.add_argument("target", help="path/to/file.py:name or package.module:name")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
-    parser.add_argument("--ready-fd", type=int, help="descriptor that gets the port once /ping works")
-    parser.add_argument("--key-file", type=Path, help="key that invocations are signed with (mode 0600)")
-    parser.add_argument("--key-fd", type=int, help="descriptor to read that key from")
-    parser.add_argument("--unsigned", action="store_true", help="take invocations that nobody signed")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m afield.sdk.serve")
+    made.add_argument("target", help="path/to/file.py:name or package.module:name")
+    made.add_argument("--host", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    made.add_argument("--ready-fd", type=int, help="descriptor that gets the port once /ping works")
+    made.add_argument("--key-file", type=Path, help="key that invocations are signed with (mode 0600)")
+    made.add_argument("--key-fd", type=int, help="descriptor to read that key from")
+    made.add_argument("--unsigned", action="store_true", help="take invocations that nobody signed")
+    made.add_argument(
         "--outcome-root",
         type=Path,
         action="append",
         default=[],
         help="directory below which file: outcomes may be written; may be repeated",
     )
-    parser.add_argument("--watch-stdin", action="store_true", help="end when stdin does")
-    options = parser.parse_args(argv)
+    made.add_argument("--watch-stdin", action="store_true", help="end when stdin does")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
     if options.watch_stdin:
         end_with_stdin()
     logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
