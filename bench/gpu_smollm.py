@@ -6,7 +6,7 @@ SmolLM2-135M-Instruct (or `--model`) behind `afield gateway` with the embedded e
 bfloat16 on a GPU, float32 on a CPU. Rollouts of three turns each, of a plain-text agent that looks things up
 in a shop; then a GRPO step, a publication, and the next rollouts with the new weights. Every step tells how
 far sampler and trainer are apart about the sampled tokens, and the control: how far the model's own
-arithmetic in that dtype is from float32 about the same tokens.
+arithmetic in that dtype is from float32 about the same tokens, with the published weights that sampled them.
 
 Progress goes to standard error; the last line is JSON. The exit status is 0 when sampler and trainer are at
 most 1.5 times the control apart in every step, or, in float32, 1e-4 at most about any token.
@@ -229,6 +229,11 @@ async def run(chosen: argparse.Namespace, scratch: Path) -> int:
     return 0 if met(found) else 1
 
 
+def control_of(published: Path, trainer: GRPO, groups: list[Group], dtype: str) -> float | None:
+    sampler = GRPO(published, lr=0.0, device=str(trainer.device))
+    return sampler.updates.control(trainer.batch(groups).rows, getattr(torch, dtype)) or None
+
+
 async def one_step(
     chosen: argparse.Namespace,
     step: int,
@@ -247,7 +252,7 @@ async def one_step(
         *(collector.group(f"s{step}g{n}", shop, chosen.group) for n, shop in enumerate(shops))
     )
     collected = time.monotonic()
-    trainer.control = None  # measured on the tokens of this step
+    trainer.control = await asyncio.to_thread(control_of, scratch / f"v{step - 1}", trainer, groups, dtype)
     report = await asyncio.to_thread(trainer.step, groups)
     trained = time.monotonic()
     directory = scratch / f"v{step}"

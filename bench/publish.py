@@ -8,7 +8,8 @@ are published in bfloat16, loaded by the engine, and new replies are sampled fro
 
 - `kept`: the share of the update along its own direction that the engine's weights have; 1.0 is ideal,
 - `logprob_diff`: how far sampler and trainer are apart about the sampled tokens, in the mean,
-- `control`: how far the model's own bfloat16 is from float32 about the same tokens.
+- `control`: how far the model's own bfloat16 is from float32 about the same tokens, with the published weights,
+  which bfloat16 holds exactly: casting the trained weights would put into the control what is to be measured.
 
 With `--vllm URL` (a running server of the checkpoint printed at the start) or `--vllm start` the same is done
 with vLLM. Engines serve in bfloat16 on a GPU; on a CPU in float32 copies of the published weights, which
@@ -233,12 +234,12 @@ def reached(served: Served, directory: Path, start: Path, trainer: GRPO) -> floa
     return total.kept or 0.0
 
 
-def compared(trainer: GRPO, replies: Sequence[Reply]) -> tuple[float, float]:
+def compared(trainer: GRPO, published: Path, replies: Sequence[Reply]) -> tuple[float, float]:
     """How far sampler and trainer are apart, and the control, both about these tokens."""
     rows = trainer.batch([group_of("measured", replies)]).rows
     audit = Audit()
     trainer.updates.score(rows, audit)
-    control = trainer.updates.control(rows, torch.bfloat16)
+    control = GRPO(published, lr=0.0, device=str(trainer.device)).updates.control(rows, torch.bfloat16)
     assert control is not None
     return audit.summary()["sampler_trainer_logprob_diff_mean"], control
 
@@ -296,7 +297,7 @@ class Bench:
                     replies += await sample(
                         served.engine, f"{name}-{step}-{rounding}-{n}", prompt, each, self.load.tokens
                     )
-                apart, control = await asyncio.to_thread(compared, trainer, replies)
+                apart, control = await asyncio.to_thread(compared, trainer, directory, replies)
                 self.note(served.name, name, step, rounding, kept, apart, control)
             shutil.rmtree(directory, ignore_errors=True)
 

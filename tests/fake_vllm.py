@@ -36,7 +36,9 @@ class FakeVllm:
         loras: int | None = None,
         device: str = "cuda",
         no_server_info: bool = False,
+        labels: bool = True,
     ) -> None:
+        self.labels = labels
         self.device, self.no_server_info = device, no_server_info
         self.loras, self.adapters = loras, dict[str, str]()
         self.transferring, self.received = "new", list[str]()
@@ -65,14 +67,16 @@ class FakeVllm:
             app.router.add_post("/inference/v1/generate", self.generate)
         app.router.add_post("/v1/completions", self.completions)
         if self.dev:
-            app.router.add_get("/weight_info", self.weight_info)
+            if self.labels:
+                app.router.add_get("/weight_info", self.weight_info)
+                app.router.add_post("/update_weight_version", self.manage)
             app.router.add_get("/is_paused", self.is_paused)
             app.router.add_get("/server_info", self.server_info)
             app.router.add_post("/abort_requests", self.abort)
             for path in ("init_weight_transfer_engine", "start_weight_update", "update_weights"):
                 app.router.add_post(f"/{path}", self.transfer)
             app.router.add_post("/finish_weight_update", self.transfer)
-            for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
+            for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache"):
                 app.router.add_post(f"/{path}", self.manage)
         if self.loras:
             app.router.add_post("/v1/load_lora_adapter", self.load_adapter)
@@ -317,7 +321,7 @@ class FakeVllm:
             "index": 0,
             "finish_reason": REASONS[last.finish],
             "token_ids": tokens,
-            "weight_versions": self.spans(seen) if last.finish else None,
+            "weight_versions": self.spans(seen) if last.finish and self.labels else None,
             "logprobs": {"content": entries},
         }
         expanded = seen[0].prompt_ids if body.get("return_token_ids") and chunks[0] is seen[0] else None

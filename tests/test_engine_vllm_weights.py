@@ -85,6 +85,25 @@ async def test_a_transfer_that_fails_leaves_the_server_paused_until_one_succeeds
             await asyncio.to_thread(VllmTransfer(engine.url).start_weight_update)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_does_not_name_its_weights_gets_them_and_calls_have_intervals(
+    weights: Path, stream: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), labels=False)
+    async with connected(fake) as engine:
+        info = await engine.info()
+        assert not info.exact_versions
+        assert any("does not name its weights" in note for note in info.notes)
+        call = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        await engine.load(1, str(weights))
+        assert (await engine.info()).version == 1
+        chunks = await call
+        assert (chunks[-1].low, chunks[-1].high) == (0, 1)
+        assert versions(await answer(engine, a_call())) == [1] * 12
+        with pytest.raises(Conflict, match="older"):
+            await engine.load(0, str(weights))
+
+
 # --- adapters ------------------------------------------------------------------------------------
 
 

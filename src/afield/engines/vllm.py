@@ -32,6 +32,10 @@ from afield.types import VersionSpan
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
 NO_SPANS = "weight versions are intervals; start vLLM with --enable-scale-out to have them per token"
+NO_LABELS = (
+    "the server does not name its weights (older vLLM, such as 0.26): versions are those loaded from"
+    " here, calls that meet an update have an interval, and a server that was started again is not noticed"
+)
 
 
 class _WeightInfo(Struct):
@@ -54,6 +58,8 @@ class VllmEngine(RemoteEngine):
         super().__init__(url, **options)
         self._model, self._images = model, images
         self._exact, self._manageable = True, False
+        self._labelled = True  # the server keeps the name of its weights; older releases (0.26) do not
+        self._own = self._initial  # the version that was loaded from here, where it does not
         self._encoded = Encoded()
         self._mixes = False  # calls on the base weights may be computed with an adapter beside them
         self._adapters = VllmAdapters(self._http, self._leases)
@@ -78,20 +84,28 @@ class VllmEngine(RemoteEngine):
             max_context=chosen.max_model_len,
             vocab_size=self._vocab_size,
             images=self._images and self._exact,
-            exact_versions=self._exact,
+            exact_versions=self._exact and self._labelled,
             dtype=await self._adapters.dtype() if self._manageable else "",
         )
         mode = await measure(self._draw)
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
         notes += () if self._exact else (NO_SPANS,)
+        notes += () if self._labelled or not self._manageable else (NO_LABELS,)
         return structs.replace(info, logprobs=mode, notes=notes)
 
     async def _refresh(self) -> None:
         status, data = await self._http.status("GET", "/weight_info")
-        self._manageable = status == 200
+        if status == 404:
+            self._labelled = False
+            paused, _ = await self._http.status("GET", "/is_paused")
+            self._manageable = paused == 200
+        else:
+            self._manageable = status == 200
         if self._manageable:
-            label = self._http.decode(data, WEIGHT_INFO).weight_version
-            base, adapter = as_version(label, self._initial), await self._adapters.look(self._model or "")
+            base = self._own
+            if self._labelled:
+                base = as_version(self._http.decode(data, WEIGHT_INFO).weight_version, self._initial)
+            adapter = await self._adapters.look(self._model or "")
             newest = self._leases.newest = adapter if (adapter or 0) > base else None
             self._version = newest or base
         elif status != 404:
@@ -126,7 +140,7 @@ class VllmEngine(RemoteEngine):
 
     async def _lowest(self, low: int, lease: Lease | None) -> int:
         """Answers that tell no versions may be those of a server that was started again meanwhile."""
-        if self._exact or lease is not None or not self._manageable:
+        if self._exact or lease is not None or not (self._manageable and self._labelled):
             return low
         told = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
         now = as_version(told, self._initial)
@@ -218,7 +232,9 @@ class VllmEngine(RemoteEngine):
         await self._order("/resume")
 
     async def _name(self, version: int) -> None:
-        await self._order("/update_weight_version", {"new_version": str(version)})
+        if self._labelled:
+            await self._order("/update_weight_version", {"new_version": str(version)})
+        self._own = version
 
     async def _check_weights(self, version: int, path: str) -> None:
         if is_tied(path) and await self._adapters.device() == "cpu":
