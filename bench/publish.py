@@ -8,8 +8,8 @@ are published in bfloat16, loaded by the engine, and new replies are sampled fro
 
 - `kept`: the share of the update along its own direction that the engine's weights have; 1.0 is ideal,
 - `logprob_diff`: how far sampler and trainer are apart about the sampled tokens, in the mean,
-- `control`: how far the model's own bfloat16 is from float32 about the same tokens, with the published weights,
-  which bfloat16 holds exactly: casting the trained weights would put into the control what is to be measured.
+- `control`: how far the model's own bfloat16 is from float32 about the same tokens, with the published
+  weights, which bfloat16 holds exactly: casting the trained ones would hide in it what is to be measured.
 
 With `--vllm URL` (a running server of the checkpoint printed at the start) or `--vllm start` the same is done
 with vLLM. Engines serve in bfloat16 on a GPU; on a CPU in float32 copies of the published weights, which
