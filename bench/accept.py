@@ -161,10 +161,25 @@ def collection(bars: Bars, cwd: Path) -> dict[str, Any]:
         bars.check(name, told[name], told[name] == 0, "0")
     bars.check("tokens reused after kills", told["reused"], told["reused"] >= 0.95, ">= 0.95")
     bars.check("lengths as without kills, KS p", told["ks_p"], told["ks_p"] >= 0.01, ">= 0.01")
+    faults(bars, runs)
     for mode in ("one-step-off", "async"):
         told = runs[mode] = demo(cwd, "--mode", mode)
         bars.check(f"demo in mode {mode}: last", told["last"], told["last"] >= 0.8, ">= 0.8")
     return runs
+
+
+def faults(bars: Bars, runs: dict[str, Any]) -> None:
+    """One rollout's trouble is its own: random faults with a verifier, and every fault of every method."""
+    told = runs["faults"] = last_line([sys.executable, "bench/faults.py", "--every", "--json"], ROOT)
+    seen = f"{told['seeds']} seeds x {told['faults']} faults, {told['met']} met"
+    bars.check("random faults", seen, told["seeds"] >= 10 and told["faults"] >= 9, "10 x 9")
+    for name in ("missing", "doubled"):
+        bars.check(f"rollouts {name} after random faults", len(told[name]), not told[name], "0")
+    every = told["every"]
+    wrong = f"{len(every['wrong'])} of {every['cases']} faults of {every['methods']} methods"
+    bars.check(
+        "one faulty rollout in 32: others untrained, or it unexplained", wrong, not every["wrong"], "0"
+    )
 
 
 # --- runtimes ------------------------------------------------------------------------------------

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+
+from faults import FAULTS, random_faults
 
 from afield import errors
 from support.fault_cases import METHODS, Case, problems, sample
@@ -38,3 +44,10 @@ def test_every_error_class_of_ours_is_among_the_faults() -> None:
 @pytest.mark.parametrize("case", sample(), ids=str)
 def test_with_one_faulty_rollout_in_32_the_others_train_and_the_one_is_explained(case: Case) -> None:
     assert problems(case) == []
+
+
+def test_after_nine_random_faults_what_was_trained_is_the_data_set() -> None:
+    """Kills and resumptions among them: every rollout once, with a verifier, for every seed."""
+    told = random_faults(10)
+    assert told["met"] > 10 * FAULTS / 2 and told["resumed"] > 10
+    assert (told["missing"], told["doubled"], told["explained"]) == ([], [], [])

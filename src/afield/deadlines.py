@@ -104,12 +104,13 @@ def unheard(deadlines: Deadlines, progress: Progress, state: SessionState | None
 
 def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
     """A verifier's time is not the policy's, and not the agent's. `judge` sees to each verifier's own."""
-    told = ""
     if _over(deadlines.upload_s, progress.ended, now):
         told = f"the verdict that the gateway has was not in the store after {deadlines.upload_s:g} s"
-    elif progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, told)
+    if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
         told = f"no verdict within {deadlines.run_s:g} s of the launch; the agent had handed in"
-    return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told) if told else None
+        return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
+    return None
 
 
 def _silent(

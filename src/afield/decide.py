@@ -131,6 +131,7 @@ class Decider:
         """An attempt somebody before us began: its outcome if it has one or gets one, else it is given up."""
         attempt = tried.attempt
         running = Running(rollout, attempt, born)
+        running.draw = await asyncio.to_thread(self._draw, rollout.id)  # as its session was opened with
         running.asked = True
         given_up = broken("the collector was restarted", Reason.DIED)
         try:

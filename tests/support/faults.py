@@ -137,11 +137,22 @@ class Script:
         self.met[method] += 1
         return self.fault
 
-    def error(self) -> BaseException:
-        return ERRORS[self.fault.error](f"{MARK} in {self.method}")
+
+class Scripts:
+    """Several scripts at once: the first that makes a call faulty does."""
+
+    def __init__(self, scripts: Sequence[Script]) -> None:
+        self.scripts = scripts
+
+    def consult(self, method: str, rollouts: Iterable[str]) -> Fault | None:
+        about = list(rollouts)
+        faults = [script.consult(method, about) for script in self.scripts]
+        return next((fault for fault in faults if fault is not None), None)
 
 
-NO_FAULT = Script("", Fault(kind="slow", seconds=0.0))
+def injected(fault: Fault, method: str) -> BaseException:
+    """The error that a faulty call raises: its message names the method."""
+    return ERRORS[fault.error](f"{MARK} in {method}")
 
 
 class Faulty:
@@ -149,7 +160,7 @@ class Faulty:
 
     _name: str
 
-    def __init__(self, inner: Any, script: Script) -> None:
+    def __init__(self, inner: Any, script: Script | Scripts) -> None:
         self.inner = inner
         self.script = script
 
@@ -162,7 +173,7 @@ class Faulty:
             return await call()
         match fault.kind:
             case "raise":
-                raise self.script.error()
+                raise injected(fault, f"{self._name}.{method}")
             case "hang":
                 await asyncio.Event().wait()
             case "slow":
@@ -175,7 +186,7 @@ class Faulty:
                 return answer
             case "lost":
                 await call()
-                raise self.script.error()
+                raise injected(fault, f"{self._name}.{method}")
         return await call()
 
     def _now(
@@ -186,7 +197,7 @@ class Faulty:
         if fault is None:
             return call()
         if fault.kind == "raise":
-            raise self.script.error()
+            raise injected(fault, f"{self._name}.{method}")
         if fault.kind in ("slow", "hang"):
             wait(fault.seconds)
         if fault.kind == "twice":
@@ -195,7 +206,7 @@ class Faulty:
         if fault.kind == "late":
             wait(fault.seconds)
         if fault.kind == "lost":
-            raise self.script.error()
+            raise injected(fault, f"{self._name}.{method}")
         return answer
 
 
@@ -238,7 +249,7 @@ class FaultyRuntime(Faulty):
 
     inner: Runtime
 
-    def __init__(self, inner: Runtime, script: Script, name: str = "Runtime") -> None:
+    def __init__(self, inner: Runtime, script: Script | Scripts, name: str = "Runtime") -> None:
         super().__init__(inner, script)
         self._name = name
 
@@ -340,8 +351,8 @@ class FaultyEngine(Faulty):
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         fault = self._fault("generate", [_of(call.session_id)] if "." in call.session_id else [])
         kind = fault.kind if fault else None
-        if kind == "raise":
-            raise self.script.error()
+        if fault and kind == "raise":
+            raise injected(fault, "Engine.generate")
         if kind == "hang":
             await asyncio.Event().wait()
         if fault and kind == "slow":
@@ -352,8 +363,8 @@ class FaultyEngine(Faulty):
         async for chunk in self.inner.generate(call):
             if fault and chunk.finish is not None and kind == "late":
                 await asyncio.sleep(fault.seconds)
-            if chunk.finish is not None and kind == "lost":
-                raise self.script.error()
+            if fault and chunk.finish is not None and kind == "lost":
+                raise injected(fault, "Engine.generate")
             yield chunk
 
     async def load(self, version: int, path: str) -> None:
@@ -366,7 +377,7 @@ class FaultySandbox(Faulty):
     _name = "Sandbox"
     inner: Sandbox
 
-    def __init__(self, inner: Sandbox, script: Script, rollout: str) -> None:
+    def __init__(self, inner: Sandbox, script: Script | Scripts, rollout: str) -> None:
         super().__init__(inner, script)
         self._about = [rollout]
 
@@ -402,7 +413,7 @@ class FaultyTrainer(Faulty):
     _name = "Trainer"
     inner: Trainer
 
-    def __init__(self, inner: Trainer, script: Script, wait: Callable[[float], None]) -> None:
+    def __init__(self, inner: Trainer, script: Script | Scripts, wait: Callable[[float], None]) -> None:
         super().__init__(inner, script)
         self._wait = wait
         self._lock = threading.Lock()

@@ -80,6 +80,7 @@ from support.faults import (
     FaultyTrainer,
     FaultyTransport,
     Script,
+    Scripts,
 )
 from virtual_time import VirtualLoop
 
@@ -444,7 +445,7 @@ def every_rollout() -> list[str]:
 
 
 def plan(**values: Any) -> Plan:
-    deadlines = Deadlines(run_s=80.0, start_s=20.0, upload_s=5.0, teardown_s=10.0)
+    deadlines = Deadlines(run_s=80.0, start_s=20.0, grade_s=25.0, upload_s=5.0, teardown_s=10.0)
     usual: dict[str, Any] = {"exp_id": EXP, "model_id": "policy", "rollouts": ROLLOUTS, "quorum": 2}
     usual |= {"concurrency": 64, "deadlines": deadlines, "deliver": "gateway", "judged": True}
     usual |= {"retries": {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 1}}
@@ -456,7 +457,7 @@ class Parts:
 
     def __init__(
         self,
-        script: Script,
+        script: Script | Scripts,
         store: MemoryTransport,
         gateway: SmallGateway | None = None,
         stuck: str | None = None,
