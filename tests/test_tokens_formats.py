@@ -161,6 +161,23 @@ def test_any_arguments_come_back_as_they_were_rendered(
     assert read(models[name], ids, [tool], cuts=range(1, len(ids))) == (reply, events)
 
 
+@pytest.mark.parametrize("depth", [100, 101])
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_deeply_nested_arguments_are_read_alike_in_one_piece_and_streamed(
+    directories: dict[str, Path], models: dict[str, ChatTokens], name: str, depth: int
+) -> None:
+    tokens, tool = models[name], tool_for({"a": []})
+    nested = "[" * (depth - 1) + "]" * (depth - 1)  # the object of arguments is a level, too
+    text = tokens.decode(spoken(tokens, name, [{"a": "DEEP"}], tool_for({"a": ""})))
+    text = text.replace('"DEEP"', nested).replace("DEEP", nested)
+    ids = sampled(directories[name], text)
+    at_once = read(tokens, ids, [tool])
+    assert read(tokens, ids, [tool], cuts=range(1, len(ids))) == at_once
+    assert read(tokens, ids, [tool], cuts=[len(ids) // 2]) == at_once
+    if name not in TAGGED:
+        assert bool(at_once[0].tool_calls) is (depth <= 100)
+
+
 def test_ids_that_the_model_spells_are_the_calls_ids(models: dict[str, ChatTokens]) -> None:
     tool = tool_for({})
     kimi = read(models["sections"], spoken(models["sections"], "sections", [{}, {}], tool), [tool])[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from afield.tokens.jsonscan import JsonScanner, skip_blank
+from afield.tokens.jsonscan import MAX_DEPTH, JsonScanner, skip_blank
 from afield.tokens.status import Status, matches
 
 _NAME = re.compile(r"[\w.:/-]+")
@@ -80,6 +80,8 @@ class ObjectCall:
         found = _PLAIN.fullmatch(text)
         if found is None or (found["name_key"], found["arguments_key"]) != (name, arguments):
             return False
+        if text.count("{") + text.count("[") > MAX_DEPTH:
+            return False  # perhaps nested too deeply, which only the scanner can tell
         try:
             _OBJECT.decode(found["arguments"])
         except (msgspec.MsgspecError, RecursionError):
