@@ -88,14 +88,13 @@ class Judge:
             self._gone += [(left, made.request)] if left else []
             return
         if made.replayed:
-            allowed = {k.row["id"] for k in (twins if made.retry else missed)}
+            allowed = {k.row["id"] for k in missed}
             assert made.turn_id in allowed, f"request {n} got {made.turn_id} again, not one of {allowed}"
             known = self._known[made.turn_id]
             known.withheld = "" if known.withheld == "undelivered" else known.withheld
             self.replays += 1
             return
         assert not missed, f"request {n} sampled again what its client had missed: {missed[0].row['id']}"
-        assert not (made.retry and twins), f"request {n} is a retry and sampled again"
         self._new(n, made, before)
 
     def _new(self, n: int, made: Made, before: Sequence[Known]) -> None:
@@ -110,16 +109,7 @@ class Judge:
         known = Known(made=made, since=n, row=row, reply=reply)
         if committed and made.heard is None:
             known.withheld = "undelivered"
-        if committed:
-            self._supersede(made)
         self._known[row["id"]] = known
-
-    def _supersede(self, made: Made) -> None:
-        for twin in self._known.values():
-            same = twin.reply and twin.made.request == made.request and twin.made.limit < made.limit
-            cut = twin.row["finish_reason"] == "length" and not twin.withheld
-            if same and cut and not self._children(twin, list(self._known.values())):
-                twin.withheld = "superseded"
 
     def _children(self, parent: Known, among: Sequence[Known]) -> bool:
         return any(known.row["parent"] == parent.row["id"] for known in among)
@@ -198,10 +188,12 @@ class Judge:
             k.row["id"]: "aborted" for k in self._known.values() if not k.reply
         }
         whole = [k for k in self._known.values() if k.reply]
-        worked_on = self._above([k for k in whole if not k.withheld and not k.made.side])
+        repeated = self._repeated(whole, seen)
+        recorded = {k.row["id"]: k.withheld or repeated.get(k.row["id"], "") for k in whole}
+        worked_on = self._above([k for k in whole if not recorded[k.row["id"]] and not k.made.side])
         for known in whole:
             side = "" if known.row["id"] in worked_on else known.made.side
-            if reason := known.withheld or side:
+            if reason := recorded[known.row["id"]] or side:
                 expected[known.row["id"]] = reason
         excluded = {e["turn"]: e["reason"] for e in seen.linear["excluded"]}
         assert excluded == expected, f"excluded {excluded}, expected {expected}"
@@ -215,6 +207,39 @@ class Judge:
                 above.add(parent)
                 parent = self._rows[parent]["parent"]
         return above
+
+    def _repeated(self, whole: Sequence[Known], seen: Seen) -> dict[str, str]:
+        """Answers that nobody went on from, although their request was asked again."""
+        expected: dict[str, str] = {}
+        whole = [known for known in whole if not known.withheld]
+        unused = [known for known in whole if not _used(known, seen)]
+        for known in unused:
+            twins = [k for k in whole if (k.made.request, k.row["parent"]) == _place(known)]
+            later = twins[twins.index(known) + 1 :]
+            cut = known.row["finish_reason"] == "length"
+            retried = known is not twins[-1] and all(twin.made.retry for twin in twins[1:])
+            if cut and any(twin.made.limit > known.made.limit for twin in later):
+                expected[known.row["id"]] = "superseded"
+            elif retried or any(twin not in unused for twin in twins):
+                expected[known.row["id"]] = "abandoned"
+        return expected
+
+
+def _place(known: Known) -> tuple[Key, str | None]:
+    return known.made.request, known.row["parent"]
+
+
+def _used(known: Known, seen: Seen) -> bool:
+    """Whether something came of an answer: it was continued, or what was said next shows it."""
+    turn_id, said = known.row["id"], known.row["messages"][-1].get("content", "").strip()
+    after = [row["id"] for row in seen.turns].index(turn_id) + 1
+    for n, row in enumerate(seen.turns):
+        if row["parent"] == turn_id or any(link["to"] == turn_id for link in row["links"]):
+            return True
+        others = [m.get("content", "") for m in row["messages"] if m["role"] != "assistant"]
+        if n >= after and _quotes(others, said):
+            return True
+    return False
 
 
 def said_in(row: dict[str, Any], made: Made) -> bool:

@@ -151,13 +151,40 @@ async def test_no_call_slips_in_while_a_session_is_finalized(tmp_path: Path) -> 
 
 async def test_calls_side_by_side_share_the_budget(tmp_path: Path) -> None:
     async with custody(tmp_path, lambda call: said(f"A long answer to {call.id}, word by word.")) as c:
-        session = await c.open(budget=Budget(tokens=10))
-        results = await asyncio.gather(*(c.run(session, ask("Hi")) for _ in range(5)), return_exceptions=True)
-        assert session.sampled_tokens <= 10 + 5
+        session = await c.open(budget=Budget(tokens=20))
+        many = (c.run(session, ask("Hi", max_tokens=8)) for _ in range(50))
+        results = await asyncio.gather(*many, return_exceptions=True)
+        assert session.sampled_tokens == sum(len(entry.token_ids) for entry in c.engine.ledger) == 20
         cut = [r[-1].turn for r in results if isinstance(r, list) and isinstance(r[-1], Done)]
-        assert cut and all(turn.finish_reason is FinishReason.LENGTH for turn in cut)
-        with pytest.raises(Refusal, match="budget of 10 tokens"):
+        assert [len(turn.token_ids) for turn in cut] == [8, 8, 4]
+        assert all(turn.finish_reason is FinishReason.LENGTH for turn in cut)
+        with pytest.raises(Refusal, match="budget of 20 tokens"):
             await c.run(session, ask("Hi"))
+
+
+async def test_a_call_waits_for_tokens_that_others_have_reserved_and_do_not_use(tmp_path: Path) -> None:
+    async with custody(tmp_path, lambda _: said("Yes.")) as c:
+        session = await c.open(budget=Budget(tokens=500))
+        results = await asyncio.gather(*(c.run(session, ask("Hi", max_tokens=400)) for _ in range(6)))
+        turns = [items[-1].turn for items in results if isinstance(items[-1], Done)]
+        assert len(turns) == 6
+        assert all(turn.finish_reason is FinishReason.STOP for turn in turns)
+
+
+async def test_a_call_that_breaks_or_is_left_gives_its_tokens_back(tmp_path: Path) -> None:
+    broken, hanging = Scripted(token_ids=(5,), fail="unavailable"), Scripted(token_ids=(5,), fail="hang")
+    async with custody(tmp_path, [broken, hanging, said("Yes.")]) as c:
+        session = await c.open(budget=Budget(tokens=100))
+        with pytest.raises(Refusal, match="fails"):
+            await c.run(session, ask("Hi"))
+        left = asyncio.create_task(c.run(session, ask("Hi")))
+        while session.sampled_tokens < 2:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(c.reply(session, ask("Hi")))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        left.cancel()
+        assert (await waiting).content == "Yes."
 
 
 async def test_long_conversations_cannot_outrun_the_budget_of_calls(tmp_path: Path) -> None:
@@ -330,3 +357,56 @@ async def test_calls_a_dead_gateway_left_behind_are_named(tmp_path: Path) -> Non
         assert (await up.client.state("r.1")).dangling == 1
         record = await up.client.finalize("r.1")
     assert [(e.turn, e.reason) for e in record.excluded] == [("t1", "dangling")]
+
+
+# --- finalize while a call runs -------------------------------------------------------------------
+
+
+async def test_a_turn_whose_commit_has_begun_is_in_the_record_that_finalize_takes(tmp_path: Path) -> None:
+    async with custody(tmp_path, [said("One.")]) as c:
+        session = await c.open()
+        c.store.held = "committed"
+        call = asyncio.create_task(c.reply(session, ask("Hi")))
+        await asyncio.wait_for(c.store.reached.wait(), 60)
+        finalizing = asyncio.create_task(c.sessions.finalize(session))
+        await asyncio.sleep(0.01)
+        assert not finalizing.done()
+        c.store.go.set()
+        await finalizing
+        assert [turn.status for turn in session.forest.turns] == [TurnStatus.COMMITTED]
+        assert (await call).content == "One."
+
+
+async def test_a_call_that_ends_after_finalize_took_the_record_changes_nothing(tmp_path: Path) -> None:
+    async with custody(tmp_path, [said("One."), said("Too late.")]) as c:
+        session = await c.open()
+        await c.reply(session, ask("Hi"))
+        await c.engine.pause()
+        late = asyncio.create_task(c.reply(session, ask("Hi", "One.", "And?")))
+        while not session.running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # until its intent is stored
+        await c.sessions.finalize(session)
+        before = [(row.turn.id, row.turn.status) for row in c.store.turns("r.1")]
+        assert before == [("t1", TurnStatus.COMMITTED), ("t2", TurnStatus.DANGLING)]
+        await c.engine.resume()
+        with pytest.raises(Refusal, match="finalized while this call ran"):
+            await late
+        assert [(row.turn.id, row.turn.status) for row in c.store.turns("r.1")] == before
+        assert [turn.id for turn in session.forest.turns] == ["t1"]
+        await c.sessions.withhold(session, "t1")
+        assert session.row.withheld == {}
+
+
+async def test_a_call_that_is_left_after_finalize_took_the_record_changes_nothing(tmp_path: Path) -> None:
+    async with custody(tmp_path, [Scripted(token_ids=(5, 6), fail="hang")]) as c:
+        session = await c.open()
+        late = asyncio.create_task(c.reply(session, ask("Hi")))
+        while session.sampled_tokens < 2:
+            await asyncio.sleep(0.01)
+        await c.sessions.finalize(session)
+        late.cancel()
+        with suppress(asyncio.CancelledError):
+            await late
+        assert [row.turn.status for row in c.store.turns("r.1")] == [TurnStatus.DANGLING]
+        assert len(session.forest) == 0

@@ -12,7 +12,7 @@ import pytest
 
 from afield import forest
 from afield.engines.scripted import ScriptedEngine
-from afield.gateway import echo, lineage, recall, side
+from afield.gateway import echo, lineage, recall, repeats, side
 from afield.gateway.calls import Calls
 from afield.gateway.sessions import Sessions
 from gateways import running
@@ -51,7 +51,7 @@ def test_everything_that_can_happen_did() -> None:
     if not HAPPENED:
         pytest.skip("no batch was run")
     kinds = ["committed", "aborted", "replayed", "split", "tier T2", "tier T3", "tier T4"]
-    kinds += [f"excluded {reason}" for reason in ("aborted", "undelivered", "superseded")]
+    kinds += [f"excluded {reason}" for reason in ("aborted", "undelivered", "superseded", "abandoned")]
     kinds += ["excluded side:declared"]
     kinds += [f"link {link}" for link in ("retry", "edit", "fork", "compaction", "sub-agent")]
     assert [kind for kind in kinds if HAPPENED[kind] < HAPPENED["sessions"] / 50] == []
@@ -93,9 +93,17 @@ def no_echo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def supersede(*_: Any) -> None: ...
+    monkeypatch.setattr(repeats, "_cut_off", lambda *_: False)
 
-    monkeypatch.setattr(Calls, "_supersede", supersede)
+
+def abandoned_answers_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    excluded = repeats.excluded
+    monkeypatch.setattr(repeats, "excluded", lambda forest, *_: excluded(forest, "train"))
+
+
+def every_repeated_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeats, "_quoted", lambda *_: False)
+    monkeypatch.setattr(forest.Forest, "has_children", lambda *_: False)
 
 
 def leaving_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +136,8 @@ def no_link_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         no_retry_is_known,
         no_echo_is_recognised,
         nothing_is_superseded,
+        abandoned_answers_are_trained,
+        every_repeated_answer_is_left_out,
         leaving_goes_unnoticed,
         side_calls_are_trained,
         the_oldest_match_is_taken,

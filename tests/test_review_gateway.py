@@ -216,11 +216,11 @@ async def test_an_answer_its_client_got_stays_trained_when_another_that_asks_for
     words = "word " * 400
     async with running(ScriptedEngine(lambda _: said(words)), tmp_path) as up:
         client = await up.agent()
-        assert len(await stream(client)) > 1000
+        assert len(await stream(client, extra_headers={"idempotency-key": "one"})) > 1000
         session = up.gateway.sessions.get("r.1")
         await until(lambda: not session.in_flight)
         body = {"model": "m", "messages": hello(), "stream": True}
-        other = Stalled(up, body, (b"x-stainless-retry-count", b"1"))
+        other = Stalled(up, body, (b"idempotency-key", b"one"))
         call = asyncio.create_task(other.ask())
         await other.reached.wait()
         other.gone.set()
@@ -244,9 +244,8 @@ async def test_a_retry_with_an_image_gets_the_answer_there_is(tmp_path: Path) ->
     async with running(engine, tmp_path / "store", model) as up:
         client = await up.agent()
         for count in ("0", "1"):
-            await client.chat.completions.create(
-                model="m", messages=ASKED, extra_headers={"x-stainless-retry-count": count}
-            )
+            named = {"x-stainless-retry-count": count, "idempotency-key": "one"}
+            await client.chat.completions.create(model="m", messages=ASKED, extra_headers=named)
     assert len(engine.ledger) == 1
 
 

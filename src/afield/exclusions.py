@@ -25,6 +25,10 @@ SideCalls = Literal["exclude", "declared", "train"]
 """What a session does with side calls: `exclude` those that are declared and those whose fingerprint is
 known; exclude only those that are `declared`; or `train` everything."""
 
+AbandonedAnswers = Literal["exclude", "train"]
+"""What a session does with answers to a repeated request that nothing continues, beside one that something
+does: `exclude` them, or `train` them because its agent samples a request several times on purpose."""
+
 SIDE = "side:"
 SIDE_CALL_HEADER = "x-afield-side-call"
 Version = tuple[int, ...]

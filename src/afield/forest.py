@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import lru_cache
 from itertools import islice
 
@@ -175,20 +175,24 @@ class Forest:
         hints: Iterable[str] = (),
         missed: frozenset[str] = frozenset(),
         messages: Sequence[Message] = (),
+        apart: Callable[[str], bool] = lambda _: False,
     ) -> tuple[int, Turn] | None:
         """The deepest turn whose conversation is a prefix of the request, and how many messages it covers.
 
         Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
-        it is on the path, and so does reasoning that `messages` repeat; without any the latest twin is
-        taken, one of those that were not `missed` by their client if there is any.
+        it is on the path, and so do the client's own threads (`apart`: a turn is of another one) and
+        reasoning that `messages` repeat. Without any the latest twin is taken that was not `missed` by its
+        client and that nothing continues yet: of two clients that got the same words, each has its own.
         """
         for depth in range(len(digests), 0, -1):
             if twins := self._by_digest.get(digests[depth - 1]):
                 if len(twins) > 1:
                     named = {hint for hint in hints if hint in self._turns}
                     twins = [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
+                    twins = [t for t in twins if not apart(t)] or twins
                     twins = [t for t in twins if self._thought(t, messages)] or twins
                     twins = [t for t in twins if t not in missed] or twins
+                    twins = [t for t in twins if t not in self._parents] or twins
                 return depth, self._turns[twins[-1]]
         return None
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field, structs
 
-from afield.exclusions import SideCalls
+from afield.exclusions import AbandonedAnswers, SideCalls
 
 Thinking = Literal["preserve", "template", "per_turn"]
 Escape = Literal["escape", "faithful", "reject"]
@@ -34,6 +34,9 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     side_calls: SideCalls = "exclude"
     """Which side calls are kept out of the loss: `exclude` those that are declared or have a known
     fingerprint, only those that are `declared`, or none: `train`."""
+    abandoned_answers: AbandonedAnswers = "exclude"
+    """Whether answers to a repeated request are kept out of the loss that nothing continues, beside one that
+    something does: `exclude`, or `train` for agents that sample a request several times on purpose."""
 
 
 def policies_of(holder: SessionPolicies) -> dict[str, Any]:

@@ -157,6 +157,8 @@ def body(call: Call, limit: int, lease: Lease | None = None, adapter: str = "") 
     }
     if lease is not None:
         asked |= {"lora_path": adapter, "rid": lease.id}
+    if call.stop:
+        asked["sampling_params"]["stop"] = call.stop
     if sampling.seed is not None:
         asked["sampling_params"]["sampling_seed"] = sampling.seed
     if call.images:

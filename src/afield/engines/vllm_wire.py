@@ -109,7 +109,7 @@ def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[
         "sampling_params": {
             **_sampling(call, limit),
             "logprobs": 0,
-            "detokenize": False,
+            "detokenize": bool(call.stop),
         },
     }
     if call.images:
@@ -132,7 +132,10 @@ def completions_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> di
 
 def _sampling(call: Call, limit: int) -> dict[str, Any]:
     sampling = call.sampling
+    # Text is not what we read; held back for the sake of a stop string, it would hold ids back, too.
+    strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}
     return {
+        **strings,
         "max_tokens": limit,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

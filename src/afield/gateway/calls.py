@@ -22,10 +22,11 @@ from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
 from afield.gateway.refusal import bad_request, engine_down
+from afield.gateway.repeats import RETRY
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
-from afield.gateway.session import ENGINE_FAILED, Session
-from afield.gateway.sessions import SUPERSEDED, Sessions
-from afield.gateway.stops import StopStrings
+from afield.gateway.session import ENGINE_FAILED, Reservation, Session
+from afield.gateway.sessions import Sessions
+from afield.gateway.stops import StopStrings, sampled
 from afield.gateway.store import Store, TurnRow, to_its_end
 from afield.seams import Call, Chunk, Engine, EngineInfo, Image
 from afield.tokens import ChatTokens, Event, Parser, ToolStart
@@ -72,10 +73,13 @@ class Calls:
             return
         if place.parent is not None:  # a client that goes on from a turn did get it
             await self._sessions.redeliver(session, place.parent)
+        room = await session.reserve(limit, self._clock)
         n = session.charge(self._clock())
-        async with aclosing(self._sample(session, tokens, request, place, limit, n)) as sampled:
-            async for item in sampled:
-                yield item
+        with session.reserved(room) as reservation:
+            items = self._sample(session, tokens, request, place, limit, reservation, n)
+            async with aclosing(items):
+                async for item in items:
+                    yield item
 
     async def count(self, session: Session, request: ModelRequest) -> int:
         """How many tokens the prompt of a request has. Nothing is recorded."""
@@ -112,21 +116,21 @@ class Calls:
     async def _again(
         self, session: Session, tokens: ChatTokens, request: ModelRequest, place: lineage.Place, limit: int
     ) -> list[Item]:
-        """The answer a client missed, or says that it asks for again: its retry samples nothing new."""
-        if request.retry and (flight := session.flights.get((place.asked, limit))):
+        """The answer that a client missed, or names by its idempotency key: nothing new is sampled for it."""
+        key = request.idempotency_key
+        if flight := session.flights.get(key):
             await asyncio.wait([flight])
         for turn in reversed(session.forest.asked(place.asked)):
-            same = (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens)
-            if turn.status is not TurnStatus.COMMITTED or same != (place.parent, place.delta_ids, limit):
+            if not _repeatable(session, turn, key, (place.parent, place.delta_ids, limit)):
                 continue
             parser, stops = self._readers(tokens, request)
-            events = stops.filter(parser.feed(turn.token_ids))
-            events += [] if stops.hit else stops.filter(parser.finish(), last=True)
+            _, events = stops.feed(turn.token_ids)
+            events += stops.finish()
             reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
                 continue
             missed = await self._sessions.redeliver(session, turn.id)
-            if missed or request.retry or turn.id in session.unsure:
+            if missed or key or turn.id in session.unsure:
                 session.unsure.discard(turn.id)
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
@@ -137,11 +141,12 @@ class Calls:
         return []
 
     def _readers(self, tokens: ChatTokens, request: ModelRequest) -> tuple[Parser, StopStrings]:
-        stops = StopStrings(request.stop)
         if request.prompt is not None:
-            return tokens.plain_parser(), stops
-        # Calls are shown when they are closed, so that a client never sees one that turns out malformed.
-        return tokens.parser(tools=request.tools if request.may_call else (), hold_calls=True), stops
+            parser = tokens.plain_parser()
+        else:
+            # Calls are shown when they are closed: a client never sees one that turns out malformed.
+            parser = tokens.parser(tools=request.tools if request.may_call else (), hold_calls=True)
+        return parser, StopStrings(request.stop, parser)
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -152,46 +157,47 @@ class Calls:
         request: ModelRequest,
         place: lineage.Place,
         limit: int,
+        reserved: Reservation,
         n: int,
     ) -> AsyncGenerator[Item]:
+        """`limit` is how many tokens were asked for, `n` the number of the call."""
         intent = self._intent(session, request, place, limit, n)
         partial = Partial()
         parser, stops = self._readers(tokens, request)
         if request.images:
             await self._store.put_images(session.id, request.images.values())
-        chunks = self._engine.generate(self._call(session, request, place, limit, intent.id, n))
+        call = self._call(session, request, place, reserved.left, intent.id, n)
+        chunks = sampled(self._engine, call, stops) if call.stop else self._engine.generate(call)
         broke: tuple[str, ...] = ()
         turn: Turn | None = None
-        flight = session.takes_off((place.asked, limit))
+        flight = session.takes_off(request.idempotency_key)
         session.running.add(n)
         self._metrics.began(intent)
         try:
             await self._note_intent(session, intent, n)
             yield Started(session.id, intent.id, place.prompt_ids, intent.started)
             async for chunk in chunks:
-                now = self._clock()
+                now, before = self._clock(), len(partial.ids)
                 partial.fold(chunk, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
-                session.spend(len(chunk.token_ids), now)
-                events = stops.filter(parser.feed(chunk.token_ids))
-                partial.finish = chunk.finish or self._why_cut(session, stops)
+                piece = self._piece(chunk, partial, stops, intent.id)
+                reserved.spend(len(partial.ids) - before, now)
                 if not partial.finish:
-                    yield Piece(chunk.token_ids, chunk.logprobs, self._named(events, intent.id))
+                    yield piece
                     continue
                 if partial.finish is FinishReason.ABORTED:
                     raise Unavailable("the engine gave the call up")
-                events += [] if stops.hit else stops.filter(parser.finish(), last=True)
                 reply = self._with_ids(stops.cut(parser.reply), intent.id)
                 spoilt = (MALFORMED,) if parser.malformed else ()
+                session.check_unsealed()
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, spoilt)
                 # From here on, whatever comes, the commit is carried through.
-                await self._record(session, turn, n)
+                await self._record(session, request, turn, n)
                 if not turn.sent_ids:
                     session.forest.keep(turn.id, place.prompt_ids)
-                await self._supersede(session, turn)
                 thought = await _thought(tokens, turn, reply)
-                yield Piece(chunk.token_ids, chunk.logprobs, self._named(events, intent.id))
+                yield piece
                 yield Done(turn, reply, len(place.prompt_ids), stops.found, thought)
                 return
             raise Unavailable("the engine's stream ended without a finish")
@@ -208,21 +214,30 @@ class Calls:
             partial.finish = partial.finish if turn else FinishReason.ABORTED
             ended = turn or self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
             try:
-                await (chunks.aclose() if turn else to_its_end(self._abandon(session, ended, chunks, n)))
+                await (
+                    chunks.aclose() if turn else to_its_end(self._abandon(session, request, ended, chunks, n))
+                )
             finally:
+                reserved.release()
                 session.running.discard(n)
-                session.lands((place.asked, limit), flight)
+                session.lands(request.idempotency_key, flight)
                 self._metrics.ended(ended, len(place.prompt_ids))
 
-    async def _abandon(self, session: Session, turn: Turn, chunks: AsyncGenerator[Chunk], n: int) -> None:
+    async def _abandon(
+        self, session: Session, request: ModelRequest, turn: Turn, chunks: AsyncGenerator[Chunk], n: int
+    ) -> None:
         """Leave the engine, and keep what it gave."""
         try:
             async with asyncio.timeout(LEAVING_S):
                 await chunks.aclose()
         except TimeoutError:
             log.error("session %s turn %s: the engine does not let go of it", session.id, turn.id)
+        if session.sealed:
+            tokens = len(turn.token_ids)
+            log.error("session %s turn %s: %d tokens come after its record", session.id, turn.id, tokens)
+            return
         try:
-            await self._record(session, turn, n)
+            await self._record(session, request, turn, n)
         except Unavailable as error:
             raise engine_down(str(error)) from error
 
@@ -234,13 +249,16 @@ class Calls:
         delta = tuple(prompt_ids[len(before) :])
         return structs.replace(intent, delta_ids=delta, sent_ids=intent.sent_ids or intent.delta_ids)
 
-    async def _supersede(self, session: Session, turn: Turn) -> None:
-        """The same request with more room makes an answer that was cut off worthless to its client."""
-        room = turn.sampling.max_tokens or 0
-        for twin in session.forest.asked(turn.asked):
-            cut = twin.finish_reason is FinishReason.LENGTH and (twin.sampling.max_tokens or 0) < room
-            if cut and twin.parent == turn.parent and not session.forest.has_children(twin.id):
-                await self._sessions.withhold(session, twin.id, SUPERSEDED)
+    def _piece(self, chunk: Chunk, partial: Partial, stops: StopStrings, turn_id: str) -> Piece:
+        """What a chunk tells. What was sampled after a stop string is not recorded."""
+        kept, events = stops.feed(chunk.token_ids)
+        if chunk.finish or stops.hit:
+            events += stops.finish()
+        if stops.hit:
+            partial.trim(len(chunk.token_ids) - kept)
+            partial.trim(stops.beyond(partial.ids))
+            partial.finish = FinishReason.STOP
+        return Piece(chunk.token_ids[:kept], chunk.logprobs[:kept], self._named(events, turn_id))
 
     def _images(self, session: Session, place: lineage.Place) -> tuple[Image, ...]:
         """All images of the conversation, in the order of their places in the prompt."""
@@ -249,27 +267,19 @@ class Calls:
         digests = [image.digest for message in messages for image in message.images]
         return tuple(self._store.image(session.id, digest) for digest in digests)
 
-    def _why_cut(self, session: Session, stops: StopStrings) -> FinishReason | None:
-        """Reasons of ours to end a call that the engine would go on with."""
-        if stops.hit:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if session.out_of_tokens else None
-
     def _call(
-        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, turn_id: str, n: int
+        self, session: Session, request: ModelRequest, place: lineage.Place, room: int, turn_id: str, n: int
     ) -> Call:
         spec, sampling = session.row.spec, self._sampling(session, request)
-        watched = bool(request.stop) or spec.budget.tokens is not None
-        # Not in `limit`, which says what was asked for: a retry has less left and asks the same.
-        left = limit if spec.budget.tokens is None else spec.budget.tokens - session.sampled_tokens
         return Call(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
             prompt_ids=place.sent_ids or place.prompt_ids,
             sampling=sampling,
-            max_tokens=max(1, min(limit, left)),
+            max_tokens=room,
             stop_ids=self._tokens.stop_ids,
-            stream=request.stream or watched,
+            stop=tuple(stop for stop in request.stop if stop),
+            stream=request.stream or bool(request.stop),
             base_ids=place.base_ids,
             images=self._images(session, place) if self._info.images else (),
             # A call that a gateway died under is asked again, and is not to be drawn anew.
@@ -296,6 +306,7 @@ class Calls:
             tags=(
                 *request.tags,
                 *(f"{RULE}{rule}" for rule in place.rules),
+                *((RETRY,) if request.retry else ()),
                 *wishes.tags(sampling, request.wishes),
             ),
             links=place.links,
@@ -303,20 +314,23 @@ class Calls:
         )
 
     async def _note_intent(self, session: Session, intent: Turn, n: int) -> None:
+        session.check_unsealed()
         await self._write(session, TurnRow(n, LAST, intent), session.intend)
 
-    async def _record(self, session: Session, turn: Turn, n: int) -> None:
+    async def _record(self, session: Session, request: ModelRequest, turn: Turn, n: int) -> None:
         session.commits += 1
-        await self._write(session, TurnRow(n, session.commits, turn), session.record)
+        row = TurnRow(n, session.commits, turn, request.idempotency_key, request.thread)
+        await self._write(session, row, session.record)
 
     async def _write(self, session: Session, row: TurnRow, then: Callable[[TurnRow], None]) -> None:
         """Whatever comes while it is being written, what is stored and what is in memory agree."""
-        writing = asyncio.ensure_future(self._store.put_turn(session.id, row))
-        try:
-            await to_its_end(writing)
-        finally:
-            if writing.done() and not writing.cancelled() and writing.exception() is None:
-                then(row)
+        with session.writing():
+            writing = asyncio.ensure_future(self._store.put_turn(session.id, row))
+            try:
+                await to_its_end(writing)
+            finally:
+                if writing.done() and not writing.cancelled() and writing.exception() is None:
+                    then(row)
 
     def _ended(
         self,
@@ -360,6 +374,21 @@ class Calls:
 
     def _id(self, turn_id: str, index: int) -> str:
         return call_id(turn_id, index, self._tokens.certificate.call_ids)
+
+
+def _repeatable(
+    session: Session, turn: Turn, key: str, asked: tuple[str | None, tuple[int, ...], int]
+) -> bool:
+    """Whether a turn may be given to a client that asks the same again.
+
+    An idempotency key says which try of a request this is. Without one, only that an answer was missed says
+    that it may be: a retry must not get the answer of another request that asked the same.
+    """
+    if turn.status is not TurnStatus.COMMITTED or session.key_of(turn.id) != key:
+        return False
+    if asked != (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens):
+        return False
+    return bool(key) or turn.id in session.row.withheld or turn.id in session.unsure
 
 
 async def _thought(tokens: ChatTokens, turn: Turn, reply: Message) -> int:

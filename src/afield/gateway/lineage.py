@@ -14,7 +14,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 from msgspec import Struct, structs
@@ -67,16 +67,23 @@ class Place(Struct, frozen=True, kw_only=True):
     """The rules by which the new messages were changed to suit the template."""
 
 
-def locate(
-    forest: Forest, tokens: ChatTokens, request: ModelRequest, missed: frozenset[str], recall: Recall
-) -> Spot:
-    """`missed` are turns whose client never got their end: nothing continues one of them by chance."""
-    spot = _locate(forest, tokens, request, None, missed, recall)
+class Clues(Struct, frozen=True, kw_only=True):
+    """What a session knows that tells turns with the same words apart."""
+
+    recall: Recall
+    missed: frozenset[str] = frozenset()
+    """Turns whose client never got their end: nothing continues one of them by chance."""
+    thread_of: Callable[[str], str] = lambda _: ""
+    """The client's own name for the conversation that a turn was asked in."""
+
+
+def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, clues: Clues) -> Spot:
+    spot = _locate(forest, tokens, request, None, clues)
     if len(rest := _without_empty(spot.new)) < len(spot.new):
         # Some clients put an empty turn that nobody sampled before the one that was. Where leaving it out
         # leads to no other turn, it was said.
         said = _without_empty(spot.messages)
-        without = _locate(forest, tokens, request, said, missed, recall) if said else spot
+        without = _locate(forest, tokens, request, said, clues) if said else spot
         return without if len(without.new) < len(rest) else spot
     return spot
 
@@ -86,16 +93,16 @@ def _locate(
     tokens: ChatTokens,
     request: ModelRequest,
     messages: tuple[Message, ...] | None,
-    missed: frozenset[str],
-    recall: Recall,
+    clues: Clues,
 ) -> Spot:
     root, tools_digest = _heads.of(tokens, request.tools)
     if messages is None:
-        messages, digests = recall.read(forest, root, request.messages)
+        messages, digests = clues.recall.read(forest, root, request.messages)
     else:
         digests = chain(root, messages)
     named = hints(forest, request, messages)
-    depth, parent = forest.find(digests, named, missed, messages) or (0, None)
+    apart = _apart(request.thread, clues)
+    depth, parent = forest.find(digests, named, clues.missed, messages, apart) or (0, None)
     return Spot(
         root=root,
         messages=messages,
@@ -104,6 +111,10 @@ def _locate(
         parent=parent,
         depth=depth,
     )
+
+
+def _apart(thread: str, clues: Clues) -> Callable[[str], bool]:
+    return lambda turn_id: clues.thread_of(turn_id) != thread
 
 
 def _without_empty(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -320,15 +331,24 @@ def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]
     for turn in turns:
         known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, tokens, turn)
         if len(known) < len(prompt) and prompt[: len(known)] == known:
-            return RawSpot(root, turn, prompt[len(known) :])
+            rest = prompt[len(known) :]
+            if isinstance(rest, tuple) or _spells_the_end(tokens, turn, rest):
+                return RawSpot(root, turn, rest)
     return RawSpot(root, None, prompt)
+
+
+def _spells_the_end(tokens: ChatTokens, turn: Turn, rest: str) -> bool:
+    """Whether a text goes on behind all that a turn sampled. Clients are not shown how a turn ended: a prompt
+    that does not spell its end has none, and is another one than that which the turn belongs to."""
+    last = turn.token_ids[-1:]
+    return not last or last[0] not in tokens.stop_ids or rest.startswith(tokens.decode(last))
 
 
 def render_raw(tokens: ChatTokens, spot: RawSpot) -> tuple[str, tuple[int, ...]]:
     """What is new, as text and as ids."""
     if isinstance(spot.rest, str):
         ids = tuple(tokens.encode_raw(spot.rest))
-        # Clients are not shown how a turn ended; one that spells it means the end that was sampled.
+        # A prompt that spells the end of the turn before it means the one that was sampled.
         last = spot.parent.token_ids[-1:] if spot.parent else ()
         spelled = bool(last) and last[0] in tokens.stop_ids and ids[:1] == last
         return spot.rest, ids[1:] if spelled else ids

@@ -44,6 +44,14 @@ class Partial:
         if chunk.versions is not None:
             self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
 
+    def trim(self, count: int) -> None:
+        """Forget the last so many ids."""
+        if count < 1:
+            return
+        end = len(self.ids) - count
+        del self.ids[end:], self.logprobs[end:]
+        self._spans = [(s[0], min(s[1], end), *s[2:]) for s in self._spans if s[0] < end]
+
     def _span(self, start: int, end: int, low: int, high: int) -> None:
         if self._spans and self._spans[-1][2:] == (low, high):
             start = self._spans.pop()[0]

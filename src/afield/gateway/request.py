@@ -24,8 +24,9 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     Tools are rendered even when the reply `may_call` none of them, so that the root stays the same.
     `prompt` stands in place of messages (Completions). `after` names the turn the messages follow when
     the client leaves the history to us. `hints` are turns the client named by echoing our marks.
-    `retry` says that the client asks again. `thread` tells the client's own threads apart. `tags` are
-    what the dialect knows about the call. `images` holds those that messages refer to, by digest.
+    `retry` says that the client asks again, `idempotency_key` is its own name for the request in all tries.
+    `thread` tells the client's own threads apart. `tags` are what the dialect knows about the call. `images`
+    holds those that messages refer to, by digest.
     """
 
     dialect: str
@@ -40,6 +41,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     after: str | None = None
     hints: frozenset[str] = frozenset()
     retry: bool = False
+    idempotency_key: str = ""
     thread: str = ""
     tags: tuple[str, ...] = ()
     wishes: Mapping[str, float] = NO_WISHES

@@ -24,7 +24,7 @@ from afield.gateway.outcomes import USUAL, Limits, Statement
 from afield.gateway.pool import Pool
 from afield.gateway.refusal import bad_request
 from afield.gateway.session import Phase, Session
-from afield.gateway.sessions import Sessions, turns_of
+from afield.gateway.sessions import ENDING_S, Sessions, turns_of
 from afield.gateway.shards import Shard
 from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
@@ -42,7 +42,7 @@ class LocalGateway:
     """`async with` opens the store; the engine is started by whoever made it.
 
     With an `outlet`, which is entered by whoever made it too, outcomes of sessions that say their
-    experiment go on to it.
+    experiment go on to it. `ending_s` is how long calls may take to end when their session does.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class LocalGateway:
         shard: Shard | None = None,
         outlet: Transport | None = None,
         limits: Limits = USUAL,
+        ending_s: float = ENDING_S,
         secret: SecretPlace = SecretPlace(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -68,6 +69,7 @@ class LocalGateway:
         self.shard = shard
         self._outlet = outlet
         self.limits = limits
+        self._ending_s = ending_s
         self._admin_key = admin_key
         self._secret_place = secret
         self._clock = clock
@@ -87,6 +89,7 @@ class LocalGateway:
             left=self._forget,
             waited_s=self.engine.line.waited_s,
             limits=self.limits,
+            ending_s=self._ending_s,
         )
         if self.shard:
             await self._stack.enter_async_context(self.shard)

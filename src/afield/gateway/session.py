@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from afield import assembly
 from afield.exclusions import ExclusionReason
 from afield.forest import Forest
-from afield.gateway import outcomes, side
+from afield.gateway import outcomes, repeats, side
 from afield.gateway.memo import Memo
 from afield.gateway.recall import Recall
 from afield.gateway.refusal import budget_exhausted, conflict
@@ -39,7 +40,8 @@ class Session:
     """One session in memory, the same object for everyone who asks.
 
     What is stored changes under `lock` (see `Sessions`); the rest only on the event loop, in one go.
-    `closed` comes before the phase that is stored: from then on no call is taken.
+    `closed` comes before the phase that is stored: from then on no call is taken. `sealed` comes before its
+    record is taken: from then on nothing that goes into the record is written.
     """
 
     def __init__(
@@ -72,10 +74,17 @@ class Session:
         # Not before we looked: while no gateway ran, nobody could call.
         self._quiet_since = clock()
         self._seen: float | None = None
-        self.flights: dict[tuple[str, int], asyncio.Future[None]] = {}
+        self.flights: dict[str, asyncio.Future[None]] = {}
+        self._keys = {r.turn.id: r.idempotency_key for r in rows if r.idempotency_key}
+        self._threads = {r.turn.id: r.thread for r in rows if r.thread}
         self.changed = asyncio.Event()
         self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
         self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
+        self._reserved = 0  # tokens that running calls may still sample
+        self._released = asyncio.Event()
+        self.sealed = row.phase == Phase.FINALIZED
+        self._writes = 0
+        self._written = asyncio.Event()
         self._versions: tuple[int, int] | None = None
         self._excluded: tuple[int, dict[str, str] | None, dict[str, int]] = 0, None, {}
         for turn in self.forest.turns:
@@ -101,7 +110,9 @@ class Session:
     def withheld(self, row: SessionRow | None = None) -> dict[str, str]:
         """Committed turns that are not trained, and why: side calls, and what the record shows."""
         row = row or self.row
-        return side.withheld(self.forest.turns, row.withheld, row.spec.side_calls) | row.withheld
+        unused = repeats.excluded(self.forest, row.spec.abandoned_answers, row.withheld)
+        recorded = unused | row.withheld
+        return side.withheld(self.forest.turns, recorded, row.spec.side_calls) | recorded
 
     @property
     def excluded(self) -> dict[str, int]:
@@ -137,12 +148,20 @@ class Session:
         if self._seen is not None:
             self._seen = now
 
-    def takes_off(self, key: tuple[str, int]) -> asyncio.Future[None]:
-        """A call begins. Who asks the same again may wait for it to land."""
-        flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        return self.flights.setdefault(key, flight)
+    def key_of(self, turn_id: str) -> str:
+        """The idempotency key of the request that a turn answered."""
+        return self._keys.get(turn_id, "")
 
-    def lands(self, key: tuple[str, int], flight: asyncio.Future[None]) -> None:
+    def thread_of(self, turn_id: str) -> str:
+        return self._threads.get(turn_id, "")
+
+    def takes_off(self, key: str) -> asyncio.Future[None] | None:
+        """A call begins. Whoever repeats it, by its idempotency key, may wait for it to land."""
+        return self.flights.setdefault(key, asyncio.get_running_loop().create_future()) if key else None
+
+    def lands(self, key: str, flight: asyncio.Future[None] | None) -> None:
+        if flight is None:
+            return
         if not flight.done():
             flight.set_result(None)
         if self.flights.get(key) is flight:
@@ -158,6 +177,30 @@ class Session:
             raise conflict(f"session {self.id} is {phase}", "open a new session for another attempt")
         if self.expired(now):
             raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
+
+    async def reserve(self, tokens: int, clock: Callable[[], float]) -> int:
+        """Wait until the budget has as many tokens for a call as it would have with no other call running, at
+        most so many, before any is sampled. Gives how many; `reserved` takes them."""
+        limit = self.row.spec.budget.tokens
+        if limit is None:
+            return tokens
+        while True:
+            left = limit - self.sampled_tokens
+            room = min(tokens, left)
+            if self._reserved + room <= left or not self._reserved:
+                return room
+            self._released.clear()
+            await self._released.wait()
+            self.check_open(clock())
+
+    def reserved(self, tokens: int) -> Reservation:
+        self._reserved += tokens
+        return Reservation(self, tokens)
+
+    def release(self, tokens: int) -> None:
+        """So many that were reserved are not going to be sampled."""
+        self._reserved -= tokens
+        self._released.set()
 
     def charge(self, now: float) -> int:
         """Take a call from the budget; gives its number. Checked and taken in one go."""
@@ -181,8 +224,9 @@ class Session:
         return min(self._waited_s(self.id), wall_s)
 
     def spend(self, tokens: int, now: float) -> None:
-        """Tokens count when they are sampled, so that calls side by side share what is left."""
+        """Tokens that were reserved are sampled."""
         self.sampled_tokens += tokens
+        self._reserved -= tokens
         self.last_activity = now
 
     @property
@@ -199,10 +243,37 @@ class Session:
         """A call has ended and is durable."""
         self.forest.add(row.turn)
         self.rows[row.n] = row
+        if row.idempotency_key:
+            self._keys[row.turn.id] = row.idempotency_key
+        if row.thread:
+            self._threads[row.turn.id] = row.thread
         self._begun.discard(row.n)
         self._widen(row.turn)
         self.prompt_tokens += _prompt_length(self.forest, row.turn)
         self.last_activity = row.turn.ended or self.last_activity
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A turn is being written; whoever seals the session waits for that."""
+        self._writes += 1
+        try:
+            yield
+        finally:
+            self._writes -= 1
+            if not self._writes:
+                self._written.set()
+
+    def check_unsealed(self) -> None:
+        if self.sealed:
+            why = "its turn is not recorded: the record of the session has been taken"
+            raise conflict(f"session {self.id} was finalized while this call ran", why)
+
+    async def seal(self) -> None:
+        """What is written from now on comes too late for the record, and is refused."""
+        self.sealed = True
+        while self._writes:
+            self._written.clear()
+            await self._written.wait()
 
     def _widen(self, turn: Turn) -> None:
         for span in turn.versions:
@@ -238,6 +309,31 @@ class Session:
             unseen_s=None if self._seen is None else max(0.0, now - self._seen),
             waited_s=self._waited_s(self.id),
         )
+
+
+class Reservation:
+    """Tokens of a session's budget that one call may sample."""
+
+    __slots__ = ("_session", "left")
+
+    def __init__(self, session: Session, tokens: int) -> None:
+        self._session = session
+        self.left = tokens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def spend(self, tokens: int, now: float) -> None:
+        self._session.spend(tokens, now)
+        self.left -= tokens
+
+    def release(self) -> None:
+        """What was not sampled is there for others again. Repeating changes nothing."""
+        left, self.left = self.left, 0
+        self._session.release(left)
 
 
 def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:

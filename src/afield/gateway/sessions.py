@@ -8,6 +8,7 @@ that is over leaves memory; the store gives it back when somebody asks, also aft
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import uuid
 import weakref
@@ -17,7 +18,6 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Conflict, Missing
-from afield.exclusions import ExclusionReason
 from afield.gateway import outcomes
 from afield.gateway.outcomes import USUAL, Limits, Statement, Turns
 from afield.gateway.refusal import conflict
@@ -27,8 +27,9 @@ from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, Tur
 from afield.seams import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
-SUPERSEDED = ExclusionReason.SUPERSEDED
 RESERVED = "states"
+ENDING_S = 10.0
+log = logging.getLogger("afield.gateway")
 
 
 def _new_id() -> str:
@@ -58,12 +59,14 @@ class Sessions:
         left: Callable[[str], None] = lambda _: None,
         waited_s: Callable[[str], float] = lambda _: 0.0,
         limits: Limits = USUAL,
+        ending_s: float = ENDING_S,
     ) -> None:
         """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that.
 
         `left` is told the id of a session that is over, as often as it is; `waited_s` says how long one has
-        stood in line.
+        stood in line. `ending_s` is how long calls may take to end when their session does.
         """
+        self._ending_s = ending_s
         self._store = store
         self._delivers = delivers
         self._left = left
@@ -176,8 +179,11 @@ class Sessions:
         self._leave(session)
 
     async def finalize(self, session: Session) -> None:
+        """No more calls. One that cannot be ended in time stays without an end, and its turn is not recorded
+        afterwards: the record that is taken now is the only one."""
         session.closed = True
         await self._end_calls(session)
+        await session.seal()
         async with session.lock:
             if session.phase is not Phase.FINALIZED:
                 await self._save(session, phase=Phase.FINALIZED, tally=session.tally())
@@ -194,7 +200,7 @@ class Sessions:
         """Keep a turn out of the loss: its client left before it got the end of it, for one."""
         async with session.lock:
             committed = session.forest[turn_id].status is TurnStatus.COMMITTED
-            if committed and turn_id not in session.row.withheld:
+            if committed and not session.sealed and turn_id not in session.row.withheld:
                 await self._save(session, withheld={**session.row.withheld, turn_id: reason})
 
     async def redeliver(self, session: Session, turn_id: str) -> bool:
@@ -202,7 +208,7 @@ class Sessions:
         if session.row.withheld.get(turn_id) != UNDELIVERED:
             return False
         async with session.lock:
-            if session.row.withheld.get(turn_id) != UNDELIVERED:
+            if session.sealed or session.row.withheld.get(turn_id) != UNDELIVERED:
                 return False
             before = session.row.withheld
             try:
@@ -283,7 +289,10 @@ class Sessions:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=10)
+            _, left = await asyncio.wait(tasks, timeout=self._ending_s)
+            if left:
+                told = "session %s: %d calls do not end within %g s"
+                log.error(told, session.id, len(left), self._ending_s)
 
     async def _save(self, session: Session, **changes: Any) -> None:
         """Under the session's lock: what is stored and what is in memory change together."""

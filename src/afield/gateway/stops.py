@@ -1,59 +1,141 @@
-"""Stop strings a client asks for: applied to the text it sees, never to the ids that were sampled."""
+"""Stop strings that a client asks for, applied to the text of a reply token by token.
+
+A reply ends with the first token at which its text holds one of them. That token is recorded whole, also
+where the string ends inside it; later tokens are dropped before they are recorded. Reasoning and tool calls
+are not text: a stop string in them ends nothing. Clients see the text before the string.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
 from msgspec import structs
 
-from afield.tokens import Event, TextDelta, ToolEnd
-from afield.types import Message
+from afield.seams import Call, Chunk, Engine
+from afield.tokens import Event, Parser, TextDelta, ToolEnd
+from afield.types import FinishReason, Message, VersionSpan
 
 
 class StopStrings:
-    """Feed it events; it holds text back while a stop string could still be forming."""
+    """Feed it ids; it holds text back while a stop string could still be forming."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str], parser: Parser) -> None:
         self._stops = tuple(stop for stop in stops if stop)
+        self._parser = parser
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1
         self._text = ""
+        self._looked = 0
         self._sent = 0
         self._calls = 0
+        self._after = 0
         self.found: str | None = None
 
     @property
     def hit(self) -> bool:
         return self.found is not None
 
-    def filter(self, events: list[Event], *, last: bool = False) -> list[Event]:
+    def feed(self, ids: Sequence[int]) -> tuple[int, list[Event]]:
+        """How many of these ids belong to the reply, and what they tell. 0 or less: earlier ones go, too."""
         if not self._stops:
-            return events
-        kept: list[Event] = []
-        for event in events:
+            return len(ids), self._parser.feed(ids)
+        events: list[Event] = []
+        for n, token in enumerate(ids, 1):
+            events += self._filter(self._parser.feed((token,)))
+            if not self.hit:
+                self._find(self._parser.held)
             if self.hit:
-                break
-            if isinstance(event, TextDelta):
-                kept += self._take(event.text)
-            else:
-                kept += [*self._release(len(self._text)), event]
-                self._calls += isinstance(event, ToolEnd)
-        return kept + (self._release(len(self._text)) if last and not self.hit else [])
+                events += self._release(len(self._text))
+                return n, events
+        return len(ids), events
+
+    def finish(self) -> list[Event]:
+        """What was held back, unless a stop string has ended the reply."""
+        if self.hit:
+            return []
+        events = self._parser.finish()
+        return self._filter(events) + self._release(len(self._text)) if self._stops else events
+
+    def beyond(self, ids: Sequence[int]) -> int:
+        """How many of the last of all ids come after the stop string: several where text was told late."""
+        if not self.hit:
+            return 0
+        left, count = self._after, 0
+        while count < len(ids) and left >= (size := self._parser.size(ids[-1 - count])):
+            left -= size
+            count += 1
+        return count
 
     def cut(self, reply: Message) -> Message:
-        """The reply as the client saw it, whether or not more had been sampled in one go."""
+        """The reply as the client saw it."""
         if not self.hit:
             return reply
         return structs.replace(reply, content=self._text, tool_calls=reply.tool_calls[: self._calls])
 
-    def _take(self, text: str) -> list[Event]:
-        self._text += text
-        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
+    def _filter(self, events: list[Event]) -> list[Event]:
+        kept: list[Event] = []
+        for event in events:
+            if self.hit:
+                self._after += len(event.text.encode()) if isinstance(event, TextDelta) else 0
+            elif isinstance(event, TextDelta):
+                self._text += event.text
+                self._find("")
+                kept += self._release(len(self._text) - (0 if self.hit else self._hold))
+            else:
+                kept += [*self._release(len(self._text)), event]
+                self._calls += isinstance(event, ToolEnd)
+        return kept
+
+    def _find(self, held: str) -> None:
+        """The stop string that ends first, in the text and what is held behind it."""
+        text = self._text + held if held else self._text
+        start = max(0, self._looked - self._hold)
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        self._looked = len(self._text)
         if found:
-            at, self.found = min(found)
-            self._text = self._text[:at]
-            return self._release(len(self._text))
-        return self._release(len(self._text) - self._hold)
+            end, at, self.found = min(found)
+            self._after = len(text[end:].encode("utf-8", "replace"))
+            self._text = text[:at]
 
     def _release(self, upto: int) -> list[Event]:
         if upto <= self._sent:
             return []
         text, self._sent = self._text[self._sent : upto], upto
         return [TextDelta(text)]
+
+
+async def sampled(engine: Engine, call: Call, stops: StopStrings) -> AsyncGenerator[Chunk]:
+    """The chunks of a call with stop strings, which an engine applies to everything that it samples.
+
+    Where it ended at one that is not in the text of the reply, it is asked to go on without them.
+    """
+    ids: list[int] = []
+    last: Chunk | None = None
+    async with aclosing(engine.generate(call)) as chunks:
+        async for chunk in chunks:
+            ids += chunk.token_ids
+            if chunk.finish is not FinishReason.STOP or (ids and ids[-1] in call.stop_ids):
+                yield chunk
+                continue
+            last = chunk
+            yield structs.replace(chunk, finish=None)
+    if last is None or stops.hit:
+        return
+    left = call.max_tokens - len(ids)
+    if left < 1:
+        yield structs.replace(last, token_ids=(), logprobs=(), finish=FinishReason.LENGTH)
+        return
+    rest = structs.replace(call, prompt_ids=(*call.prompt_ids, *ids), max_tokens=left, stop=())
+    async with aclosing(engine.generate(rest)) as chunks:
+        async for chunk in chunks:
+            spans = _joined(last.versions, chunk.versions, len(ids))
+            yield structs.replace(chunk, prompt_ids=None, versions=spans)
+
+
+def _joined(
+    before: tuple[VersionSpan, ...] | None, spans: tuple[VersionSpan, ...] | None, start: int
+) -> tuple[VersionSpan, ...] | None:
+    if before is None or spans is None:
+        return None
+    moved = (VersionSpan(s.start + start, s.end + start, s.low, s.high) for s in spans)
+    return (*before, *moved)

@@ -107,11 +107,17 @@ class Published(Struct, frozen=True):
 
 
 class TurnRow(Struct, frozen=True):
-    """A turn or the intent of one. `n` counts calls, `seq` orders commits."""
+    """A turn or the intent of one."""
 
     n: int
+    """The number of the call, from 1."""
     seq: int
+    """Orders commits."""
     turn: Turn
+    idempotency_key: str = ""
+    """The client's own name for the request, the same in all tries of it."""
+    thread: str = ""
+    """The client's own name for the conversation, where it has several."""
 
 
 T = TypeVar("T")

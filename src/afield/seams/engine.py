@@ -57,7 +57,8 @@ class Call(Struct, frozen=True, kw_only=True):
     engine expands it and says so in `Chunk.prompt_ids`. `base_ids`, where given, is the very object that
     an earlier call of the session had as its prompt, with which this one's begins. `draw` names the random
     numbers of a call without a seed: an engine that can gives the same for the same name (and a seed of
-    its own), else for the same id.
+    its own), else for the same id. An engine that detokenises may end the call (STOP) with the token that
+    completes one of the strings in `stop`, anywhere in what it samples; the caller looks for them itself.
     """
 
     id: str
@@ -70,6 +71,7 @@ class Call(Struct, frozen=True, kw_only=True):
     base_ids: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
     draw: str = ""
+    stop: tuple[str, ...] = ()
 
 
 class Chunk(Struct, frozen=True, kw_only=True):

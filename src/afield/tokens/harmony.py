@@ -57,6 +57,11 @@ class HarmonyReader:
     def thinking(self) -> bool:
         return self._header is None and self._call is None and self._channel == "analysis"
 
+    @property
+    def held(self) -> str:
+        text = self._header is None and self._call is None and self._channel != "analysis"
+        return self._held if text else ""
+
     def _read_header(self) -> bool:
         head, found, rest = self._held.partition(MESSAGE)
         if not found:

@@ -40,6 +40,15 @@ class Parser:
     def feed(self, ids: Sequence[int]) -> list[Event]:
         return self._reader.feed(self._utf8.decode(b"".join(map(self._spell, ids))))
 
+    @property
+    def held(self) -> str:
+        """Text that no event has told yet, because a marker may follow; it is text if the reply ends here."""
+        return self._reader.held
+
+    def size(self, id: int) -> int:
+        """How many bytes of text an id stands for."""
+        return len(self._spell(id))
+
     def thought(self, ids: Sequence[int]) -> int:
         """How many of these ids are reasoning: from the first one of it to the one that closes it. A fresh
         parser is used up by this."""

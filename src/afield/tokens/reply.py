@@ -35,6 +35,11 @@ class Reader(Protocol):
         """Whether what comes next is reasoning, or the end of it."""
         ...
 
+    @property
+    def held(self) -> str:
+        """Text that no event has told yet, because a marker may follow; it is text if the reply ends here."""
+        ...
+
 
 class Reply:
     """What was read so far, and the events that tell it."""
@@ -184,6 +189,12 @@ class ReplyReader:
     @property
     def thinking(self) -> bool:
         return self._state == "reasoning"
+
+    @property
+    def held(self) -> str:
+        if self._call is not None or self._state != "text":
+            return ""
+        return ("" if self._after_call else self._blanks) + self._held
 
     def _step(self) -> bool:
         """Takes from what is held; False when more text is needed first."""

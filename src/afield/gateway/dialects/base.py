@@ -24,6 +24,7 @@ T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
 encode = ENCODER.encode
 EVENTS = b"text/event-stream"
+MAX_KEY = 256  # characters of an idempotency key that are looked at
 
 
 class Asked(Struct, frozen=True):
@@ -105,3 +106,8 @@ def asks_again(asked: Asked) -> bool:
     """Whether the client's library says that it has asked this before."""
     count = asked.headers.get("x-stainless-retry-count", "")
     return count.isdigit() and int(count) > 0
+
+
+def idempotency_key(asked: Asked) -> str:
+    """The client's own name for a request, the same in all tries; empty if it gives none."""
+    return asked.headers.get("idempotency-key", "")[:MAX_KEY]

@@ -1,0 +1,74 @@
+"""Answers to a repeated request that their client did not use (pure).
+
+Decided over the whole record, whatever the order in which calls began and ended. Of several answers to one
+request that nothing continues:
+
+1. one that was cut off, before the same was asked with more room, is `superseded`;
+2. beside an answer that was used, the others are `abandoned`;
+3. where none was used, and all but the first were asked for by retries, all but the last are `abandoned`.
+
+An answer is used when a later call continues it, a link names it, or a later message of a user or a tool
+quotes it. Otherwise, where none was used, nothing tells which one its client took, and all of them count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+from afield.exclusions import AbandonedAnswers, ExclusionReason
+from afield.forest import Forest
+from afield.types import FinishReason, Turn, TurnStatus
+
+QUOTED = 24  # characters of an answer that, found again in a later message, are no coincidence
+RETRY = "retry"  # tag of a turn whose client said that it asks again
+
+
+def excluded(
+    forest: Forest, policy: AbandonedAnswers = "exclude", recorded: Container[str] = ()
+) -> dict[str, str]:
+    """The turns to keep out of the loss, and why. With `train` only those that are superseded. Those that are
+    `recorded` as missed by their client are nobody's answers."""
+    answers: dict[tuple[str, str | None], list[Turn]] = {}
+    for turn in forest.turns:
+        if turn.status is TurnStatus.COMMITTED and turn.id not in recorded:
+            answers.setdefault((turn.asked, turn.parent), []).append(turn)
+    repeated = [group for group in answers.values() if len(group) > 1]
+    if not repeated:
+        return {}
+    linked = {link.to for turn in forest.turns for link in turn.links}
+    reasons: dict[str, str] = {}
+    for group in repeated:
+        unused = [turn for turn in group if not _used(forest, turn, linked)]
+        for turn in unused:
+            if _cut_off(turn, group):
+                reasons[turn.id] = ExclusionReason.SUPERSEDED
+            elif policy == "exclude" and (len(unused) < len(group) or _retried(turn, group)):
+                reasons[turn.id] = ExclusionReason.ABANDONED
+    return reasons
+
+
+def _retried(turn: Turn, group: Sequence[Turn]) -> bool:
+    """Whether the later ones of one request all say that they are its retries, and this is not the last."""
+    return turn is not group[-1] and all(RETRY in later.tags for later in group[1:])
+
+
+def _cut_off(turn: Turn, group: Sequence[Turn]) -> bool:
+    """Whether a later one of the same request had more room than this one, which ran out of it."""
+    if turn.finish_reason is not FinishReason.LENGTH:
+        return False
+    room = turn.sampling.max_tokens or 0
+    return any((later.sampling.max_tokens or 0) > room for later in group[group.index(turn) + 1 :])
+
+
+def _used(forest: Forest, turn: Turn, linked: set[str]) -> bool:
+    return forest.has_children(turn.id) or turn.id in linked or _quoted(forest, turn)
+
+
+def _quoted(forest: Forest, turn: Turn) -> bool:
+    said = turn.messages[-1].content.strip() if turn.messages else ""
+    if len(said) < QUOTED:
+        return False
+    turns = forest.turns
+    later = turns[turns.index(turn) + 1 :]
+    messages = (message for turn in later for message in turn.messages)
+    return any(message.role != "assistant" and said in message.content for message in messages)
