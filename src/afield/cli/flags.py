@@ -48,7 +48,7 @@ SAMPLING = (
     ("max-tokens", int, "per model call"),
     ("max-calls", int, "model calls per rollout"),
     ("max-context", int, "tokens of context"),
-    ("abandoned-answers", "WHICH", "answers that their client asked for again and did not use: exclude, train"),
+    ("abandoned-answers", "WHICH", "answers that a client asked for again and did not use: exclude, train"),
     ("side-calls", "WHICH", "side calls kept out of the loss: exclude (declared or known), declared, train"),
     ("thinking", "HOW", "earlier reasoning in later prompts: preserve, template, per_turn"),
     ("escape", "HOW", "control tokens in the text of messages: escape, faithful, reject"),
