@@ -55,7 +55,7 @@ async def test_prompts_of_text_or_ids_go_on_from_what_they_repeat(tmp_path: Path
         client = await up.agent()
         first = await complete(client, stream, prompt="Say it: ")
         assert (first["text"], first["finish_reason"]) == ("<tool_call>It", "stop")
-        second = await complete(client, stream, prompt=["Say it: " + first["text"] + " and go"])
+        second = await complete(client, stream, prompt=["Say it: " + first["text"] + "<|im_end|> and go"])
         assert second["text"] == " on"
         ids = [*engine.ledger[1].prompt_ids, *engine.ledger[1].token_ids, 20, 21]
         await complete(client, stream, prompt=[ids])

@@ -40,6 +40,7 @@ from scenes import Place, in_order, place, said, scene, user
 from speaking import DIALECTS, knock
 
 pytestmark = pytest.mark.anyio
+NAMED = {"idempotency-key": "the first request"}
 Broken = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -240,7 +241,7 @@ async def killed(tmp_path: Path) -> tuple[dict[str, list[int]], int, Seen]:
     answers = (said("One."), said("Two."), Scripted(token_ids=(40, 41), fail="hang"))
     async with place(tmp_path / "store", in_order(*answers)) as there:
         client = await there.client()
-        first = await client.say(user("Hi"))
+        first = await client.say(user("Hi"), headers=NAMED)
         second = await client.say(user("Hi"), first.reply, user("And?"))
         third = asyncio.create_task(client.send(user("Hi"), first.reply, user("Or?")))
         while not there.gateway.sessions.get("r.1").sampled_tokens >= 2 + sum(
@@ -254,7 +255,7 @@ async def killed(tmp_path: Path) -> tuple[dict[str, list[int]], int, Seen]:
     async with place(tmp_path / "copy", in_order(said("Again."))) as there:
         client = await there.client()
         # Whoever asks again for what was committed gets it; no second turn comes of it.
-        again = await client.send(user("Hi"), headers={"x-stainless-retry-count": "1"})
+        again = await client.send(user("Hi"), headers=NAMED)
         assert again.status == 200
         return ended, 3, await there.look()
 
@@ -272,7 +273,7 @@ def turns_are_committed_after_they_were_shown(patch: pytest.MonkeyPatch) -> None
         await asyncio.sleep(0.5)
         await self._store.put_turn(session.id, row)
 
-    async def record(self: Calls, session: Any, turn: Any, n: int) -> None:
+    async def record(self: Calls, session: Any, _: Any, turn: Any, n: int) -> None:
         session.commits += 1
         row = TurnRow(n, session.commits, turn)
         session.record(row)
