@@ -21,7 +21,7 @@ from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
 from afield.seams import Runtime, SessionSpec, SessionState, Transport
 from afield.transports.memory import MemoryTransport
-from gateways import ADMIN, Running, running, vocabulary
+from gateways import ADMIN, POLICY, Running, running, vocabulary
 from processes import until
 
 VOCAB = vocabulary()
@@ -73,11 +73,11 @@ class Place:
 
 
 @contextmanager
-def place(root: Path) -> Iterator[Place]:
+def place(root: Path, model: Path = POLICY) -> Iterator[Place]:
     engine = ScriptedEngine(lambda _: YES)
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(running(engine, root / "gateway")) as up,
+        portal.wrap_async_context_manager(running(engine, root / "gateway", model)) as up,
     ):
         yield Place(portal, up, root)
 

@@ -9,6 +9,9 @@ import openai
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.errors import UsageError
+from afield.sdk.context import Context
+from client_places import place
 from gateways import running
 from templates.models import write_model
 
@@ -52,3 +55,38 @@ async def test_a_strict_session_is_refused_what_its_template_refuses(tmp_path: P
         await ask(client, [SYSTEM, USER])
         record = await up.client.finalize("r.1")
     assert [turn.tags for turn in record.turns] == [()]
+
+
+# --- what no rollout could do --------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def with_tools(task: dict[str, Any], rollout: Context) -> float:
+    with openai.OpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key) as client:
+        messages: Any = [{"role": "user", "content": "Hi"}]
+        client.chat.completions.create(model="m", messages=messages, tools=[TOOL])  # pyright: ignore
+    return 1.0
+
+
+def test_a_run_whose_model_reads_no_tool_calls_ends_with_its_first_rollout(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def agent(task: dict[str, Any], rollout: Context) -> float:
+        asked.append(rollout.session_id)
+        return with_tools(task, rollout)
+
+    with place(tmp_path, write_model(tmp_path / "model", "plain")) as there:
+        plan = {"render": "strict", "retries": {"task": 3}, "concurrency": 2}
+        with (
+            pytest.raises(
+                UsageError, match=r"as every other rollout would be: .*no tool calls.*render 'fold'"
+            ),
+            there.client(agent, **plan) as client,
+        ):
+            futures = [client.submit({"n": n}) for n in range(64)]
+            for future in futures:
+                future.result(60)
+        assert 1 <= len(asked) <= 4
+        with there.client(with_tools, run="again", exp_id="folding") as client:
+            assert client.submit({}).result(60).outcome.reward == 1.0

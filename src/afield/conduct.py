@@ -20,7 +20,7 @@ from afield import wire
 from afield.availability import broken, failure_of, named, now, patiently
 from afield.batches.rewards import usable
 from afield.decide import Decider
-from afield.errors import RETRIED, Outage, Unavailable, first_cause
+from afield.errors import RETRIED, Outage, Unavailable, UsageError, first_cause
 from afield.ledger import Ledger, Note
 from afield.limiter import Limiter
 from afield.plan import Plan, Watcher
@@ -101,7 +101,12 @@ class Conductor:
         """The same, under way. The task is the conductor's: `cancel` ends the rollout, not `Task.cancel`."""
         task = self._runs.get(rollout.id)
         if task is None:
-            task = self._runs[rollout.id] = self._tasks.create_task(self._run(rollout))
+            work = self._run(rollout)
+            try:
+                task = self._runs[rollout.id] = self._tasks.create_task(work)
+            except RuntimeError:  # the run is ending
+                work.close()
+                raise
             task.add_done_callback(lambda _: self._runs.pop(rollout.id, None))
         return task
 
@@ -172,6 +177,8 @@ class Conductor:
             if outcome is None:
                 n += 1
                 outcome = await self._decider.run(rollout, Attempt(rollout.id, n), born)
+            if outcome.failure is not None:
+                await self._check_supported(rollout, outcome)
             if not self._will_retry(rollout, outcome, spent, born):
                 kept, record = await self._recorded(rollout, outcome)
                 again = kept is not outcome and self._will_retry(rollout, kept, spent, born, graded=False)
@@ -184,6 +191,14 @@ class Conductor:
             sampled = await self._decider.sampled(attempt)
             await asyncio.to_thread(self._ledger.fail, attempt, outcome.failure, sampled)
             outcome = None
+
+    async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
+        """Ends the run where no other attempt, of this rollout or another, could end otherwise."""
+        if why := await self._decider.unsupported(Attempt(rollout.id, outcome.attempt)):
+            told = f"{rollout.id} was refused by the gateway, as every other rollout would be: {why}"
+            # A task of its own: it is not this rollout's failure, and nothing is noted of it.
+            self._tasks.create_task(_ending(UsageError(told)))
+            await asyncio.Event().wait()  # until the run has ended
 
     def _will_retry(
         self,
@@ -267,6 +282,11 @@ class Conductor:
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         return await patiently(ask, self._plan.patience_s)
+
+
+async def _ending(error: Exception) -> None:
+    """A task that ends the group it belongs to."""
+    raise error
 
 
 def finished_of(rollout: Rollout, outcome: Outcome, record: Record, attempts: int) -> Finished:

@@ -172,6 +172,12 @@ class Decider:
         state = found.get(session_id)
         return state.tokens.get("sampled", 0) if state else 0
 
+    async def unsupported(self, attempt: Attempt) -> str:
+        """Why the model serves no session of this agent, where the gateway says so; else empty."""
+        found = await self._patiently(lambda: self._gateway.states([attempt.session_id]))
+        state = found.get(attempt.session_id)
+        return state.unsupported if state and not state.turns else ""
+
     # --- what runs already -----------------------------------------------------------------------
 
     async def _lives(self, attempt: Attempt) -> bool:

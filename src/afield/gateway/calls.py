@@ -21,7 +21,7 @@ from afield.gateway import lineage, placing, wishes
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
-from afield.gateway.refusal import bad_request, engine_down
+from afield.gateway.refusal import Refusal, bad_request, engine_down
 from afield.gateway.repeats import RETRY
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
 from afield.gateway.session import ENGINE_FAILED, Reservation, Session
@@ -62,7 +62,7 @@ class Calls:
     async def run(self, session: Session, request: ModelRequest) -> AsyncGenerator[Item]:
         """Started, then Pieces, then Done. Close it early to abandon the call."""
         session.check_open(self._clock())
-        self._check(request)
+        self._check(session, request)
         self._sampling(session, request)
         tokens = self._tokens_of(session)
         place = await placing.place(session, tokens, request, self._info.max_context)
@@ -83,7 +83,7 @@ class Calls:
 
     async def count(self, session: Session, request: ModelRequest) -> int:
         """How many tokens the prompt of a request has. Nothing is recorded."""
-        self._check(request)
+        self._check(session, request)
         tokens = self._tokens_of(session)
         place = await placing.place(session, tokens, request, self._info.max_context)
         return len(place.prompt_ids)
@@ -99,17 +99,32 @@ class Calls:
         spec = session.row.spec
         return self._tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render)
 
-    def _check(self, request: ModelRequest) -> None:
-        if request.tools and self._tokens.certificate.tool_format is None:
-            raise bad_request(
-                f"the chat template of {self._tokens.name!r} has a tool-call format afield cannot parse",
-                "call without tools, or use a model whose tool format is known (afield certify MODEL)",
-            )
+    def _check(self, session: Session, request: ModelRequest) -> None:
+        if request.tools and not self._reads_calls(session):
+            raise self._unsupported(session)
         if request.images and not self._info.images:
             raise bad_request(
                 f"the engine ({self._info.kind}) takes no images",
                 "send text, or serve a model and an engine that take images",
             )
+
+    def _reads_calls(self, session: Session) -> bool:
+        certificate = self._tokens.certificate
+        if session.row.spec.render == "strict" and "fold-tools" in certificate.rules:
+            return False
+        return certificate.tool_format is not None
+
+    def _unsupported(self, session: Session) -> Refusal:
+        """Nothing of this request's own: whatever else the agent asks with tools is refused alike."""
+        refusal = Refusal(
+            400,
+            "unsupported_by_model",
+            f"the chat template of {self._tokens.name!r} has no tool calls that can be read",
+            "open sessions with render 'fold', call without tools, or use a model whose tool format is known"
+            " (afield certify MODEL)",
+        )
+        session.unsupported = refusal.text
+        return refusal
 
     # --- asked again -----------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Session:
         self.calls = max(self.rows, default=0)
         self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
+        self.unsupported = row.tally.unsupported if row.tally else ""
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
         # Before a restart, nobody knows whether these reached their clients; who asks again gets them.
         self.unsure = {turn.id for turn in self.forest.leaves if turn.status is TurnStatus.COMMITTED}
@@ -297,6 +298,7 @@ class Session:
             versions=self._versions,
             last_activity=self.last_activity,
             excluded=self.excluded,
+            unsupported=self.unsupported,
         )
 
     def state(self) -> SessionState:
@@ -356,6 +358,7 @@ def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
         failed_verdicts=tuple(failed.failure for failed in row.failed_verdicts),
         created=row.created,
         last_activity=tally.last_activity,
+        unsupported=tally.unsupported,
         **now,
     )
 

@@ -57,6 +57,8 @@ class Tally(Struct, frozen=True, kw_only=True):
     last_activity: float
     excluded: dict[str, int] = {}
     """Tokens kept out of the loss, by reason."""
+    unsupported: str = ""
+    """Why the model cannot serve what this session's agent asks, if that is so; see `SessionState`."""
 
 
 class Delivery(StrEnum):

@@ -87,6 +87,8 @@ class SessionState(Struct, frozen=True, kw_only=True):
     idle_s: float = 0.0
     unseen_s: float | None = None
     waited_s: float = 0.0
+    unsupported: str = ""
+    """Why the model cannot serve what the agent asks, whatever the task; empty where it can."""
 
 
 class Record(Struct, frozen=True, kw_only=True):
