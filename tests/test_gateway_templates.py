@@ -8,12 +8,15 @@ from typing import Any
 import openai
 import pytest
 
+from afield.conformance.clients import CLIENTS
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import UsageError
 from afield.sdk.context import Context
+from afield.tokens.rules import RULES
 from client_places import place
+from client_requests import replayed, requests
 from gateways import running
-from templates.models import write_model
+from templates.models import ALL, write_model
 
 pytestmark = pytest.mark.anyio
 REPLY = Scripted(token_ids=(7, 8, 2))
@@ -55,6 +58,32 @@ async def test_a_strict_session_is_refused_what_its_template_refuses(tmp_path: P
         await ask(client, [SYSTEM, USER])
         record = await up.client.finalize("r.1")
     assert [turn.tags for turn in record.turns] == [()]
+
+
+# --- every client on every template --------------------------------------------------------------
+
+
+def test_there_are_requests_of_every_pinned_client() -> None:
+    assert set(requests()) == set(CLIENTS)
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_every_client_is_answered_on_every_template(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path / "model", name)
+    records, unanswered = await replayed(model, tmp_path / "store")
+    assert unanswered == []
+    for client, sent in requests().items():
+        turns = records[client].turns
+        assert len(turns) == len(sent)
+        rules = {tag.removeprefix("render:") for turn in turns for tag in turn.tags if tag[:7] == "render:"}
+        assert rules <= set(RULES)
+
+
+async def test_strict_sessions_of_clients_with_later_system_messages_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "moving")
+    _, refused = await replayed(model, tmp_path / "store", render="strict")
+    assert {"claude-code", "codex", "opencode"} <= {line.split()[0] for line in refused}
+    assert all(" 400 " in line for line in refused)
 
 
 # --- what no rollout could do --------------------------------------------------------------------
