@@ -6,6 +6,7 @@ certified; tool formats and tiers are written down here, so that a change is see
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from afield.config import Environment
 from afield.tokens import ChatTokens, TemplateRefusal
 from afield.tokens.battery import TOOL, conversations
 from afield.tokens.delta import ANCHOR
+from client_requests import replayed
 from templates.models import write_template
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -42,7 +44,7 @@ STOPS = {
     "phi3_5": ["<|end|>"],
     "gemma3": ["<end_of_turn>"],
 }
-# family: tool format, tier of a tool's result, tier of a user's message
+# family: tool format, tier of a tool's result, tier of a user's message, as the template has them
 EXPECTED = {
     "cohere": (None, None, "T2"),
     "cohere2": (None, None, "T2"),
@@ -88,16 +90,17 @@ def templates() -> Path:
 
 @pytest.fixture(scope="module")
 def models(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokens]:
-    return {family: load(templates, family, tmp_path_factory.mktemp(family)) for family in EXPECTED}
+    made = {family: write(templates, family, tmp_path_factory.mktemp(family)) for family in EXPECTED}
+    return {family: ChatTokens.load(path, rules=False) for family, path in made.items()}
 
 
-def load(templates: Path, family: str, directory: Path) -> ChatTokens:
+def write(templates: Path, family: str, directory: Path) -> Path:
     source = (templates / f"{family}.jinja").read_text()
     write_template(directory, source, CONTROL.findall(source), STOPS.get(family, ["<|im_end|>"]))
     # The tiny tokenizer has none; some templates begin with it.
     settings = directory / "tokenizer_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "bos_token": "<|endoftext|>"}))
-    return ChatTokens.load(directory)
+    return directory
 
 
 @pytest.mark.parametrize("family", EXPECTED)
@@ -112,6 +115,62 @@ def test_what_is_appended_is_the_end_of_the_whole_rendering(
     models: dict[str, ChatTokens], family: str
 ) -> None:
     tokens, checked = models[family], 0
+    for pattern, tier in tokens.certificate.appends.items():
+        for history, new in conversations(pattern, named=True) if tier else ():
+            for tools in ((), (TOOL,)):
+                checked += appends_exactly(tokens, history, new, tools)
+    assert checked > 0
+
+
+# What the templates that are most used need besides a name for the role developer.
+QWEN = {"merge-system", "fold-system", "wrap-arguments", "add-first-user"}
+NEEDED = {
+    "gemma": {
+        "fold-tools",
+        "fold-system",
+        "fold-first-system",
+        "merge-users",
+        "add-first-user",
+        "add-user-between",
+    },
+    "gptoss": {"fold-results", "merge-system", "fold-system", "reasoning-in-text"},
+    "llama3_1": {"split-calls", "add-first-user"},
+    "qwen2_5": set(),
+    "qwen3": set(),
+    "qwen3_5_nothink": QWEN,
+    "qwen3_5_think": QWEN,
+    "qwen3_6": QWEN,
+    "qwen3_8": QWEN,
+    "qwen3_vl": {"merge-system", "fold-system"},
+}
+
+
+def families(templates: Path) -> list[str]:
+    """All that trl ships; those for training differ only in what they mark."""
+    return sorted(p.stem for p in templates.glob("*.jinja") if not p.stem.endswith("_training"))
+
+
+def test_every_client_is_answered_on_every_template_and_every_tool_call_can_be_read(
+    templates: Path, tmp_path: Path
+) -> None:
+    names = families(templates)
+    assert len(names) >= 40
+    assert set(NEEDED) <= set(names)
+    for family in names:
+        model = write(templates, family, tmp_path / family)
+        certificate = ChatTokens.load(model).certificate
+        assert certificate.tool_format is not None, family
+        if family in NEEDED:
+            assert set(certificate.rules) - {"developer-as-system"} == NEEDED[family], family
+        _, unanswered = asyncio.run(replayed(model, tmp_path / f"{family}-store"))
+        assert unanswered == [], family
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_think", "gemma", "cohere", "deepseekv3", "llama3_1"])
+def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
+    templates: Path, family: str, tmp_path: Path
+) -> None:
+    tokens, checked = ChatTokens.load(write(templates, family, tmp_path)), 0
     for pattern, tier in tokens.certificate.appends.items():
         for history, new in conversations(pattern, named=True) if tier else ():
             for tools in ((), (TOOL,)):
