@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from afield.engines import fused
+from afield.engines.torch import TorchEngine
 from afield.options import LoraOptions
+from afield.rounding import Rounding, rounded
 from afield.trainers.grpo import GRPO
 from afield.trainers.head import sampled_log_probabilities, taken
 from afield.trainers.packing import pack
@@ -97,3 +101,47 @@ def test_a_step_on_the_device_is_a_step_on_a_cpu(tmp_path: Path, settings: Any, 
         for trainer in (stepped("cuda", **settings), stepped("cpu", **alike))
     )
     assert cosine(ours, wanted) > least
+
+
+# --- published weights, and the engine's check at start --------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_rounded_to_the_bits_of_a_cpu(dtype: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(1000, 4099, generator=generator) * 10.0 ** torch.randint(
+        -9, 5, (1000, 4099), generator=generator
+    )
+    tensor[0, :4] = torch.tensor([float("inf"), -float("inf"), 3.4e38, 1e-45])
+    start = tensor.clone()
+    start[::3] += 1e-3
+    how = Rounding(dtype=dtype, seed=5, version=11)
+    ours = rounded(tensor, "model.layers.0.mlp.up_proj.weight", how, start=start)
+    theirs = rounded(tensor.cuda(), "model.layers.0.mlp.up_proj.weight", how, start=start.cuda())
+    assert torch.equal(ours.view(torch.int16), theirs.cpu().view(torch.int16))
+    again = rounded(
+        tensor[500:].cuda(),
+        "model.layers.0.mlp.up_proj.weight",
+        how,
+        start=start[500:].cuda(),
+        first=500 * 4099,
+    )
+    assert torch.equal(again, theirs[500:])
+
+
+def test_an_engine_in_bfloat16_accepts_a_sure_model_and_refuses_a_broken_one(tmp_path: Path) -> None:
+    path = build_tiny_model(tmp_path / "model", hidden=128)
+
+    async def start() -> str:
+        async with TorchEngine(path) as engine:
+            return (await engine.info()).dtype
+
+    assert asyncio.run(start()) == "bfloat16"
+    model: Any = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
+    with torch.inference_mode():
+        model.get_output_embeddings().weight.mul_(40)  # improbable tokens are off by whole units
+        fitted = fused.fit(model, 12, light=True)
+        assert fitted.exact, fitted
+        fused.undo(fitted.swapped)
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
+        assert not fused.fit(model, 12, light=False).exact

@@ -10,10 +10,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from afield.engines.fused import PLAIN, Ways, attend, choose, compare, fit, prepare, swap_norms, undo
+from afield.engines.fused import (
+    PLAIN,
+    Ways,
+    allowed,
+    attend,
+    choose,
+    compare,
+    fit,
+    prepare,
+    probe,
+    swap_norms,
+    undo,
+    write,
+)
 from afield.engines.sampler import pick, plain_sums
+from afield.engines.slots import ATTENTION, slot_attention, use_slots
+from afield.precision import in_float32
 from tiny_model import build_tiny_model
 
 FAMILIES = ["qwen3", "qwen2", "llama"]
@@ -137,3 +153,73 @@ def test_a_row_of_no_numbers_is_not_picked_from_as_if_it_had_some() -> None:
     ones = torch.ones(3, dtype=torch.float64)
     _, logprobs = pick(logits, ones, 0.5 * ones)
     assert torch.isfinite(logprobs).tolist() == [True, False, True]
+
+
+# --- the check at start ----------------------------------------------------------------------------
+
+
+def peaked(directory: Path, dtype: torch.dtype) -> Any:
+    """As sure of its tokens as a trained model: improbable ones are off by whole units in 16 bits."""
+    model = load(directory, dtype)
+    model.get_output_embeddings().weight.mul_(40)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_as_exact_through_slots_as_by_itself(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    for make in (load, peaked):
+        model = make(build_tiny_model(tmp_path / make.__name__, hidden=128), dtype)
+        fitted = fit(model, 12, light=True, ways=PLAIN)
+        assert fitted.exact
+        assert fitted.ways is PLAIN
+        assert fitted.control > 0
+        assert fitted.off < 4 * fitted.control
+
+
+def test_improbable_tokens_are_no_reason_to_refuse_a_model(tmp_path: Path) -> None:
+    """Over the whole vocabulary bfloat16 is off by more than any tolerance that would find a wrong key."""
+    model = peaked(build_tiny_model(tmp_path / "model", hidden=128), torch.bfloat16)
+    ids = write(model, 12).ids
+    own = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    with in_float32(model):
+        exact = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    assert float((own - exact).abs().max()) > 0.5
+    assert fit(model, 12, light=False).exact
+
+
+@pytest.mark.parametrize("wrong", WRONG[1:3], ids=["prepare", "gate"])
+def test_wrong_kernels_are_found_out_in_bfloat16(directory: Path, wrong: Ways) -> None:
+    for make in (load, peaked):
+        fitted = fit(make(directory, torch.bfloat16), 24, light=True, ways=wrong)
+        assert fitted.ways is None
+        assert fitted.exact
+        assert "the model's own layers decode" in fitted.notes[0]
+
+
+def test_weights_that_are_no_numbers_are_refused(directory: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load(directory, dtype)
+        model.get_output_embeddings().weight[3, 3] = float("nan")
+        assert not fit(model, 12, light=False).exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_forgets_a_key_is_refused(directory: Path, dtype: torch.dtype) -> None:
+    """As slots would that wrote a key to another place."""
+    model = load(directory, dtype)
+    text = write(model, 12)
+    use_slots(model)
+    assert probe(model, text, None) <= allowed(text.control)
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, forgets_a_key)
+    try:
+        assert probe(model, text, None) > allowed(text.control)
+    finally:
+        use_slots(model)
+
+
+def forgets_a_key(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **how: Any):
+    mask = mask.clone()
+    mask[..., 1] = float("-inf")
+    return slot_attention(module, query, key, value, mask, *args, **how)

@@ -5,22 +5,43 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from afield.assembly import linear
+from afield.cli.screen import precision
+from afield.config import TrainConfig
 from afield.engines.torch import TorchEngine
 from afield.engines.weights import read_weights
-from afield.options import LoraOptions
+from afield.forest import Forest
+from afield.gateway.pool import common_dtype
+from afield.options import LearnOptions, LoraOptions
 from afield.rounding import Rounding, arrived, rounded
 from afield.seams.witness import read_witness
 from afield.trainers.grpo import GRPO
 from afield.trainers.policy import PolicyModel
-from afield.trainers.publication import Checkpoint
+from afield.trainers.publication import Checkpoint, Rounder
 from afield.trainers.witness import witness_of
+from afield.types import (
+    Finished,
+    FinishReason,
+    Group,
+    Outcome,
+    Rollout,
+    Sampling,
+    Split,
+    Task,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
+from afield.wiring import published_dtype
 from tiny_model import build_tiny_model
 
 CPU = torch.device("cpu")
@@ -210,3 +231,143 @@ def test_tensors_that_the_checkpoint_names_otherwise_are_held_in_memory(tmp_path
         assert torch.equal(
             held.flat(name, first, count - first - 1).float(), filed.flat(name, first, count - first - 1)
         )
+
+
+def test_tensors_of_another_trainer_are_rounded_one_at_a_time(model_path: Path) -> None:
+    policy = moved(model_path, 1e-5)
+    rounder = Rounder(model_path, HOW)
+    sent = {name: rounder(name, tensor) for name, tensor in policy.model.state_dict().items()}
+    assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])  # they are tied
+    assert rounder.metrics()["update_kept"] == pytest.approx(1.0, abs=0.3)
+    with policy.published(HOW) as told:
+        own = {name: tensor.bfloat16() for name, tensor in policy.model.state_dict().items()}
+    assert all(torch.equal(own[name], sent[name]) for name in own)
+    assert rounder.arrived.update == pytest.approx(told.update)
+
+
+def test_nothing_is_claimed_about_weights_that_come_in_16_bits(
+    model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rounder = Rounder(model_path, HOW)
+    for name, tensor in stored(model_path).items():
+        assert torch.equal(rounder(name, tensor), tensor)
+    assert rounder.metrics() == {}
+    assert "let it send float32" in caplog.text
+
+
+# --- how far sampler and trainer are apart ---------------------------------------------------------
+
+
+def sampled_by(path: Path, dtype: str, version: int) -> Group:
+    """A group whose log-probabilities are those of the model in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    rng = random.Random(0)
+    rows = []
+    for _ in range(4):
+        ids = torch.tensor([rng.randrange(model.config.vocab_size) for _ in range(24)])
+        with torch.no_grad():
+            scores = model(ids[None]).logits[0].float().log_softmax(-1)
+        rows.append((tuple(ids.tolist()), scores[3:-1].gather(1, ids[4:, None])[:, 0].tolist()))
+    finished = []
+    for n, (ids, logprobs) in enumerate(rows):
+        forest = Forest()
+        forest.add(
+            Turn(
+                id="t",
+                root="root",
+                parent=None,
+                delta_ids=ids[:4],
+                token_ids=ids[4:],
+                logprobs=tuple(logprobs),
+                versions=(VersionSpan(0, 20, version, version),),
+                finish_reason=FinishReason.STOP,
+                status=TurnStatus.COMMITTED,
+                sampling=Sampling(),
+                digest="d",
+            )
+        )
+        rollout = Rollout(id=f"r{n}", exp_id="exp", group_id="g", task=Task("t", {}))
+        outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=float(n))
+        rows_of = linear(forest).trajectories
+        finished.append(Finished(rollout=rollout, outcome=outcome, trajectories=rows_of))
+    return Group(id="g", task_id="t", epoch=0, split=Split.TRAIN, finished=tuple(finished))
+
+
+def test_a_sampler_in_bfloat16_is_as_far_from_the_trainer_as_the_control_says(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for how in ({}, {"lora": LORA, "dtype": "bfloat16"}):
+        trainer = GRPO(model_path, lr=0.0, device="cpu", **how)
+        trainer.publish(tmp_path / "v3", version=3, dtype="bfloat16")
+        told = trainer.step([sampled_by(model_path, "bfloat16", 3)]).metrics
+        assert told["logprob_diff_control"] > 5e-4
+        assert told["logprob_diff_times_control"] < 1.6
+    assert "times what the engine's" not in caplog.text
+
+
+def test_a_sampler_with_other_weights_is_told(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = moved(model_path, 0.02)
+    other.export(tmp_path / "other")
+    trainer = GRPO(model_path, lr=0.0, device="cpu")
+    trainer.publish(tmp_path / "v3", version=3, dtype="bfloat16")
+    stale = trainer.step([sampled_by(tmp_path / "other", "float32", 2)]).metrics
+    assert "logprob_diff" not in stale  # no token of the trainer's own version
+    assert "times what the engine's" not in caplog.text
+    told = trainer.step([sampled_by(tmp_path / "other", "float32", 3)]).metrics
+    assert told["logprob_diff_times_control"] > 3
+    assert "times what the engine's bfloat16 explains" in caplog.text
+
+
+def test_in_float32_sampler_and_trainer_are_equal(model_path: Path, tmp_path: Path) -> None:
+    trainer = GRPO(model_path, lr=0.0, device="cpu")
+    trainer.publish(tmp_path / "v3", version=3, dtype="float32")
+    told = trainer.step([sampled_by(model_path, "float32", 3)]).metrics
+    assert told["sampler_trainer_logprob_diff_max"] < 1e-4
+    assert told["logprob_diff_control"] == 1e-4
+
+
+def test_a_checkpoint_remembers_what_was_published(model_path: Path, tmp_path: Path) -> None:
+    trainer = GRPO(model_path, lr=0.0, device="cpu")
+    trainer.publish(tmp_path / "v3", version=3, dtype="bfloat16")
+    trainer.save(tmp_path / "saved")
+    again = GRPO(model_path, lr=0.0, device="cpu")
+    again.restore(tmp_path / "saved")
+    assert (again.version, again.engine_dtype) == (3, "bfloat16")
+
+
+# --- settings --------------------------------------------------------------------------------------
+
+
+def test_adapters_have_a_learning_rate_of_their_own_unless_one_is_given() -> None:
+    whole = TrainConfig(model="m")
+    lora = TrainConfig(model="m", learn=LearnOptions(lora=LoraOptions(rank=8)))
+    assert (whole.learning_rate, lora.learning_rate) == (1e-6, 1e-5)
+    assert TrainConfig(model="m", lr=3e-4, learn=lora.learn).learning_rate == 3e-4
+    assert lora.learn.lora.publish == "adapter"
+
+
+def test_weights_are_published_in_the_dtype_that_is_set_told_or_the_model_s_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16"}))
+    assert published_dtype("float16", "bfloat16", tmp_path) == "float16"
+    assert published_dtype("auto", "float32", tmp_path) == "float32"
+    assert not caplog.text
+    assert published_dtype("auto", "", tmp_path) == "bfloat16"
+    assert "set engine_dtype" in caplog.text
+
+
+def test_engines_of_several_dtypes_get_what_all_can_hold() -> None:
+    assert common_dtype(["float32", "float32"]) == "float32"
+    assert common_dtype(["float32", "bfloat16"]) == "bfloat16"
+    assert common_dtype(["float16", "bfloat16"]) == "bfloat16"
+    assert common_dtype(["float16", "float32"]) == "float16"
+    assert common_dtype(["float16", ""]) == ""
+
+
+def test_a_step_s_line_says_how_far_apart_sampler_and_trainer_are() -> None:
+    told = precision({"logprob_diff": 0.03, "logprob_diff_times_control": 1.04, "update_kept": 0.998})
+    assert told == "  logprob diff 3.0e-02 (1x expected)  update kept 100%"
+    assert precision({}) == ""

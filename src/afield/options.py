@@ -197,14 +197,14 @@ class RayOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Low-rank adapters in place of training every weight; `rank` 0 trains every weight. `targets` are names
-    of linear layers, or "all-linear". What they add counts `alpha / rank`. Engines get the whole model with
-    adapters merged, or the adapters alone.
+    of linear layers, or "all-linear". What they add counts `alpha / rank`. Engines get the adapters alone,
+    or the whole model with adapters merged.
     """
 
     rank: int = 0
     alpha: float = 32.0
     targets: tuple[str, ...] = ("all-linear",)
-    publish: Literal["merged", "adapter"] = "merged"
+    publish: Literal["merged", "adapter"] = "adapter"
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -213,7 +213,7 @@ class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(f"alpha = {self.alpha} must be positive")
         if not self.targets:
             raise ValueError("targets is empty; name linear layers, or leave it out for all of them")
-        if not self.rank and (self.alpha, self.targets, self.publish) != (32.0, ("all-linear",), "merged"):
+        if not self.rank and (self.alpha, self.targets, self.publish) != (32.0, ("all-linear",), "adapter"):
             raise ValueError("rank = 0 trains every weight; give the others with a rank, such as 16")
 
 

@@ -198,3 +198,27 @@ def test_a_rank_that_dies_is_an_error_that_says_so(ranks):
 def test_a_model_that_is_not_there_is_named_as_by_one_process(tmp_path):
     with pytest.raises(UsageError, match="nowhere is not a model directory"):
         Sharded(tmp_path / "nowhere", devices=2, **SETTINGS)
+
+
+@pytest.mark.parametrize("lora", [None, "merged", "adapter"])
+def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, lora):
+    settings = {**SETTINGS, "seed": 4}
+    if lora:
+        settings["lora"] = LoraOptions(rank=4, alpha=8, publish=lora)
+    alone = GRPO(model_path, **settings)
+    with_ranks = Sharded(model_path, devices=2, **settings)
+    alone.step(BATCHES[0])
+    alone.save(tmp_path / "saved")
+    with_ranks.restore(tmp_path / "saved")  # the very same masters
+    name = "adapter_model.safetensors" if lora == "adapter" else "model.safetensors"
+    told = [
+        trainer.publish(tmp_path / where, version=9, dtype="bfloat16")
+        for trainer, where in ((alone, "one"), (with_ranks, "two"))
+    ]
+    one, two = (load_file(tmp_path / where / name) for where in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert {tensor.dtype for tensor in one.values()} == {torch.bfloat16}
+    assert told[1] == pytest.approx(told[0], rel=1e-4)
+    witnesses = [read_witness(tmp_path / where) for where in ("one", "two")]
+    assert witnesses[1].logprobs == pytest.approx(witnesses[0].logprobs, abs=1e-4)
+    with_ranks.close()

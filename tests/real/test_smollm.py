@@ -168,3 +168,18 @@ async def test_one_step_on_a_real_tool_rollout_agrees_with_the_sampler_and_reach
     record_property("logprob_diff", agreed)
     record_property("logprob_diff_after", renewed)
     log.info("sampler and trainer are %.1e apart before the step, %.1e after it", agreed, renewed)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_a_real_model_is_accepted_in_16_bits_and_samples_what_it_says(
+    model_path: Path, tmp_path: Path, dtype: str
+) -> None:
+    """Its log-probabilities are as far from float32 as its own arithmetic is."""
+    engine = TorchEngine(model_path, max_slots=2, max_context=512, device="cpu", dtype=dtype)
+    async with running(engine, tmp_path / "store", model_path) as up:
+        assert await up.client.engine_dtype() == dtype
+        collected = await asyncio.gather(*(rollout(up, n) for n in range(2)))
+    trainer = GRPO(model_path, lr=0.0, device="cpu")
+    trainer.publish(tmp_path / "v0", version=0, dtype=dtype)
+    told = (await asyncio.to_thread(trainer.step, [to_group(list(collected))])).metrics
+    assert told["logprob_diff_times_control"] < 2

@@ -62,7 +62,7 @@ SAMPLING = (
 LEARNING = (
     ("trainer", "NAME", "the embedded one; veRL and TRL are started their own way"),
     ("advantage", "NAME", f"what a reward is measured against: {ADVANTAGES}"),
-    ("lr", float, "learning rate"),
+    ("lr", float, "learning rate (default: 1e-06, with LoRA 1e-05)"),
     ("minibatches", int, "updates per step"),
     ("kl", float, "weight of the KL penalty to the starting policy"),
     ("grad-clip", float, "largest norm of the gradient"),

@@ -202,8 +202,21 @@ def describe(line: StepLine, steps: int) -> str:
         f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
         f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
         f"  tokens {line.sampled_tokens}  excluded {sum(line.excluded_tokens.values())}{excluded}"
-        f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{failed}"
+        f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{precision(line.trainer)}{failed}"
     )
+
+
+def precision(measures: Mapping[str, float]) -> str:
+    """How far sampler and trainer are apart, in units of what the engine's dtype explains, and how much of
+    the update the engine got."""
+    told = ""
+    if "logprob_diff" in measures:
+        told += f"  logprob diff {measures['logprob_diff']:.1e}"
+    if "logprob_diff_times_control" in measures:
+        told += f" ({measures['logprob_diff_times_control']:.2g}x expected)"
+    if "update_kept" in measures:
+        told += f"  update kept {measures['update_kept']:.0%}"
+    return told
 
 
 def _has_learnt(measures: Mapping[str, float]) -> bool:

@@ -53,6 +53,7 @@ NOT_NEGATIVE = (
 )
 APART = ("sandbox",)  # nothing but the gateway can be reached from there
 ELSEWHERE = ("container", "agentcore", "kubernetes", "ray")  # this machine's files are not there
+WHOLE_LR, LORA_LR = 1e-6, 1e-5
 STALENESS = {"sync": 0, "one-step-off": 1, "async": 2}  # the default of each mode
 
 
@@ -118,7 +119,8 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     # learning
     trainer: str = "grpo"
     advantage: Advantage = "grpo"
-    lr: float = 1e-6
+    lr: float | None = None
+    """Learning rate; None is 1e-6, and 1e-5 where LoRA trains."""
     minibatches: int = 1
     kl: float = 0.0
     grad_clip: float = 1.0
@@ -222,6 +224,13 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def stored_elsewhere(self) -> bool:
         return "://" in self.outcomes and not self.outcomes.startswith("files:")
+
+    @property
+    def learning_rate(self) -> float:
+        """Adapters take about ten times the rate of whole weights, as trainers of this field set it."""
+        if self.lr is not None:
+            return self.lr
+        return LORA_LR if self.learn.lora.rank else WHOLE_LR
 
     @property
     def staleness(self) -> int:

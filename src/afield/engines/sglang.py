@@ -31,7 +31,8 @@ from afield.types import VersionSpan
 FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # the last step of an ended call takes a while
 LEAST = 2  # adapters: one for the newest, one for calls in flight
 ADAPTERS = (
-    "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules"
+    "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules;"
+    " or publish whole weights, with learn.lora.publish = 'merged'"
 )
 
 

@@ -22,7 +22,8 @@ from afield.errors import Unavailable, UsageError
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 REMEDY = (
     "start it with --enable-lora --max-loras 2 (or more) --max-lora-rank (that of the adapter),"
-    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and VLLM_SERVER_DEV_MODE=1"
+    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and VLLM_SERVER_DEV_MODE=1; or publish whole weights, with"
+    " learn.lora.publish = 'merged'"
 )
 LEAST = 2
 MAX_LORA = re.compile(rb'^vllm:lora_requests_info\{[^}\n]*max_lora="(\d+)"', re.MULTILINE)

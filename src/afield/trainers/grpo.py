@@ -42,6 +42,7 @@ from afield.trainers.losses import (
 )
 from afield.trainers.passes import LayoutName
 from afield.trainers.policy import Dtype, PolicyModel, device_of
+from afield.trainers.publication import KEPT
 from afield.trainers.rows import Batch, Row, check_rows, to_batch
 from afield.trainers.updates import Scores, Updates
 from afield.types import Group
@@ -53,7 +54,6 @@ MAX_SKIPPED = 3
 STATE = "trainer.pt"
 FAR = 3.0  # times the control by which sampler and trainer may be apart before it is told
 LEAST = 1e-4  # what float32, batched one way or another, explains
-KEPT = 0.9  # share of an update that has to reach the engine, or it is told
 MODEL = "model"  # in a checkpoint: all of the model's directory but its weights
 POLICY = "policy.json"
 SAME = ("tokenizer.json", "tokenizer.model", "chat_template.jinja")

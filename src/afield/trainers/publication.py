@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +23,8 @@ from afield.errors import UsageError
 from afield.rounding import Arrived, Rounding, arrived, dtype_of, rounded
 from afield.trainers import lora as adapters
 
+log = logging.getLogger("afield.trainers")
+KEPT = 0.9  # share of an update that has to reach the engine, or it is told
 ROOM = 2 << 30  # bytes of a GPU that stay free beside what is set aside there
 
 
@@ -192,3 +196,62 @@ def set_aside(tensor: Tensor) -> Tensor:
     if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < tensor.nbytes + ROOM:
         return tensor.cpu()
     return tensor.clone()
+
+
+class Rounder:
+    """Rounds the tensors that another trainer sends, one at a time, and adds up what arrived.
+
+    `model` is the directory that it started from. Tensors that come in 16 bits already are left alone.
+    """
+
+    def __init__(self, model: Path, rounding: Rounding) -> None:
+        self.arrived = Arrived()
+        self._rounding = rounding
+        self._narrow = ""  # the first tensor that came in 16 bits
+        self._files: dict[str, Path] = {}
+        for file in sorted(model.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                self._files |= dict.fromkeys(tensors.keys(), file)
+        embeddings = [name for name in self._files if name.endswith("embed_tokens.weight")]
+        # A second name of tied embeddings has the bits of the first.
+        self._same = {"lm_head.weight": embeddings[0]} if len(embeddings) == 1 and is_tied(model) else {}
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if tensor.dtype != torch.float32:
+            self._narrow = self._narrow or name
+        if not self._rounding.lossy:
+            return tensor
+        key = self._same.get(name, name)
+        start = self._start(key, tensor)
+        sent = rounded(tensor, key, self._rounding, start=start)
+        if start is not None and key == name:
+            self.arrived = self.arrived.plus(arrived(tensor, sent, start))
+        return sent
+
+    def metrics(self) -> dict[str, float]:
+        """Of all tensors so far. Nothing is claimed about weights that came in 16 bits."""
+        if self._narrow:
+            log.warning(
+                "version %d: the trainer sends %s in 16 bits, so how much of its update that lost cannot be"
+                " seen; let it send float32, which is rounded here",
+                self._rounding.version,
+                self._narrow,
+            )
+            return {}
+        if not self._rounding.lossy:
+            return {"update_kept": 1.0, "rounding_noise_norm": 0.0}
+        return self.arrived.metrics()
+
+    def _start(self, name: str, tensor: Tensor) -> Tensor | None:
+        if name not in self._files:
+            return None
+        with safe_open(self._files[name], framework="pt") as tensors:
+            found = tensors.get_tensor(name)
+        return found.to(tensor.device, torch.float32) if found.shape == tensor.shape else None
+
+
+def is_tied(model: Path) -> bool:
+    """Whether a model's input and output embeddings are one."""
+    return json.loads((model / "config.json").read_text()).get("tie_word_embeddings") is True

@@ -36,6 +36,7 @@ class Sampler:
         self.path = path
         self.calls = 0
         self.version = 0
+        self.dtype = ""  # in which the engine holds its weights, if it says so
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -47,7 +48,8 @@ class Sampler:
         self._thread.start()
         try:
             self._await(self._engine.__aenter__())
-            self.version = self._await(self._engine.info()).version
+            info = self._await(self._engine.info())
+            self.version, self.dtype = info.version, info.dtype
         except BaseException:
             self._halt()
             raise

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.rounding import rounding_of
 from afield.seams.engine import Engine
 from afield.trainers.audit import Audit
 from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
@@ -79,6 +80,7 @@ class Tuner:
         lora: LoraOptions | None = None,
         reference: bool = False,
         max_logprob_diff: float | None = None,
+        seed: int = 0,
     ) -> None:
         self.path = Path(model_path)
         self.version = 0
@@ -101,15 +103,30 @@ class Tuner:
             max_tokens_per_pass=max_tokens_per_pass,
         )
         self.sampler = Sampler(self.path, engine)
+        self.published: dict[str, float] = {}
+        """Metrics of the last weights that the engine got; see `afield.seams.trainer.Publisher`."""
+        self._seed = seed
         self._changed = False  # since the engine was given the weights
 
     @classmethod
-    def open(cls, model_path: str | Path, *, lr: float, slots: int = 64, seed: int = 0, **how: Any) -> Self:
-        """With the embedded engine, `slots` calls at once; `how` as the constructor takes it."""
+    def open(
+        cls,
+        model_path: str | Path,
+        *,
+        lr: float,
+        slots: int = 64,
+        seed: int = 0,
+        engine_dtype: str = "auto",
+        **how: Any,
+    ) -> Self:
+        """With the embedded engine, `slots` calls at once; `how` as the constructor takes it. Engine and
+        trainer agree to 1e-4 where `engine_dtype` is float32, as it is on a CPU."""
         # Engines are named in a layer above this one; people look for the door here.
         named = import_module("afield.wiring")
-        engine = named.engine("torch", Path(model_path), slots=slots, seed=seed, ledger=None)
-        return cls(model_path, engine=engine, lr=lr, **how).start()
+        engine = named.engine(
+            "torch", Path(model_path), slots=slots, seed=seed, ledger=None, dtype=engine_dtype
+        )
+        return cls(model_path, engine=engine, lr=lr, seed=seed, **how).start()
 
     def start(self) -> Self:
         self.version = self.sampler.start()
@@ -153,7 +170,8 @@ class Tuner:
         """One reply to each prompt, all at the same time; each goes on from its reply where it has one."""
         if self._changed:
             with tempfile.TemporaryDirectory(prefix="afield-tuner-") as scratch:
-                self.policy.export(Path(scratch) / "weights")
+                rounding = rounding_of(self.sampler.dtype or "float32", self._seed, self.version)
+                self.published = self.policy.export(Path(scratch) / "weights", rounding).metrics()
                 self.sampler.load(self.version, Path(scratch) / "weights")
             self._changed = False
         return self.sampler.sample(prompts, sampling, tools)

@@ -55,7 +55,7 @@ def trainer(config: TrainConfig) -> Trainer:
     told["length"] = told["length"] or config.max_tokens * (config.max_calls or 1)
     return made(
         Path(config.model),
-        lr=config.lr,
+        lr=config.learning_rate,
         minibatches=config.minibatches,
         kl=config.kl,
         grad_clip=config.grad_clip,

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from afield import wiring
@@ -41,6 +42,7 @@ class Opened(NamedTuple):
     plan: Plan
     spool: Spool
     base: int
+    engine_dtype: str
     child: GatewayChild | None
 
 
@@ -155,5 +157,8 @@ async def opened(
             plan=parts.plan,
             spool=parts.spool,
             base=await gateway.version(),
+            engine_dtype=wiring.published_dtype(
+                config.engine_dtype, await gateway.engine_dtype(), Path(config.model)
+            ),
             child=child,
         )

@@ -75,7 +75,9 @@ class Rollouts:
             weigh=weigh,
         )
         self.worker = RolloutWorker(crew, pace, recipe)
-        self.weights = WeightTransfer(crew, keep=self.config.keep_weights)
+        self.weights = WeightTransfer(
+            crew, keep=self.config.keep_weights, report=self.worker.metrics_queue.put
+        )
 
     @property
     def dataset(self) -> Any:

@@ -9,29 +9,43 @@ trainer does not send because it never changes (frozen parts) comes from the mod
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from afield.errors import UsageError
 from afield.integrations.trl.crew import Crew
+from afield.rounding import Rounding, rounding_of, write_rounding
 from afield.trainers.directories import copy_but_weights, replaced
+from afield.trainers.publication import Rounder
 from afield.types import Policy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("afield.trl")
 KEPT = 2
 
 
 class WeightTransfer:
     """Counts what it has sent as the trainer does: version n of TRL is the gateway's first one plus n."""
 
-    def __init__(self, crew: Crew, *, keep: int | None = KEPT) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        *,
+        keep: int | None = KEPT,
+        report: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """`report` takes metrics as TRL's `metrics_queue` does."""
         self._crew = crew
+        self._report = report
         self._keep = keep
         self._model = Path(crew.config.model)
         self.sent = 0
+        self.published: dict[str, float] = {}
+        """Metrics of the last publication; see `afield.seams.trainer.Publisher`."""
 
     def init_weight_transfer(self) -> None:
         """Starts the gateway, unless one was named, and all that agents need."""
@@ -48,7 +62,11 @@ class WeightTransfer:
         made = self._crew.start()
         version = made.base + self.sent + 1
         directory = self._crew.run.weights(version)
-        write(self._model, directory, iterator)
+        rounding = rounding_of(made.engine_dtype, self._crew.config.seed, version)
+        self.published = write(self._model, directory, iterator, rounding)
+        log.info("version %d is published: %s", version, self.published)
+        if self._report is not None:
+            self._report({f"rollout/{name}": (value, 1) for name, value in self.published.items()})
         self._crew.call(made.gateway.publish(Policy(self._model.name, version), str(directory)))
         self.sent += 1
         self._crew.run.prune(keep_checkpoints=1, keep_weights=self._keep)
@@ -58,13 +76,20 @@ class WeightTransfer:
         self._crew.close()
 
 
-def write(model: Path, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """A model directory as `model` is one, with these tensors."""
+def write(
+    model: Path,
+    directory: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    rounding: Rounding | None = None,
+) -> dict[str, float]:
+    """A model directory as `model` is one, with these tensors, rounded for the engine; what arrived."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # One at a time: a sharded parameter is whole only until the next one is asked for.
-    state = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    rounding = rounding or Rounding()
+    rounder = Rounder(model, rounding)
+    state = {n: rounder(n, tensor.detach()).to("cpu", copy=True).contiguous() for n, tensor in tensors}
     with replaced(directory) as fresh:
         copy_but_weights(model, fresh)
         config = json.loads((fresh / "config.json").read_text())
@@ -73,6 +98,8 @@ def write(model: Path, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -
             save_file(state, fresh / "model.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(str(error)) from error
+        write_rounding(fresh, rounding)
+    return rounder.metrics()
 
 
 def untied(path: Path, config: Mapping[str, object]) -> bool:

@@ -45,6 +45,8 @@ class GatewayOptions(Struct, frozen=True):
     outcomes: str = ""
     slots: int = 64
     seed: int = 0
+    engine_dtype: str = "auto"
+    """Dtype in which engines serve and weights are published; auto asks them."""
     processes: int = 1
     gpus: float = 0.0  # that Ray gives to the embedded engine
 
@@ -61,6 +63,10 @@ class Gateway(Struct, frozen=True):
     admin_key: str
     model: str  # the directory it started from
     weights: str  # the directory that holds its versions
+    seed: int = 0
+    """Seed of the job, by which published weights are rounded."""
+    engine_dtype: str = "auto"
+    """Dtype in which weights are published; auto asks the engines."""
 
 
 def gateway_of() -> Gateway:
@@ -100,7 +106,15 @@ class GatewayKeeper:
         ours = told["local_url"]
         if options.host in EVERYWHERE:
             ours = f"http://{ray.util.get_node_ip_address()}:{urlsplit(ours).port}"
-        self._gateway = Gateway(told["url"], ours, told["admin_key"], model, str(weights))
+        self._gateway = Gateway(
+            told["url"],
+            ours,
+            told["admin_key"],
+            model,
+            str(weights),
+            seed=options.seed,
+            engine_dtype=options.engine_dtype,
+        )
 
     async def gateway(self) -> Gateway:
         if self._process.poll() is not None:
@@ -146,6 +160,7 @@ def _started(options: GatewayOptions, model: str, store: Path) -> subprocess.Pop
     """Its log goes where this actor's goes, which is what Ray shows."""
     words = ["gateway", "--model", model, "--store", str(store), "--host", options.host]
     words += ["--port", str(options.port), "--slots", str(options.slots), "--seed", str(options.seed)]
+    words += ["--engine-dtype", options.engine_dtype]
     words += ["--processes", str(options.processes), "--json", "--exit-with-parent"]
     words += [word for engine in options.engines for word in ("--engine", engine)]
     words += ["--public-url", options.public_url] if options.public_url else []

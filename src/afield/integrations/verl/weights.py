@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -24,12 +25,16 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.workers.rollout.base import BaseRollout  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.utils import ensure_async_iterator  # pyright: ignore[reportMissingImports]
 
+from afield import wiring
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
 from afield.integrations.verl.keeper import gateway_of
+from afield.rounding import rounding_of, write_rounding
 from afield.trainers.directories import copy_but_weights, replaced
+from afield.trainers.publication import Rounder
 from afield.types import Policy
 
+log = logging.getLogger("afield.verl")
 KEPT = 2
 SHARD_BYTES = 4 * 2**30
 PUBLISHED = "published"  # veRL asks a checkpoint engine what its weights look like on the rollout side
@@ -98,8 +103,9 @@ class DirectoryCheckpointEngine(CheckpointEngine):
         """Nothing is held between updates."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-        written = await send(weights, global_steps, leader=self.is_master)
-        return {"afield/weights_bytes": float(written)} if self.is_master else {}
+        sent = await send(weights, global_steps, leader=self.is_master)
+        told = {f"afield/{name}": value for name, value in sent.metrics.items()}
+        return {"afield/weights_bytes": float(sent.written), **told} if self.is_master else {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Any]:
         """They come to the engines from the directory, not through here."""
@@ -107,8 +113,15 @@ class DirectoryCheckpointEngine(CheckpointEngine):
             yield nothing
 
 
-async def send(weights: Any, version: int | None, *, leader: bool) -> int:
-    """Bytes written. Every rank but the first only takes part in collecting the weights. A version that was
+class Sent(NamedTuple):
+    """Bytes written, and metrics of what arrived (`afield.seams.trainer.Publisher`)."""
+
+    written: int = 0
+    metrics: Mapping[str, float] = {}
+
+
+async def send(weights: Any, version: int | None, *, leader: bool) -> Sent:
+    """Publish the weights. Every rank but the first only takes part in collecting them. A version that was
     sent is not sent again: veRL may ask for it once for each kind of replica, and they are one gateway."""
     if version is None:
         raise UsageError("veRL gave these weights no global step, so they have no version")
@@ -123,7 +136,12 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> int:
         _check_ours(before, version, gateway.url)
         with replaced(directory) as fresh:
             copy_but_weights(Path(gateway.model), fresh)
-            written = await _write(weights, fresh)
+            told = await client.engine_dtype()
+            dtype = wiring.published_dtype(gateway.engine_dtype, told, Path(gateway.model))
+            rounding = rounding_of(dtype, gateway.seed, version)
+            rounder = Rounder(Path(gateway.model), rounding)
+            written = await _write(weights, fresh, rounder)
+            write_rounding(fresh, rounding)
             if before == version:
                 await asyncio.to_thread(_compare, fresh, Path(gateway.model))
         await client.publish(Policy(Path(gateway.model).name, version), str(directory))
@@ -132,7 +150,9 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> int:
                 f"version {version} was published, but the gateway serves {served}; see its log"
             )
     _prune(directory.parent)
-    return written
+    sent = Sent(written, rounder.metrics())
+    log.info("version %d is published: %s", version, dict(sent.metrics))
+    return sent
 
 
 def _check_ours(served: int, version: int, url: str) -> None:
@@ -144,13 +164,13 @@ def _check_ours(served: int, version: int, url: str) -> None:
         )
 
 
-async def _drop(weights: Any) -> int:
+async def _drop(weights: Any) -> Sent:
     async for _ in ensure_async_iterator(weights):
         pass
-    return 0
+    return Sent()
 
 
-async def _write(weights: Any, directory: Path) -> int:
+async def _write(weights: Any, directory: Path, rounder: Rounder) -> int:
     """In shards, so that never more than one of them is in memory, in the Hugging Face layout."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
@@ -161,7 +181,7 @@ async def _write(weights: Any, directory: Path) -> int:
         shards.append(list(shard))
 
     async for name, tensor in ensure_async_iterator(weights):
-        copied = tensor.detach().to("cpu", copy=True).contiguous()
+        copied = rounder(name, tensor.detach()).to("cpu", copy=True).contiguous()
         if shard and held + copied.nbytes > SHARD_BYTES:
             await close()
             shard, held = {}, 0
