@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from afield.cli.screen import Screen, describe
 from afield.config import train_config
 from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
+from afield.integrations.verl.manager import Asked, Tally
 from afield.rundir import RunDir
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished
-from afield.types import Exclusion, Finished
+from afield.types import Exclusion, Finished, Split
 from client_places import place
 from gateways import ADMIN
 from grouping import finished, forest, group
@@ -219,3 +221,15 @@ def test_TRL_counts_rows_without_an_advantage_apart() -> None:
     given[0].advantage = 0.5
     assert trl_account(both, given, None).trained == owned(both.finished[0])
     assert trl_account(both, [], "too few").untrained == {"dropped_group": owned(*both.finished)}
+
+
+def test_a_step_of_veRL_is_told_with_its_excluded_tokens_by_reason() -> None:
+    some = [rolled("0", 1.0, Exclusion("x", 7, "aborted")), rolled("1", 0.0)]
+    judged = rows.judge(some, quorum=2)
+    tally = Tally(Asked(step=3, split=Split.TRAIN, version=2, groups=1))
+    assert tally.add(judged, rows.token_account(some, judged))
+    assert f"{owned(*some) + 7} tokens, " in str(tally) and "excluded (aborted 7)" in str(tally)
+    line = json.loads(json.dumps(tally.line()))
+    assert (line["step"], line["split"], line["sessions"]) == (3, "train", 2)
+    assert line["excluded_tokens"] == {"aborted": 7}
+    assert line["sampled_tokens"] == line["trained_tokens"] + 7 == owned(*some) + 7
