@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 import afield
-from afield import opening
+from afield import opening, wiring
 from afield.client import RolloutFuture
+from afield.config import TrainConfig, converted
 from afield.errors import UsageError
-from afield.limiter import Pace
+from afield.limiter import LocalLimiter, Pace
 from client_places import Place, place, yes
 from gateways import ADMIN
 from processes import AGENTS
@@ -138,3 +139,34 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     has = {name for row in re.findall(r"^\| (`.*?) \|", futures, re.M) for name in re.findall(r"`(\w+)", row)}
     public = {name for name in dir(RolloutFuture) if not name.startswith("_")}
     assert has == {*public, "rollout", "await"} - {"settle", "fail", "expire"}
+
+
+@pytest.mark.parametrize(
+    ("pace", "wanted"),
+    [
+        (None, Pace(rate_per_s=5.0, stop_per_s=7.0, start_s=3.0)),
+        # As the veRL integration gives it, when nothing is set there.
+        (Pace(), Pace(rate_per_s=5.0, stop_per_s=7.0, start_s=3.0)),
+        (Pace(rate_per_s=2.0, starting=4), Pace(rate_per_s=2.0, stop_per_s=7.0, start_s=3.0, starting=4)),
+    ],
+)
+def test_a_place_with_quotas_is_asked_at_its_own_rate(
+    tmp_path: Path, pace: Pace | None, wanted: Pace
+) -> None:
+    quotas = {"rate": 5.0, "stop_rate": 7.0, "cold_start_s": 3.0}
+    arn = "arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/math-0123456789"
+    client = opening.client(
+        gateway="http://127.0.0.1:9",
+        admin_key=ADMIN,
+        directory=tmp_path / "run",
+        runtime="agentcore",
+        options={"arn": arn, **quotas},
+        transport="s3://bucket",
+        pace=pace,
+    )
+    train = converted(
+        {"model": "", "runtime": "agentcore", "agentcore": {"arn": arn, **quotas}}, TrainConfig, "test"
+    )
+    assert isinstance(client.limiter, LocalLimiter)
+    assert client.limiter.pace == wanted
+    assert wiring.limiter(train, pace).pace == wanted

@@ -18,7 +18,7 @@ from afield.client import RolloutClient
 from afield.config import Environment, TrainConfig, converted, located
 from afield.deadlines import Deadlines
 from afield.errors import UsageError
-from afield.limiter import LocalLimiter, Pace, SharedLimiter
+from afield.limiter import Pace
 from afield.plan import Plan, Watcher
 from afield.rundir import RunDir
 from afield.seams import Runtime, Transport
@@ -75,7 +75,7 @@ def client(
         transport=carrier,
         run=run,
         watcher=watcher,
-        limiter=_limiter(pace, limiter_file),
+        limiter=wiring.limiter(config, pace, limiter_file),
     )
 
 
@@ -132,9 +132,3 @@ def _check(agent: Agent | None, runtime: str, transport: str) -> None:
         raise UsageError(f"a function runs inline only; for {runtime!r} name it as path/to/file.py:name")
     if transport == "memory" and runtime != "inline":
         raise UsageError("transport 'memory' works with runtime 'inline' only; use 'files'")
-
-
-def _limiter(pace: Pace | None, file: str | Path | None) -> LocalLimiter | SharedLimiter | None:
-    if file is not None:
-        return SharedLimiter(pace or Pace(), Path(file))
-    return LocalLimiter(pace) if pace else None

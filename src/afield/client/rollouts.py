@@ -101,7 +101,7 @@ class RolloutClient:
         self.rundir = run
         self._parts = gateway, runtime, transport
         self._watcher = TokenCounter(watcher or Quiet())
-        self._limiter = limiter
+        self.limiter = limiter
         self._ledger = Ledger(run.ledger)
         self._spool = Spool(run.spool)
         self._names = Names(plan.exp_id)
@@ -302,9 +302,9 @@ class RolloutClient:
         async with AsyncExitStack() as stack:
             stack.enter_context(self.rundir.locked("collect"))
             ledger = stack.enter_context(self._ledger)
-            if isinstance(self._limiter, SharedLimiter):
-                stack.callback(self._limiter.close)
-                self._limiter.check()
+            if isinstance(self.limiter, SharedLimiter):
+                stack.callback(self.limiter.close)
+                self.limiter.check()
             carrier = await stack.enter_async_context(transport)
             agents = await stack.enter_async_context(runtime)
             model = await stack.enter_async_context(gateway)
@@ -318,7 +318,7 @@ class RolloutClient:
                 ledger=ledger,
                 spool=self._spool,
                 watcher=self._watcher,
-                limiter=self._limiter,
+                limiter=self.limiter,
             )
             await stack.enter_async_context(self._conductor)
             self._up.set_result(None)

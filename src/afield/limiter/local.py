@@ -28,6 +28,7 @@ class LocalLimiter:
     """One budget for one event loop. A cancelled wait costs nothing, or at worst its own turn."""
 
     def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self._places = pace.places
         self._beats = Beats(pace)
         self._launching = Rhythm()

@@ -45,6 +45,7 @@ class SharedLimiter:
     """For the processes of one machine that share the file at `path`. `close` when done."""
 
     def __init__(self, pace: Pace, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.pace = pace
         self._places = pace.places
         beats = Beats(pace)
         self._launching = ("launch", beats.launch)

@@ -27,19 +27,24 @@ def transport(config: TrainConfig, run: RunDir) -> Transport:
     return made() if config.transport == "memory" else made(run.outcomes)
 
 
-def limiter(config: TrainConfig) -> LocalLimiter | SharedLimiter:
-    pace = Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
-    if config.place == "agentcore":  # its quotas, unless told otherwise
-        told = config.agentcore
-        pace = Pace(
-            rate_per_s=config.launch_rate or told.rate,
-            stop_per_s=told.stop_rate,
-            start_s=config.cold_start_s or told.cold_start_s,
-            starting=config.launching,
+def limiter(
+    config: TrainConfig, pace: Pace | None = None, file: str | Path | None = None
+) -> LocalLimiter | SharedLimiter:
+    """The one limiter of a run, a client or a veRL job: `pace`, or the rates that `config` has.
+
+    Where a place has quotas of its own, they hold for whatever is left open.
+    """
+    pace = pace or Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
+    if config.place == "agentcore":
+        quotas = config.agentcore
+        pace = structs.replace(
+            pace,
+            rate_per_s=pace.rate_per_s or quotas.rate,
+            stop_per_s=pace.stop_per_s or quotas.stop_rate,
+            start_s=pace.start_s or quotas.cold_start_s,
         )
-    if config.limiter_file:
-        return SharedLimiter(pace, Path(config.limiter_file))
-    return LocalLimiter(pace)
+    file = file or config.limiter_file
+    return SharedLimiter(pace, Path(file)) if file else LocalLimiter(pace)
 
 
 def trainer(config: TrainConfig) -> Trainer:
