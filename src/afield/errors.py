@@ -2,6 +2,7 @@
 
     AfieldError
     |-- UsageError          bad input from a person: names the value and the remedy; commands exit with 2
+    |   `-- DamagedFile     a file of a run that cannot be read as what it is
     |-- WireError           bytes that are not what they claim to be; names the field
     |-- Conflict            a second, different answer where the first one stands
     |-- Missing             nothing is known under this id
@@ -34,6 +35,10 @@ class AfieldError(Exception):
 
 class UsageError(AfieldError):
     """Bad input from a person. The message names the value and what to do."""
+
+
+class DamagedFile(UsageError):
+    """A file of a run that cannot be read as what it is."""
 
 
 class WireError(AfieldError):

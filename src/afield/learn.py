@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct, structs
 
-from afield.errors import Fruitless, Unavailable
+from afield.durable_files import rename_whole
+from afield.errors import DamagedFile, Fruitless, Unavailable
 from afield.exclusions import UntrainedReason
 from afield.ledger import Entry, Ledger
 from afield.rundir import STATE, RunDir, StepState
@@ -43,6 +44,8 @@ class Recipe(Struct, frozen=True, kw_only=True):
     stale: Literal["drop", "correct"] = "drop"
     keep_checkpoints: int = 2
     keep_weights: int | None = 2
+    keep_rollouts_gb: float | None = None
+    """Size of rollouts/ in 10^9 bytes above which the oldest steps' files are removed; None keeps all."""
     frozen: bool = False
     engine_dtype: str = "float32"
     """Dtype in which engines compute: what published weights are rounded to."""
@@ -177,15 +180,28 @@ class Learner:
         return (self._ledger.base or 0) + (0 if self._recipe.frozen else step)
 
     def _restore(self) -> StepState:
-        state = self._run.last_state()
+        while (state := self._run.last_state()) is not None:
+            try:
+                self._trainer.restore(self._run.checkpoint(state.step))
+                break
+            except DamagedFile as error:
+                self._run.set_aside(state.step, str(error))
+        self._return_to_spool(state.step if state else 0)
         self._run.rewind(state)
         self._ledger.rewind(state.step if state else 0)
         if state is None:
             return StepState(0, 0, (), {})
-        self._trainer.restore(self._run.checkpoint(state.step))
         self._ledger.take(state.step, state.groups, state.trained)
         self._drop(state.groups)  # unless it was killed before it could
         return state
+
+    def _return_to_spool(self, done: int) -> None:
+        """Rollouts of steps whose checkpoint is lost are trained again, from the files of those steps."""
+        for step in self._run.steps():
+            if step > done:
+                for finished in self._run.read_rollouts(step):
+                    if not self._spool.holds(finished.rollout.id):
+                        self._spool.put(finished)
 
     async def _step(self, step: int) -> Batch:
         clock = asyncio.get_running_loop().time
@@ -247,6 +263,7 @@ class Learner:
         """Write everything under another name first; the rename is what makes the step done. The line comes
         back with what became of the published update."""
         step, version = line.step, line.version
+        self._run.check_present()
         self._run.write_rollouts(step, [f for group in batch.groups for f in everyone(group)])
         carrying = [f for group in batch.usable for f in group.finished]
         trained = tuple(f.rollout.id for f in carrying if f.outcome.reward_or_floor(0.0) is not None)
@@ -261,12 +278,13 @@ class Learner:
         groups = tuple(group.id for group in batch.groups)
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
         (partial / STATE).write_bytes(msgspec.json.encode(state))
-        partial.rename(final)
+        rename_whole(partial, final, durable=self._run.durable)
         self._ledger.take(step, groups, trained)
         self._run.append_metrics(state.metrics)
         self._drop(groups)
         recipe = self._recipe
         self._run.prune(keep_checkpoints=recipe.keep_checkpoints, keep_weights=recipe.keep_weights)
+        self._prune_rollouts()
         return line
 
     def _export(self, version: int) -> dict[str, float]:
@@ -275,6 +293,17 @@ class Learner:
             return self._trainer.publish(path, version=version, dtype=self._recipe.engine_dtype)
         self._trainer.export(path)
         return {}
+
+    def _prune_rollouts(self) -> None:
+        recipe = self._recipe
+        if recipe.keep_rollouts_gb is None:
+            return
+        # A step whose checkpoint turns out to be damaged is trained again from its file.
+        least = recipe.keep_checkpoints + 1
+        removed = self._run.prune_rollouts(int(recipe.keep_rollouts_gb * 1e9), least=least)
+        if removed:
+            told = "rollouts of steps %s were removed: rollouts/ is above keep_rollouts_gb = %g"
+            log.warning(told, ", ".join(map(str, removed)), recipe.keep_rollouts_gb)
 
     def _drop(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgspec
 from msgspec import Struct
 
-from afield.errors import Unavailable, UsageError
+from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.private_files import private_database, private_directory
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason
 
@@ -76,8 +76,10 @@ class Tried(Struct, frozen=True):
 class Ledger:
     """Used from any thread: the loop notes attempts while a thread notes a step."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        """`durable`: what was written survives a power cut, too."""
         self._path = path
+        self._durable = durable
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -86,7 +88,7 @@ class Ledger:
             private_database(self._path)
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
             self._db.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
             raise UsageError(f"cannot write the run's ledger {self._path}: {error}") from error
@@ -278,6 +280,11 @@ class Ledger:
         except sqlite3.OperationalError as error:
             told = f"the run's ledger {self._path} cannot be used: {error}"
             raise Unavailable(f"{told}; make room or free it, and go on where it was") from error
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # a mistake of ours, not of the file
+                raise
+            told = f"the run's ledger {self._path} is damaged: {error}"
+            raise DamagedFile(f"{told}; restore it from a copy, or start a new run") from error
 
 
 def _marks(values: Sequence[str]) -> str:

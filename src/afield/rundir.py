@@ -21,21 +21,25 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import re
 import shutil
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from afield.errors import UsageError
+from afield.durable_files import write_whole
+from afield.errors import DamagedFile, UsageError
 from afield.private_files import private_directory
 from afield.types import Finished, Task
 
+log = logging.getLogger("afield.run")
 STATE = "state.json"
+T = TypeVar("T")
 
 
 class StepState(Struct, frozen=True):
@@ -49,8 +53,12 @@ class StepState(Struct, frozen=True):
 
 
 class RunDir:
-    def __init__(self, path: Path) -> None:
+    """`durable`: what is written survives a power cut, too, at the price of an fsync per file."""
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
         self.path = path.absolute()
+        self.durable = durable
+        self._identity: tuple[int, int] | None = None
 
     @property
     def id(self) -> str:
@@ -128,7 +136,16 @@ class RunDir:
                     raise UsageError(
                         f"another process is working on run {self.id}: wait for it or stop it"
                     ) from error
+            self._identity = _identity_of(self.path)
             yield
+
+    def check_present(self) -> None:
+        """Whether the directory is still the one that was locked; else an error that says what is lost."""
+        if self._identity is not None and _identity_of(self.path) != self._identity:
+            raise UsageError(
+                f"the run's directory {self.path} was removed or replaced while the run was going on:"
+                " checkpoints, rollouts and weights in it are lost; start the run again"
+            )
 
     def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:04d}"
@@ -142,11 +159,30 @@ class RunDir:
     # --- checkpoints -----------------------------------------------------------------------------
 
     def last_state(self) -> StepState | None:
-        """The newest step that is done."""
-        steps = self._checkpoints()
-        if not steps:
-            return None
-        return msgspec.json.decode((self.checkpoint(steps[-1]) / STATE).read_bytes(), type=StepState)
+        """The newest step that is done. Of a damaged checkpoint, that of the one before."""
+        while steps := self._checkpoints():
+            path = self.checkpoint(steps[-1]) / STATE
+            try:
+                return msgspec.json.decode(path.read_bytes(), type=StepState)
+            except (OSError, msgspec.MsgspecError) as error:
+                self.set_aside(steps[-1], f"{path} cannot be read: {error}")
+        return None
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """Keep a damaged checkpoint under another name, so that the one before is the newest."""
+        older = [known for known in self._checkpoints() if known < step]
+        if not older:
+            raise DamagedFile(
+                f"checkpoint {self.checkpoint(step)} is damaged ({reason}) and there is no older one;"
+                " restore it from a copy, or start a new run"
+            )
+        damaged = self.checkpoint(step).with_name(f"step-{step:04d}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        self.checkpoint(step).rename(damaged)
+        log.warning(
+            "checkpoint of step %d is damaged: %s; it is kept as %s, and the run goes on from step %d",
+            *(step, reason, damaged.name, older[-1]),
+        )
 
     def _checkpoints(self) -> list[int]:
         found = (self.path / "checkpoints").glob("step-*")
@@ -162,7 +198,22 @@ class RunDir:
             for version in versions[:-keep_weights]:
                 _remove(self.weights(version))
 
+    def prune_rollouts(self, most: int, *, least: int) -> list[int]:
+        """Remove the oldest steps' rollouts while all have over `most` bytes; the newest `least` stay."""
+        sizes = {step: self.rollouts(step).stat().st_size for step in self.steps()}
+        total, removed = sum(sizes.values()), []
+        for step in list(sizes)[: max(0, len(sizes) - least)]:
+            if total <= most:
+                break
+            self.rollouts(step).unlink()
+            total -= sizes[step]
+            removed.append(step)
+        return removed
+
     # --- records ---------------------------------------------------------------------------------
+
+    def _write(self, path: Path, data: bytes) -> None:
+        write_whole(path, data, durable=self.durable)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as out:
@@ -177,22 +228,21 @@ class RunDir:
         done = state.step if state else 0
         kept = [line for line in self.read_metrics() if line["step"] < done]
         lines = [*kept, *([state.metrics] if state else [])]
-        write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
         for step in self.steps():
             if step > done:
                 self.rollouts(step).unlink()
 
     def write_tasks(self, tasks: Iterable[Task]) -> None:
-        write_whole(self.tasks, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
+        self._write(self.tasks, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
 
     def read_tasks(self) -> list[Task]:
-        lines = self.tasks.read_bytes().split(b"\n")
-        return [msgspec.json.decode(line, type=Task) for line in lines if line]
+        return _read_lines(self.tasks, Task)
 
     def write_rollouts(self, step: int, finished: Iterable[Finished]) -> None:
         lines = [msgspec.json.encode(f) for f in finished]
         self.rollouts(step).parent.mkdir(exist_ok=True)
-        write_whole(self.rollouts(step), b"".join(line + b"\n" for line in lines))
+        self._write(self.rollouts(step), b"".join(line + b"\n" for line in lines))
 
     def write_validation(self, line: dict[str, Any], finished: Iterable[Finished]) -> None:
         """Once for a step; a validation that was written already is left as it is."""
@@ -201,7 +251,7 @@ class RunDir:
         folder = self.path / "validation"
         folder.mkdir(exist_ok=True)
         data = b"".join(msgspec.json.encode(f) + b"\n" for f in finished)
-        write_whole(folder / f"step-{line['step']:04d}.jsonl", data)
+        self._write(folder / f"step-{line['step']:04d}.jsonl", data)
         with (self.path / "validation.jsonl").open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
 
@@ -209,13 +259,35 @@ class RunDir:
         return _whole_lines(self.path / "validation.jsonl")
 
     def read_rollouts(self, step: int) -> list[Finished]:
-        lines = self.rollouts(step).read_bytes().splitlines()
-        return [msgspec.json.decode(line, type=Finished) for line in lines]
+        return _read_lines(self.rollouts(step), Finished)
 
     def steps(self) -> list[int]:
         """Steps with rollouts on disk."""
         found = (self.path / "rollouts").glob("step-*.jsonl")
         return sorted(int(path.stem.removeprefix("step-")) for path in found)
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _read_lines(path: Path, kind: type[T]) -> list[T]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DamagedFile(f"cannot read {path}: {error}; restore it from a copy, or start anew") from error
+    records: list[T] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records += [msgspec.json.decode(line, type=kind)] if line else []
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            problem = f"{path} is damaged in line {number}: {error}"
+            raise DamagedFile(f"{problem}; restore the file from a copy, or start anew") from error
+    return records
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
@@ -232,16 +304,6 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
     directory.rename(going)
     shutil.rmtree(going, ignore_errors=True)
-
-
-def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
-    """All of it or nothing of it, whenever the process dies. `private`: its owner alone may read it."""
-    partial = path.with_name(path.name + ".partial")
-    if private:
-        partial.touch(0o600)
-        partial.chmod(0o600)
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def find_run(runs: Path, name: str, kind: str = "") -> RunDir:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from afield.durable_files import write_whole
 from afield.errors import Missing, Unavailable
 from afield.types import Finished
 
@@ -20,16 +21,17 @@ _DECODER = msgspec.msgpack.Decoder(Finished)
 
 
 class Spool:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, durable: bool = False) -> None:
+        """`durable`: a rollout that was put survives a power cut, too."""
         self._root = root
+        self._durable = durable
 
     def put(self, finished: Finished) -> None:
         path = self._path(finished.rollout.id)
         partial = path.with_name(f"{path.name}.partial")
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_bytes(_ENCODER.encode(finished))
-            partial.replace(path)
+            write_whole(path, _ENCODER.encode(finished), durable=self._durable)
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)

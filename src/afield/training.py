@@ -84,6 +84,8 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
     command += ["--engine-dtype", config.engine_dtype]
     command += ["--host", config.gateway_host, "--max-rewards", str(config.max_rewards)]
     command += ["--max-submission-mb", str(config.max_submission_mb)]
+    command += ["--keep-sessions-h", str(config.keep_sessions_h or 0)]
+    command += ["--durable"] if config.durable else []
     if config.gateway_url:
         command += ["--public-url", config.gateway_url]
     environment = agent_environment()
@@ -154,8 +156,8 @@ class Parts:
         self.plan = wiring.plan(config, run)
         self.window = wiring.window(config, tasks)
         self.schedule = Schedule(tasks, self.plan.exp_id, config.seed, config.shuffle)
-        self.ledger = stack.enter_context(Ledger(run.ledger))
-        self.spool = Spool(run.spool)
+        self.ledger = stack.enter_context(Ledger(run.ledger, durable=run.durable))
+        self.spool = Spool(run.spool, durable=run.durable)
 
     async def conductor(self, gateway: Gateway, places: Places, watcher: Watcher) -> Conductor:
         limiter = wiring.limiter(self.config)
@@ -384,5 +386,6 @@ def recipe(config: TrainConfig) -> Recipe:
         policy=Path(config.model).name,
         stale=config.on_stale,
         keep_weights=config.keep_weights,
+        keep_rollouts_gb=config.keep_rollouts_gb,
         frozen=config.freeze_weights,
     )

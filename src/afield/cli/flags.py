@@ -68,6 +68,7 @@ LEARNING = (
     ("grad-clip", float, "largest norm of the gradient"),
     ("adam-eps", float, "AdamW's epsilon"),
     ("freeze-weights", None, "collect only, learn nothing"),
+    ("durable", None, "survive power cuts, too: fsync after every write"),
     ("keep-weights", int, "versions kept on disk"),
 )
 

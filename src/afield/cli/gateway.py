@@ -107,6 +107,13 @@ def add(commands: Any) -> None:
         metavar="S",
         help="seconds to wait at start for an engine that does not answer yet (default: 300)",
     )
+    command.add_argument(
+        "--keep-sessions-h",
+        type=float,
+        default=72.0,
+        metavar="H",
+        help="hours after which a session that is over leaves the store; 0 keeps all (default: 72)",
+    )
     command.add_argument("--durable", action="store_true", help="survive power cuts too (fsync per commit)")
     command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
@@ -143,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
         max_session_mb=args.max_session_mb,
         max_rewards=args.max_rewards,
         max_connections=args.max_connections,
+        keep_sessions_h=args.keep_sessions_h,
         durable=args.durable,
         log_format=args.log_format,
     )
@@ -265,6 +273,7 @@ async def serve(
             admin_key=settings.admin_key,
             public_url=settings.public_url,
             durable=settings.durable,
+            keep_sessions_s=settings.keep_sessions_h * 3600,
             shard=shard,
             outlet=outlet,
             secret=secret,

@@ -38,6 +38,7 @@ from afield.training import Part, training
 from afield.types import Task, check_id
 
 OVERRIDABLE = (
+    *("keep_rollouts_gb", "keep_sessions_h", "durable"),
     *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
     *("cold_start_s", "patience_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
 )
@@ -81,6 +82,7 @@ def start(
     environment = Environment.read()
     part = Part(args.part)
     run, config, tasks, new = prepare(args, kind, defaults, make_tasks, environment)
+    run.durable = config.durable
     with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
         try:
             with around(run, config) if around else nullcontext():
@@ -114,6 +116,7 @@ def prepare(
     with run.locked("create", wait=True):
         if run.config.exists():  # the other half was quicker
             return run, *resume(run, args, environment), False
+        run.durable = config.durable
         run.write_tasks(tasks)
         save_config(run, config)
     return run, config, tasks, True
@@ -213,7 +216,8 @@ def kept(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_config(run: RunDir, config: TrainConfig) -> None:
     """Read by its owner alone: what a place is told may hold keys of the user's."""
-    write_whole(run.config, msgspec.json.format(msgspec.json.encode(config)), private=True)
+    text = msgspec.json.format(msgspec.json.encode(config))
+    write_whole(run.config, text, private=True, durable=run.durable)
 
 
 def saved_config(run: RunDir) -> TrainConfig:
@@ -253,6 +257,7 @@ async def train(
                 save_config(run, config)  # what a resumed run was told to change works: it counts from now on
                 screen.ready()
                 await started.run()
+                run.check_present()
     except Fruitless as error:
         given_up = error
     except asyncio.CancelledError:

@@ -52,6 +52,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     """Rewards of one session (default: 10,000)."""
     max_connections: int = 16_384
     """Connections from one address at once, in each process (default: 16,384)."""
+    keep_sessions_h: float = 72.0
+    """Hours after which a session that is over leaves the store; 0 keeps all (default: 72)."""
     durable: bool = False
     """Whether every commit survives a power cut (fsync per commit)."""
     log_format: str = "text"
@@ -61,6 +63,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
         for name in ("processes", "max_submission_mb", "max_session_mb", "max_rewards", "max_connections"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+        if not self.keep_sessions_h >= 0:
+            raise UsageError(f"--keep-sessions-h {self.keep_sessions_h:g} must be 0 or more")
         if not self.engine_start_timeout_s >= 0:
             raise UsageError(f"--engine-start-timeout {self.engine_start_timeout_s:g} must be 0 or more")
 

@@ -38,6 +38,8 @@ AMOUNTS = (
         "sweep_s",
         "patience_s",
         "launch_rate",
+        "keep_rollouts_gb",
+        "keep_sessions_h",
     ),
     *DEADLINES,
 )
@@ -130,6 +132,9 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     freeze_weights: bool = False
     learn: LearnOptions = LearnOptions()
     keep_weights: int | None = 2
+    keep_rollouts_gb: float | None = 50.0  # of rollouts/; the oldest steps go first
+    keep_sessions_h: float | None = 72.0  # in the store of our gateway, after they are over
+    durable: bool = False  # survive power cuts, too
     # a gateway that is running somewhere; or ours, with the engine behind it
     gateway: str = ""
     gateway_host: str = "127.0.0.1"  # where ours listens

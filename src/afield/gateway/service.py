@@ -36,6 +36,7 @@ from afield.wire import Invocation, Submission
 log = logging.getLogger("afield.gateway")
 REAP_EVERY_S = 5.0
 LAG_EVERY_S = 0.5
+PRUNE_EVERY_S = 600.0
 
 
 class LocalGateway:
@@ -54,6 +55,7 @@ class LocalGateway:
         admin_key: str,
         public_url: str,
         durable: bool = False,
+        keep_sessions_s: float = 0.0,
         shard: Shard | None = None,
         outlet: Transport | None = None,
         limits: Limits = USUAL,
@@ -66,6 +68,7 @@ class LocalGateway:
         self.public_url = public_url.rstrip("/")
         self._store_path = store
         self._durable = durable
+        self._keep_sessions_s = keep_sessions_s
         self.shard = shard
         self._outlet = outlet
         self.limits = limits
@@ -108,6 +111,8 @@ class LocalGateway:
             outbox = Outbox(self._outlet, store, self.sessions, self._invocation, owns)
             self._outbox = await self._stack.enter_async_context(outbox)
         chores = [asyncio.create_task(self._reap()), asyncio.create_task(self._watch_lag())]
+        if self._keep_sessions_s:
+            chores.append(asyncio.create_task(self._prune()))
         self._stack.push_async_callback(_end, chores)
         return self
 
@@ -191,6 +196,19 @@ class LocalGateway:
                 continue
             if ended:
                 log.info("%d sessions had outlived their time and were ended", ended)
+
+    async def _prune(self) -> None:
+        """Not at once: a collector that starts with this gateway may still want sessions of before."""
+        while True:
+            await asyncio.sleep(PRUNE_EVERY_S)
+            try:
+                removed = await self.sessions.prune(self._keep_sessions_s)
+            except Unavailable as error:
+                log.error("store: sessions that are over are not removed yet: %s", error)
+                continue
+            if removed:
+                hours = self._keep_sessions_s / 3600
+                log.info("store: %d sessions removed, over for more than %g h", removed, hours)
 
     async def _watch_lag(self) -> None:
         while True:

@@ -30,6 +30,7 @@ from afield.types import TurnStatus, check_id
 RESERVED = "states"
 ENDING_S = 10.0
 log = logging.getLogger("afield.gateway")
+PRUNED_AT_ONCE = 10_000
 
 
 def _new_id() -> str:
@@ -275,6 +276,20 @@ class Sessions:
         for session in expired:
             await self.abort(session, f"expired after {session.row.spec.ttl_s} s")
         return len(expired)
+
+    async def prune(self, keep_s: float, at_most: int = PRUNED_AT_ONCE) -> int:
+        """Remove sessions from the store that began `keep_s` ago and are over; says how many.
+
+        One whose outcome is still due elsewhere stays, and so does one that somebody uses now.
+        """
+        ended = self._store.ended_before(self._clock() - keep_s, at_most)
+        removable = [
+            session_id
+            for session_id in ended
+            if session_id not in self._known and (self._shard is None or self._shard.owns(session_id))
+        ]
+        await to_its_end(self._store.delete_sessions(removable))
+        return len(removable)
 
     async def close(self) -> None:
         """The gateway stops: calls that still run end now, with their partials kept."""

@@ -38,8 +38,10 @@ CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, 
   seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
+CREATE INDEX IF NOT EXISTS ended ON sessions (created) WHERE phase IN ('finalized', 'aborted');
 CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+DELETED_AT_ONCE = 64
 FORMAT = "4"
 log = logging.getLogger("afield.gateway")
 
@@ -203,9 +205,26 @@ class Store:
         return self._read(sql, (session_id, digest), Image)[0]
 
     async def delete_session(self, session_id: str) -> None:
+        await self.delete_sessions([session_id])
+
+    async def delete_sessions(self, session_ids: Sequence[str]) -> None:
+        """In transactions of some sessions each, so that calls can be written in between."""
         tables = [f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images", "undelivered")]
         tables.append("DELETE FROM sessions WHERE id=?")
-        await self._write([(sql, (session_id,)) for sql in tables])
+        for first in range(0, len(session_ids), DELETED_AT_ONCE):
+            some = session_ids[first : first + DELETED_AT_ONCE]
+            await self._write([(sql, (session_id,)) for sql in tables for session_id in some])
+
+    def ended_before(self, created: float, limit: int) -> list[str]:
+        """Sessions that are over, with nothing due elsewhere, oldest first."""
+        sql = (
+            "SELECT id FROM sessions WHERE phase IN ('finalized', 'aborted') AND created < ?"
+            " AND id NOT IN (SELECT session_id FROM undelivered) ORDER BY created LIMIT ?"
+        )
+        try:
+            return [row[0] for row in self._reader.execute(sql, (created, limit))]
+        except sqlite3.Error as error:
+            raise Unavailable(f"cannot read {self._path}: {error}") from error
 
     def session(self, session_id: str) -> SessionRow | None:
         rows = self._read("SELECT body FROM sessions WHERE id=?", (session_id,), SessionRow)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from afield.advantage import advantages
 from afield.batches.recorded import line_up
-from afield.errors import UsageError
+from afield.errors import DamagedFile, UsageError
 from afield.seams.trainer import StepReport
 from afield.trainers.delivery import delivery
 from afield.trainers.directories import replaced
@@ -57,5 +57,10 @@ class Frozen:
     def restore(self, directory: Path) -> None:
         path = Path(directory) / "trainer.json"
         if not path.is_file():
-            raise UsageError(f"{directory} holds no trainer.json; restore from a directory that save() wrote")
-        self.steps = json.loads(path.read_text())["steps"]
+            raise DamagedFile(
+                f"{directory} holds no trainer.json; restore from a directory that save() wrote"
+            )
+        try:
+            self.steps = int(json.loads(path.read_text())["steps"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedFile(f"{path} cannot be read: {error}") from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 
 from afield.advantage import How, advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weighed
-from afield.errors import Unavailable, UsageError
+from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.options import LoraOptions, Thinking
 from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
 from afield.seams.trainer import StepReport
@@ -369,9 +370,13 @@ class GRPO:
         """Go on as if there had been no break: the next step gives the same weights bit for bit."""
         directory = Path(directory)
         if not (directory / STATE).is_file():
-            raise UsageError(f"{directory} holds no {STATE}; restore from a directory that save() wrote")
+            raise DamagedFile(f"{directory} holds no {STATE}; restore from a directory that save() wrote")
         self._check_same(directory)
-        state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(directory / STATE, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise DamagedFile(f"{directory / STATE} cannot be read: {reason}") from error
         self.updates.load_state(state)
         self.random.set_state(state["random"])
         self.steps = state["steps"]
