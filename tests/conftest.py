@@ -5,12 +5,17 @@ import signal
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Secrets of the gateways that tests start stay out of the user's own state.
 _STATE = tempfile.mkdtemp(prefix="afield-tests-state-")
 os.environ["XDG_STATE_HOME"] = _STATE
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
+
+# A loaded machine gives slower answers, not other ones: examples have no deadline.
+hypothesis.settings.register_profile("afield", deadline=None)
+hypothesis.settings.load_profile("afield")
 
 # A shell that starts something in the background has it ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -304,7 +304,7 @@ async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_
     roster.enter(gone)
     roster.note("r.1", "container", gone, outlives=True, phase=Phase.RUNNING)
     runtime = Rostered(InlineRuntime(good), roster, "inline")
-    with pytest.raises(UsageError, match=r"in container \(r\.1\).*afield reap"):
+    with pytest.raises(UsageError, match=r"in container \(r\.1\).*afield cleanup"):
         await runtime.__aenter__()
     assert [entry.session_id for entry in roster.entries()] == ["r.1"]
     roster.strike("r.1")

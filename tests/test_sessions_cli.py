@@ -1,4 +1,4 @@
-"""`afield ps`, `kill`, `logs` and `reap`, as an operator meets them: controllers live, die, and take over."""
+"""`afield ps`, `kill`, `logs` and `cleanup`, as an operator meets them: controllers live, die, take over."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Field:
 
     def reaper(self, *args: object) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command("reap", *args), stdin=pipe, stdout=pipe, text=True)
+        process = subprocess.Popen(command("cleanup", *args), stdin=pipe, stdout=pipe, text=True)
         self.started.append(process)
         return process
 
@@ -323,20 +323,20 @@ def test_reap_ends_what_a_dead_controller_left_and_nothing_else(field: Field, to
     row = {"seconds": 600, "mark": str(mark)}
     controller = field.controller("test_sessions_cli:served", options, row)
     until(mark.exists, "the agent naps")
-    assert told("reap")["sessions"] == []
+    assert told("cleanup")["sessions"] == []
     controller.send_signal(signal.SIGKILL)
     controller.wait(20)
     assert [line["orphan"] for line in told("ps")["sessions"]] == [True]
-    said = told("reap", "far")
+    said = told("cleanup", "far")
     assert (ids(said), said["failed"]) == (["r.1"], 0)
     until(lambda: mark.read_text() == "cancelled", "the agent was cancelled")
-    assert told("ps") == {"sessions": []} and told("reap")["sessions"] == []
+    assert told("ps") == {"sessions": []} and told("cleanup")["sessions"] == []
 
 
 def test_a_place_that_cannot_be_reached_is_told_and_its_sessions_stay(field: Field, told: Told) -> None:
     run = field.run("far", "agentcore=not-an-arn")
     note(run, "r.1", dead(), runtime="agentcore")
-    said = told("reap", "far", code=1)
+    said = told("cleanup", "far", code=1)
     assert said["failed"] == 1 and said["sessions"][0]["said"]
     assert ids(told("ps")) == ["r.1"]
 

@@ -1,4 +1,4 @@
-"""`afield ps`, `logs`, `kill` and `reap` on sessions of a cluster, which outlive their controllers."""
+"""`afield ps`, `logs`, `kill` and `cleanup` on sessions of a cluster, which outlive their controllers."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ async def test_what_a_killed_controller_left_is_seen_read_and_reaped(cluster: Cl
     [line] = await cluster.told("ps", "--all")
     assert line["orphan"] is True and line["where"].startswith(f"{NAMESPACE}/")
     assert "good morning" in await cluster.says("logs", "r.1")
-    assert [(one["session"], one["ended"]) for one in await cluster.told("reap")] == [("r.1", True)]
+    assert [(one["session"], one["ended"]) for one in await cluster.told("cleanup")] == [("r.1", True)]
     await cluster.sink.until_quiet("beat")
-    assert await cluster.told("ps", "--all") == await cluster.told("reap") == []
+    assert await cluster.told("ps", "--all") == await cluster.told("cleanup") == []
     await until(lambda: jobs(cluster.kube) == [])
 
 
@@ -101,7 +101,7 @@ async def test_a_session_that_is_in_no_roster_is_found_in_its_place_and_reaped(c
     [line] = await cluster.told("ps", "--all")
     assert (line["session"], line["owner"]) == ("r.1", None)
     assert "not in the roster" in await cluster.says("ps", "--all")
-    assert [one["session"] for one in await cluster.told("reap", "the run")] == ["r.1"]
+    assert [one["session"] for one in await cluster.told("cleanup", "the run")] == ["r.1"]
     await cluster.sink.until_quiet("beat")
 
 
@@ -110,7 +110,7 @@ async def test_what_a_living_controller_has_is_not_reaped_but_can_be_killed(clus
     async with place.runtime:
         await place.launch({"do": "beat"})
         await cluster.sink.until_told("beat")
-        assert await cluster.told("reap") == []
+        assert await cluster.told("cleanup") == []
         assert await cluster.told("kill", "--orphans") == []
         await cluster.sink.until_told("beat", times=3)
         assert [one["ended"] for one in await cluster.told("kill", "r.1")] == [True]

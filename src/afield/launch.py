@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from afield import wire
 from afield.availability import Availability, broken, failure_of, named, now
@@ -27,6 +27,7 @@ from afield.wire import Invocation
 log = logging.getLogger("afield.collect")
 
 GATEWAY_SLACK_S = 3_600.0
+T = TypeVar("T")
 Payload = Callable[[Running], Awaitable[dict[str, Any]]]
 
 
@@ -137,7 +138,9 @@ class Launcher:
     async def invocation(self, running: Running, role: str) -> Invocation:
         """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
         rollout = running.waiting.rollout
-        ticket = await self._asking.ask("open", lambda: self._gateway.open(self._spec(running)))
+        asking = self._asking.ask("open", lambda: self._gateway.open(self._spec(running)))
+        # A request that was sent may be served after the abort that follows, and would leave a session open.
+        ticket = await shield_and_wait(asking, self._plan.call_timeout_s)
         where = self._transport.address(rollout.exp_id)
         if self._plan.deliver == "gateway":
             where = {"outcome_url": f"{ticket.base_url}/outcome"}
@@ -193,3 +196,15 @@ class Launcher:
                     self._limiter.throttled(error.retry_after_s, stop=True)
                     if now() > end:
                         raise
+
+
+async def shield_and_wait(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """Await work that has `limit_s` to end by itself when the caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=limit_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise

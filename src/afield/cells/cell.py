@@ -20,7 +20,9 @@ from afield.types import Reason
 
 EXEC_S = 600.0
 FILE_S = 120.0
-GRACE_S = 15.0
+# Beyond a command's own time, for ending what it started. A cell that dies says so at once: this is for one
+# that hangs; a busy machine that has hundreds of processes to end takes long, and does not hang.
+GRACE_S = 180.0
 DRAIN_S = 0.5
 
 

@@ -25,6 +25,7 @@ from afield.cells.yoke import confine
 
 CHUNK = 65_536
 KILL_S = 3.0
+ROUNDS = 50  # at least, however long they take: on a busy machine one may take seconds
 REPORTED = 0
 
 
@@ -131,8 +132,10 @@ def _kill_beneath(command: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(command, signal.SIGKILL)
     until = time.monotonic() + KILL_S
-    while time.monotonic() < until:
-        for pid in _beneath(os.getpid(), until):
+    rounds = 0
+    while time.monotonic() < until or rounds < ROUNDS:
+        rounds += 1
+        for pid in _beneath(os.getpid(), max(until, time.monotonic() + KILL_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if _buried():
@@ -140,7 +143,9 @@ def _kill_beneath(command: int) -> None:
         time.sleep(0.005)
     os.kill(-1, signal.SIGKILL)
     until = time.monotonic() + KILL_S
-    while not _buried() and time.monotonic() < until:
+    rounds = 0
+    while not _buried() and (time.monotonic() < until or rounds < ROUNDS):
+        rounds += 1
         time.sleep(0.005)
 
 

@@ -1,7 +1,7 @@
-"""`afield kill` and `afield reap`: end sessions, by name or because nobody owns them any more.
+"""`afield kill` and `afield cleanup`: end sessions, by name or because nobody owns them any more.
 
 Sessions in a place that others can reach are stopped there; those of this machine's processes by signals, to
-exactly the process that was noted. `reap --when-stdin-ends` is what a controller starts beside itself: it
+exactly the process that was noted. `cleanup --when-stdin-ends` is what a controller starts beside itself: it
 acts when the controller is gone and no other has taken its place.
 """
 
@@ -18,8 +18,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from afield.cli import cleanup as disk
 from afield.cli import sessions as shown
 from afield.cli.sessions import Part, Session
 from afield.errors import AfieldError, UsageError
@@ -52,17 +54,25 @@ def add(commands: Any) -> None:
     command.add_argument("--json", action="store_true", help="the same as JSON")
     command.set_defaults(run=kill)
     command = commands.add_parser(
-        "reap",
-        help="end what dead collectors left running",
-        description="End the sessions whose collector is dead, of all runs or of one.",
+        "cleanup",
+        help="end and remove what runs left behind",
+        description="End the sessions whose collector is dead, show the disk use of all runs or of one, and"
+        " remove what is asked for.",
     )
     command.add_argument("name", nargs="?", metavar="RUN", help="id, path, or latest")
     command.add_argument("--when-stdin-ends", action="store_true", help="wait for that first, then --grace-s")
     command.add_argument(
         "--grace-s", type=float, default=20.0, metavar="S", help="for another collector to take over"
     )
+    command.add_argument("--rollouts", action="store_true", help="remove rollouts but those of 3 last steps")
+    command.add_argument(
+        "--store", action="store_true", help="remove sessions that are over from the gateway's store"
+    )
+    command.add_argument(
+        "--queues", action="store_true", help="delete the SQS queues that were made for the experiment"
+    )
     command.add_argument("--json", action="store_true", help="the same as JSON")
-    command.set_defaults(run=reap)
+    command.set_defaults(run=cleanup)
 
 
 def kill(args: argparse.Namespace) -> int:
@@ -82,7 +92,7 @@ def kill(args: argparse.Namespace) -> int:
     return _tell(asyncio.run(_end(wanted)), as_json=args.json)
 
 
-def reap(args: argparse.Namespace) -> int:
+def cleanup(args: argparse.Namespace) -> int:
     if args.grace_s < 0:
         raise UsageError(f"--grace-s {args.grace_s:g} must be 0 or more")
     if args.when_stdin_ends:
@@ -92,7 +102,11 @@ def reap(args: argparse.Namespace) -> int:
         while time.monotonic() < deadline and any(_left(part) for part in shown.parts(args.name)):
             time.sleep(min(POLL_S, args.grace_s))
     cautious = args.when_stdin_ends
-    return _tell(asyncio.run(_reap(shown.parts(args.name), cautious=cautious)), as_json=args.json)
+    ended = asyncio.run(_reap(shown.parts(args.name), cautious=cautious))
+    if args.when_stdin_ends:
+        return _tell(ended, as_json=args.json)
+    choice = disk.Choice(rollouts=args.rollouts, store=args.store, queues=args.queues)
+    return _tell(ended, as_json=args.json, usages=disk.run_usage(args.name, choice))
 
 
 def _left(part: Part) -> bool:
@@ -251,14 +265,18 @@ def _strike(part: Part, session_id: str) -> None:
         roster.close()
 
 
-def _tell(done: Sequence[Ended], *, as_json: bool) -> int:
+def _tell(done: Sequence[Ended], *, as_json: bool, usages: Sequence[disk.Usage] | None = None) -> int:
     failed = [one for one in done if not one.ended]
     if as_json:
         lines = [{"run": d.run, "session": d.session, "ended": d.ended, "said": d.said} for d in done]
-        print(json.dumps({"sessions": lines, "ended": len(done) - len(failed), "failed": len(failed)}))
+        told: dict[str, Any] = {"sessions": lines, "ended": len(done) - len(failed), "failed": len(failed)}
+        told |= {} if usages is None else {"runs": msgspec.to_builtins(usages)}
+        print(json.dumps(told))
     else:
         for one in done:
             print(f"{one.run}  {one.session}  {one.said if one.ended else f'NOT ENDED: {one.said}'}")
         if not done:
             print("nothing to end")
+        for line in disk.lines(usages or ()):
+            print(line)
     return 1 if failed else 0

@@ -1,4 +1,4 @@
-"""`afield ps`, `kill`, `logs` and `reap`: the sessions that run now, over all runs and runtimes.
+"""`afield ps`, `kill`, `logs` and `cleanup`: the sessions that run now, over all runs and runtimes.
 
 What runs is in each run's roster; the places themselves are asked only where they can tell more. A session
 whose controller is dead is an orphan.

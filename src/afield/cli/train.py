@@ -88,7 +88,8 @@ def start(
             with around(run, config) if around else nullcontext():
                 work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
                 return asyncio.run(work)
-        except (AfieldError, BaseExceptionGroup):
+        except (AfieldError, OSError, BaseExceptionGroup):
+            run.check_present()  # if it is gone, that is why, whatever failed first
             if new and not run.began and part is Part.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
             raise

@@ -319,6 +319,27 @@ class Store:
         return connection
 
 
+def remove_ended(path: Path) -> int:
+    """Remove all sessions that are over from a store that nobody has open; the file shrinks."""
+    try:
+        connection = sqlite3.connect(path, timeout=5, isolation_level=None)
+        try:
+            over = "SELECT id FROM sessions WHERE phase IN ('finalized', 'aborted')"
+            over += " AND id NOT IN (SELECT session_id FROM undelivered)"
+            connection.execute("BEGIN IMMEDIATE")
+            for table in ("turns", "images"):
+                connection.execute(f"DELETE FROM {table} WHERE session_id IN ({over})")
+            removed = connection.execute(f"DELETE FROM sessions WHERE id IN ({over})").rowcount
+            connection.execute("COMMIT")
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise Unavailable(f"cannot clean up {path}: {error}; is its gateway still running?") from error
+    return removed
+
+
 async def to_its_end(work: Awaitable[T]) -> T:
     """Await work that, once begun, must not be left half done: a cancellation is raised after it."""
     task = asyncio.ensure_future(work)

@@ -220,7 +220,7 @@ class Rostered:
         if left:
             ids = ", ".join(entry.session_id for entry in left[:5])
             said = f"{len(left)} sessions may still run in {left[0].runtime} ({ids})"
-            remedy = f"end them first: afield reap {self._roster.path.parent}"
+            remedy = f"end them first: afield cleanup {self._roster.path.parent}"
             gone = f"if that place is gone for good, remove {self._roster.path}"
             self._roster.close()
             raise UsageError(f"{said}; {remedy}; {gone}")

@@ -116,6 +116,10 @@ class SqsNotifier:
         for url, handles in portions:
             await self._call(self._delete, url, handles)
 
+    async def remove_queues(self, exp_id: str) -> list[str]:
+        """Delete the queues that were made for an experiment; one that was given is not ours."""
+        return await self._call(self._remove, exp_id) if self._prefix is not None else []
+
     async def dead(self, letter: Leased, reason: str) -> None:
         await self._call(self._bury, letter, reason)
 
@@ -197,6 +201,25 @@ class SqsNotifier:
                 self._queues[exp_id] = self._make(name, attributes)
                 self._dead_of[self._queues[exp_id]] = dead
             return self._queues[exp_id]
+
+    def _remove(self, exp_id: str) -> list[str]:
+        name = queue_name(self._prefix or "", exp_id)
+        removed: list[str] = []
+        for each in (name, name + DEAD):
+            try:
+                what = f"the queue {each!r}"
+                url = s3store.called(
+                    lambda each=each: self._sqs.get_queue_url(QueueName=each)["QueueUrl"], what
+                )
+            except Unavailable as error:
+                if "NonExistentQueue" in str(error) or "QueueDoesNotExist" in str(error):
+                    continue
+                raise
+            self._do("delete_queue", url)
+            removed.append(each)
+        with self._lock:
+            self._queues.pop(exp_id, None)
+        return removed
 
     def _make(self, name: str, attributes: dict[str, str]) -> str:
         what = f"the queue {name!r} cannot be made"

@@ -57,7 +57,7 @@ async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
     if not run.config.exists():  # it has to know the places it reaps in
         write_whole(run.config, msgspec.json.encode(config), private=True)
     run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "afield", "reap", str(run.path), "--when-stdin-ends"]
+    command = [sys.executable, "-m", "afield", "cleanup", str(run.path), "--when-stdin-ends"]
     with (run.logs / "guard.log").open("ab") as output:
         process = await asyncio.create_subprocess_exec(
             *command,
