@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -492,9 +493,9 @@ def conformance(tree: Path, client: str, family: str) -> tuple[dict[str, object]
         return None, done.stderr.strip()[-600:]
 
 
-def copied(folder: Path) -> Path:
+def copied(source: Path, folder: Path) -> Path:
     """A copy of the source tree; raises unless it is the one that is imported."""
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     environment = os.environ | {"PYTHONPATH": str(folder / "src")}
     command = [sys.executable, "-c", "import afield; print(afield.__file__)"]
     shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
@@ -503,10 +504,10 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def tried(mutant: Mutant) -> Outcome:
+def tried(mutant: Mutant, source: Path) -> Outcome:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="afield-mutant-", ignore_cleanup_errors=True) as scratch:
-        tree = copied(Path(scratch).resolve())
+        tree = copied(source, Path(scratch).resolve())
         module = tree / "src" / "afield" / mutant.module
         if not module.is_file():
             return Outcome(mutant.name, False, f"there is no {mutant.module}", error=True)
@@ -521,10 +522,9 @@ def tried(mutant: Mutant) -> Outcome:
     return Outcome(mutant.name, not verdict["ok"], problems[0][:160] if problems else "ok", seconds=seconds)
 
 
-def control(client: str, family: str) -> Outcome:
+def control(client: str, family: str, source: Path) -> Outcome:
     """The client on the tree as it is."""
-    with tempfile.TemporaryDirectory(prefix="afield-mutant-", ignore_cleanup_errors=True) as scratch:
-        verdict, printed = conformance(copied(Path(scratch).resolve()), client, family)
+    verdict, printed = conformance(source, client, family)
     fine = verdict is not None and verdict["ok"] is True
     return Outcome(
         f"no mutant, {client} on {family}", False, "ok" if fine else printed[-600:], error=not fine
@@ -550,9 +550,15 @@ def main() -> int:
             print(f"{mutant.name:34} {mutant.breaks}")
         return 0
     runs = sorted({(mutant.client, mutant.family) for mutant in mutants})
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        outcomes: list[Outcome] = []
-        for outcome in (*pool.map(lambda run: control(*run), runs), *pool.map(tried, mutants)):
+    outcomes: list[Outcome] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="afield-mutants-") as scratch,
+        ThreadPoolExecutor(PARALLEL) as pool,
+    ):
+        source = copied(ROOT, Path(scratch).resolve())  # once, so that all mutants are of one tree
+        controls = pool.map(lambda run: control(run[0], run[1], source), runs)
+        mutated = pool.map(lambda mutant: tried(mutant, source), mutants)
+        for outcome in chain(controls, mutated):
             outcomes.append(outcome)
             state = "ERROR" if outcome.error else "killed" if outcome.killed else "-"
             print(f"{outcome.name:34} {state:8} {outcome.seconds:6} s  {outcome.why}", flush=True)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from afield.conformance.scenario import ABANDONED
 from afield.seams import Record
 from afield.types import Trajectory, Turn, TurnStatus
 
@@ -52,7 +53,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     duplicates: int = 0
     """Calls that are trained besides another with the same prompt."""
     branches: int = 0
-    """Committed leaves of the forest."""
+    """Committed leaves of the forest, without abandoned answers."""
     excluded: dict[str, int] = {}
     """Calls that are not trained, by reason."""
     problems: tuple[str, ...] = ()
@@ -84,7 +85,7 @@ def judge(
     problems += _unaccounted(turns, recorded, trained, excluded)
     duplicates = _twice(trained)
     problems += [f"{duplicates} calls are trained besides another with the same prompt"] * bool(duplicates)
-    found = _branches(record.turns)
+    found = _branches([turn for turn in record.turns if excluded.get(turn.id) != ABANDONED])
     problems += [f"{found} branches, expected {branches}"] * (found != branches)
     return Verdict(
         calls=len(ledger),

@@ -18,6 +18,7 @@ from msgspec import Struct
 MARKER = re.compile(r"\[at ([a-z]+-\d+)\]")
 BESIDE = "Beside"  # a thread whose steps are no markers: the second of two parallel calls leads on
 ABORTED = "aborted"  # the reason a call that was cut stays untrained
+ABANDONED = "abandoned"  # the reason for an answer that was lost, where the client asked again
 LONG = (
     "This takes a while to say, because the connection is going to break before it is said: first a few"
     " words in plain letters, then some that are not (naïve café, 北京 を見る, ☂ 🚲), and then again the same"
@@ -68,7 +69,7 @@ class Fault(StrEnum):
     LOSE = "lose"  # the answer is complete, and breaks off on its way to the client
 
 
-FAULTS = {"main-3": Fault.REFUSE, "main-5": Fault.CUT}
+FAULTS = {"main-3": Fault.REFUSE, "main-4": Fault.LOSE, "main-5": Fault.CUT}
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ def steps(
     clean: bool = False,
 ) -> Scenario:
     """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third
-    step, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n. Only the
+    step, a lost answer at the fourth, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n. Only the
     call that is cut may stay untrained, and those that `excluded` names besides."""
     replies: dict[str, Answer] = {}
     for n in range(last):

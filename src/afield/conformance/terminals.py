@@ -255,7 +255,7 @@ def _gemini_scenario() -> Scenario:
         "main-5": Reply(text="Step 5 is done.", uses=(_gemini_shell("main", 6),)),
         "main-7": Reply(text="This is halfway."),
     }
-    faults = {"main-3": Fault.REFUSE, "main-0": Fault.CUT}
+    faults = {"main-3": Fault.REFUSE, "main-0": Fault.CUT, "main-8": Fault.LOSE}
     excluded = {ABORTED: ("main-0",)}
     # A session that is resumed has another context in front.
     return steps(_gemini_shell, instead=instead, faults=faults, excluded=excluded, clean=True, branches=2)
