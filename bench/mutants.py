@@ -154,6 +154,7 @@ def linear(forest, withheld=NOTHING):
             for path in (forest.path(name) for name in trained - parents)]
     return _assemble(rows, exclusions(forest, withheld))
 """,
+        client="claude-code",
     ),
     Mutant(
         "logprobs-shifted",
@@ -314,7 +315,16 @@ async def _never(self, *args):
     return []
 Calls._again = _never
 """,
-        client="pydantic-ai",
+        client="litellm",
+    ),
+    Mutant(
+        "lost-answer-trained",
+        "an answer that was lost on its way, and sampled again, is trained beside its retry",
+        "gateway/repeats.py",
+        """
+def excluded(*args):
+    return {}
+""",
     ),
     # --- messages --------------------------------------------------------------------------------
     Mutant(

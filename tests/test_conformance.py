@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from msgspec import Struct, structs
@@ -25,7 +26,7 @@ from afield.conformance.faults import Faults
 from afield.conformance.judge import Verdict, judge
 from afield.conformance.model import write_model
 from afield.conformance.oracle import Oracle, Renderer, fold_system
-from afield.conformance.scenario import Fault, Reply, Scenario, Use, last_marker, marker, steps
+from afield.conformance.scenario import LONG, Fault, Reply, Scenario, Use, last_marker, marker, steps
 from afield.conformance.script import Sampler, Script
 from afield.errors import Unavailable, UsageError
 from afield.seams import Record, SessionSpec
@@ -60,6 +61,9 @@ async def walk(base_url: str, key: str) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
+COURSE = steps(look, faults={"main-3": Fault.REFUSE, "main-5": Fault.CUT}, excluded={"aborted": ("main-5",)})
+
+
 class Judged(Struct, frozen=True):
     """What the judge is given about a walk."""
 
@@ -71,7 +75,7 @@ class Judged(Struct, frozen=True):
 
     def verdict(self, record: Record, branches: int = 1, ledger: list[Any] | None = None) -> Verdict:
         served = self.ledger if ledger is None else ledger
-        return judge(served, record, branches, steps(look).excluded, self.script.places)
+        return judge(served, record, branches, COURSE.excluded, self.script.places)
 
     def prompts(
         self, sent: list[CapturedRequest] | None = None, ledger: list[Any] | None = None
@@ -90,7 +94,7 @@ def anyio_backend() -> str:
 async def judged(tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> Judged:
     """A walk of ten turns with a 500 and a lost connection on the way."""
     folder = tmp_path_factory.mktemp("walk")
-    async with suite.gateway(steps(look), folder) as up:
+    async with suite.gateway(COURSE, folder) as up:
         ticket = await up.gateway.open(SessionSpec(id="walk"))
         await walk(f"http://127.0.0.1:{up.port}/s/walk/v1", ticket.api_key)
         assert up.faults.fired == {"main-3": Fault.REFUSE, "main-5": Fault.CUT}
@@ -584,6 +588,36 @@ def test_a_fault_happens_once():
     assert faults.fired == {"main-1": Fault.REFUSE}
 
 
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_client(
+    tmp_path: Path, stream: bool, clean: bool
+):
+    course = Scenario(
+        replies={"main-0": Reply(text=LONG)}, faults={"main-0": Fault.LOSE}, branches=1, clean=clean
+    )
+    body: Any = {"messages": [{"role": "user", "content": marker("main", 0)}], "stream": stream}
+    async with suite.gateway(course, tmp_path) as up, aiohttp.ClientSession() as http:
+        ticket = await up.gateway.open(SessionSpec(id="lost"))
+        url = f"http://127.0.0.1:{up.port}/s/lost/v1/chat/completions"
+        headers, received = {"Authorization": f"Bearer {ticket.api_key}"}, b""
+        try:
+            async with http.post(
+                url, json=body, headers={"Authorization": f"Bearer {ticket.api_key}"}
+            ) as answer:
+                async for part in answer.content.iter_any():
+                    received += part
+        except aiohttp.ClientError:
+            assert not (clean and stream)
+        assert (b"data: " in received) == stream
+        assert b"[DONE]" not in received and b"choices" not in received[-20:]
+        [served] = up.ledger
+        assert served.finish is not None
+        record = await up.gateway.finalize("lost")
+        assert [turn.status for turn in record.turns] == [TurnStatus.COMMITTED]
+        assert record.excluded == ()
+
+
 def test_a_fault_where_nothing_is_said_is_refused():
     with pytest.raises(ValueError, match="main-7"):
         Scenario(replies={"main-0": Reply(text="x")}, faults={"main-7": Fault.CUT}, branches=1)
@@ -639,7 +673,8 @@ def test_what_terminus_2_kept_is_held_against_the_ledger(tmp_path: Path, judged:
         return CLIENTS["terminus-2"].inspect(stage, ledger)
 
     assert kept(ledger) == []
-    assert "9 turns" in kept(ledger[1:])[0]
+    assert kept(ledger[1:]) == []  # the answer that was lost
+    assert "8 turns" in kept(ledger[2:])[0]
     assert "10 of 10 turns" in kept(ledger, shift=1)[0]
     assert "0 turns" in kept([])[0]
 

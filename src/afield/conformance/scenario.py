@@ -70,6 +70,7 @@ class Fault(StrEnum):
 
 
 FAULTS = {"main-3": Fault.REFUSE, "main-4": Fault.LOSE, "main-5": Fault.CUT}
+LEFT_OUT = {ABORTED: ("main-5",), ABANDONED: ("main-4",)}
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -102,12 +103,13 @@ def steps(
     instead: Mapping[str, Answer] | None = None,
     asides: Mapping[str, Answer] | None = None,
     faults: Mapping[str, Fault] | None = None,
-    excluded: Mapping[str, tuple[str, ...]] | None = None,
+    excluded: Mapping[str, tuple[str, ...]] = LEFT_OUT,
     clean: bool = False,
 ) -> Scenario:
     """The common course: step by step to `last`, two calls at once in the first turn, a 500 at the third
-    step, a lost answer at the fourth, a cut at the fifth. `use(thread, n)` is a call whose result holds the marker of step n. Only the
-    call that is cut may stay untrained, and those that `excluded` names besides."""
+    step, a lost answer at the fourth, a cut at the fifth. `use(thread, n)` is a call whose result holds the
+    marker of step n. Only the call that is cut and the answer that is lost may stay untrained, unless
+    `excluded` says otherwise."""
     replies: dict[str, Answer] = {}
     for n in range(last):
         said = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."
@@ -120,6 +122,6 @@ def steps(
         faults=faults if faults is not None else FAULTS,
         branches=branches,
         asides=asides or {},
-        excluded={ABORTED: ("main-5",), **(excluded or {})},
+        excluded=excluded,
         clean=clean,
     )

@@ -7,8 +7,10 @@ import re
 
 from afield.conformance.client import TASK, Client, Command, Stage, from_npm
 from afield.conformance.scenario import (
+    ABANDONED,
     ABORTED,
     BESIDE,
+    LEFT_OUT,
     LONG,
     Answer,
     Fault,
@@ -186,7 +188,7 @@ def _opencode_scenario() -> Scenario:
         "You are a context summarization agent": _so_far,
     }
     # The title, before the compaction, the sub-agent, the summary, and after it.
-    excluded = {"side:opencode/title": ("You are a title generator",)}
+    excluded = {**LEFT_OUT, "side:opencode/title": ("You are a title generator",)}
     return steps(_opencode_bash, instead=instead, asides=asides, branches=5, excluded=excluded)
 
 
@@ -256,7 +258,7 @@ def _gemini_scenario() -> Scenario:
         "main-7": Reply(text="This is halfway."),
     }
     faults = {"main-3": Fault.REFUSE, "main-0": Fault.CUT, "main-8": Fault.LOSE}
-    excluded = {ABORTED: ("main-0",)}
+    excluded = {ABORTED: ("main-0",), ABANDONED: ("main-8",)}
     # A session that is resumed has another context in front.
     return steps(_gemini_shell, instead=instead, faults=faults, excluded=excluded, clean=True, branches=2)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from afield.conformance.client import SCRIPTS, TASK, Client, Command, Stage, from_pypi
 from afield.conformance.judge import Served
-from afield.conformance.scenario import ABORTED, FAULTS, LONG, Answer, Reply, Scenario, marker, shell
+from afield.conformance.scenario import FAULTS, LEFT_OUT, LONG, Answer, Fault, Reply, Scenario, marker, shell
 
 TASK_TOML = """\
 schema_version = "1.4"
@@ -78,8 +78,7 @@ def _scenario() -> Scenario:
         "You are picking up work from a previous": Reply(text="1. Where do I go on?"),
     }
     # The thread with its summary and answers, the questions, and the thread after the handover.
-    excluded = {ABORTED: ("main-5",)}
-    return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=excluded)
+    return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=LEFT_OUT)
 
 
 def _kept(stage: Stage, ledger: Sequence[Served]) -> list[str]:
@@ -93,8 +92,10 @@ def _kept(stage: Stage, ledger: Sequence[Served]) -> list[str]:
     strange = sum(turn not in served for turn in turns)
     problems = [f"{strange} of {len(turns)} turns terminus-2 kept are not what the engine served"]
     whole = sum(1 for entry in ledger if entry.token_ids)
+    # It never saw the answers that the proxy lost; each was sampled again, or given again.
+    lost = sum(fault is Fault.LOSE for fault in FAULTS.values())
     missing = [f"terminus-2 kept {len(set(turns))} turns, the engine served {whole}"]
-    return problems * bool(strange) + missing * (len(set(turns)) != whole)
+    return problems * bool(strange) + missing * (not whole - lost <= len(set(turns)) <= whole)
 
 
 TERMINUS = Client(

@@ -1,11 +1,14 @@
 """A loop on LiteLLM that streams, calls tools in parallel, asks a sub-agent, and goes on later.
 
-Run by the suite in the client's own environment: litellm_agent.py API_BASE KEY MODEL TASK GO_ON
+Run by the suite in the client's own environment:
+litellm_agent.py API_BASE KEY MODEL TASK GO_ON (keys | plain)
+With keys, every request has an idempotency key, the same in all tries.
 """
 
 # pyright: reportMissingImports=false
 import json
 import sys
+import uuid
 from typing import Any
 
 PLACE = {"thread": {"type": "string"}, "step": {"type": "integer"}}
@@ -31,7 +34,7 @@ ASK = {
 }
 
 
-def main(api_base: str, key: str, model: str, task: str, go_on: str) -> None:
+def main(api_base: str, key: str, model: str, task: str, go_on: str, keys: str) -> None:
     import httpx
     import litellm
     import openai
@@ -40,6 +43,7 @@ def main(api_base: str, key: str, model: str, task: str, go_on: str) -> None:
 
     def reply(messages: list[Any], tools: list[Any]) -> Any:
         """Streamed; asked again whatever happens to the line."""
+        headers = {"Idempotency-Key": str(uuid.uuid4())} if keys == "keys" else {}
         for attempt in range(4):
             try:
                 chunks = list(
@@ -50,6 +54,7 @@ def main(api_base: str, key: str, model: str, task: str, go_on: str) -> None:
                         messages=messages,
                         tools=tools,
                         stream=True,
+                        extra_headers=headers,
                     )
                 )
                 return litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message
