@@ -602,9 +602,7 @@ async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_clie
         url = f"http://127.0.0.1:{up.port}/s/lost/v1/chat/completions"
         headers, received = {"Authorization": f"Bearer {ticket.api_key}"}, b""
         try:
-            async with http.post(
-                url, json=body, headers={"Authorization": f"Bearer {ticket.api_key}"}
-            ) as answer:
+            async with http.post(url, json=body, headers=headers) as answer:
                 async for part in answer.content.iter_any():
                     received += part
         except aiohttp.ClientError:
