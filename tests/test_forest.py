@@ -60,6 +60,32 @@ def test_a_hint_tells_twins_apart() -> None:
     assert forest.find(digests, ["unknown"])[1].id == "t2"
 
 
+def test_hints_tell_twins_apart_beside_a_turn_that_was_edited() -> None:
+    """The client names three turns; the last one it changed, so it is on no path that the request repeats."""
+    start, reply = say("user", "hi"), say("assistant", "yes")
+    forest = Forest([turn(1, "r", [start, reply]), turn(2, "r", [start, reply])])
+    forest.add(turn(3, "r", [start, reply, say("user", "go on"), say("assistant", "no")], "t1"))
+    request = [start, reply, say("assistant", "no, not at all"), say("user", "and?")]
+    found = forest.find(chain("r", request), ["t1", "t3"])
+    assert found is not None and found[1].id == "t1"
+
+
+def test_the_retry_of_a_broken_call_goes_on_from_the_same_twin() -> None:
+    conversation = [say("user", "hi"), say("assistant", "yes")]
+    forest = Forest([turn(1, "r", conversation), turn(2, "r", conversation)])
+    digests = chain("r", [*conversation, say("user", "go on")])
+    first = forest.find(digests)
+    assert first is not None
+    cut = structs.replace(
+        turn(3, "r", conversation, first[1].id),
+        status=TurnStatus.ABORTED,
+        finish_reason=FinishReason.ABORTED,
+        asked=digests[-1],
+    )
+    forest.add(cut)
+    assert forest.find(digests) == first
+
+
 def test_a_turn_is_never_edited() -> None:
     first = turn(1, "r", [say("user", "hi")])
     forest = Forest([first])

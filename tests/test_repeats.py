@@ -122,6 +122,14 @@ LONG = "The mug costs four dollars, all told."
             id="the other one is quoted",
         ),
         pytest.param(
+            [
+                *(turn(1, reply=LONG), turn(2, reply=LONG), turn(3, 2, "q2")),
+                turn(4, None, "x", text=f"Summarise: {LONG}"),
+            ],
+            {"t1": "abandoned"},
+            id="both said what is quoted",
+        ),
+        pytest.param(
             [turn(1), turn(2), turn(3, 2, "q2"), turn(4, None, "x", links=(Link("edit", "t1"),))],
             {},
             id="the other one was edited",

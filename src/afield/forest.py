@@ -182,19 +182,32 @@ class Forest:
         Twins sampled the same words. A hint (a turn id the client echoed) tells them apart, wherever
         it is on the path, and so do the client's own threads (`apart`: a turn is of another one) and
         reasoning that `messages` repeat. Without any the latest twin is taken that was not `missed` by its
-        client and that nothing continues yet: of two clients that got the same words, each has its own.
+        client and that nothing continues yet: of two clients that got the same words, each has its own. The
+        retry of a call that broke off goes on from the twin that the call went on from.
         """
         for depth in range(len(digests), 0, -1):
             if twins := self._by_digest.get(digests[depth - 1]):
                 if len(twins) > 1:
-                    named = {hint for hint in hints if hint in self._turns}
-                    twins = [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
+                    twins = self._most_named(twins, {hint for hint in hints if hint in self._turns})
                     twins = [t for t in twins if not apart(t)] or twins
                     twins = [t for t in twins if self._thought(t, messages)] or twins
                     twins = [t for t in twins if t not in missed] or twins
-                    twins = [t for t in twins if t not in self._parents] or twins
+                    twins = self._free(twins, digests[-1])
                 return depth, self._turns[twins[-1]]
         return None
+
+    def _most_named(self, twins: list[str], named: set[str]) -> list[str]:
+        """The twins with most named turns on their paths; a turn that the client edited is on none."""
+        if not named:
+            return twins
+        counts = {t: sum(turn.id in named for turn in self.path(t)) for t in twins}
+        return [t for t in twins if counts[t] == max(counts.values())]
+
+    def _free(self, twins: list[str], asked: str) -> list[str]:
+        """The twin that a broken call with the same request went on from, or those that nothing continues."""
+        broken = {turn.parent for turn in self.asked(asked) if turn.status is TurnStatus.ABORTED}
+        tried = [t for t in twins if t in broken]
+        return tried or [t for t in twins if t not in self._parents] or twins
 
     def _thought(self, turn_id: str, messages: Sequence[Message]) -> bool:
         """Whether the reasoning on the way to a turn is what these messages repeat of it."""

@@ -256,6 +256,7 @@ def _gemini_scenario() -> Scenario:
         "main-0": Reply(text=LONG, uses=(_gemini_shell(BESIDE, 1), _gemini_shell("main", 1))),
         "main-5": Reply(text="Step 5 is done.", uses=(_gemini_shell("main", 6),)),
         "main-7": Reply(text="This is halfway."),
+        "main-8": Reply(text=LONG, uses=(_gemini_shell("main", 9),)),
     }
     faults = {"main-3": Fault.REFUSE, "main-0": Fault.CUT, "main-8": Fault.LOSE}
     excluded = {ABORTED: ("main-0",), ABANDONED: ("main-8",)}

@@ -8,7 +8,9 @@ request that nothing continues:
 3. where none was used, and all but the first were asked for by retries, all but the last are `abandoned`.
 
 An answer is used when a later call continues it, a link names it, or a later message of a user or a tool
-quotes it. Otherwise, where none was used, nothing tells which one its client took, and all of them count.
+quotes it; a quotation of words that another answer said too, one that a call continues or a link names, is of
+that other one. Otherwise, where none was used, nothing tells which one its client took, and all of them
+count.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def excluded(
     linked = {link.to for turn in forest.turns for link in turn.links}
     reasons: dict[str, str] = {}
     for group in repeated:
-        unused = [turn for turn in group if not _used(forest, turn, linked)]
+        unused = _unused(forest, group, linked)
         for turn in unused:
             if _cut_off(turn, group):
                 reasons[turn.id] = ExclusionReason.SUPERSEDED
@@ -60,12 +62,20 @@ def _cut_off(turn: Turn, group: Sequence[Turn]) -> bool:
     return any((later.sampling.max_tokens or 0) > room for later in group[group.index(turn) + 1 :])
 
 
-def _used(forest: Forest, turn: Turn, linked: set[str]) -> bool:
-    return forest.has_children(turn.id) or turn.id in linked or _quoted(forest, turn)
+def _unused(forest: Forest, group: Sequence[Turn], linked: set[str]) -> list[Turn]:
+    used = [turn for turn in group if forest.has_children(turn.id) or turn.id in linked]
+    texts = {_text(turn) for turn in used}
+    return [
+        turn for turn in group if turn not in used and (_text(turn) in texts or not _quoted(forest, turn))
+    ]
+
+
+def _text(turn: Turn) -> str:
+    return turn.messages[-1].content.strip() if turn.messages else ""
 
 
 def _quoted(forest: Forest, turn: Turn) -> bool:
-    said = turn.messages[-1].content.strip() if turn.messages else ""
+    said = _text(turn)
     if len(said) < QUOTED:
         return False
     turns = forest.turns
