@@ -91,7 +91,13 @@ def gateway(bars: Bars, cwd: Path) -> dict[str, Any]:
     for name, client in told["clients"].items():
         seen = f"{client['matched']} of {client['calls']} calls, {client['duplicates']} duplicates"
         exact = client["ok"] and client["matched"] == client["calls"] and not client["duplicates"]
-        bars.check(f"conformance, {name}", seen, exact, "every call once")
+        seen += f", on {', '.join(client['templates'])}, excluded {client['excluded']}"
+        both = len(client["templates"]) >= 2
+        bars.check(f"conformance, {name}", seen, exact and both, "every call once, on two templates")
+    told = runs["mutants"] = last_line([sys.executable, "bench/mutants.py", "--json"], ROOT)
+    seen = f"{told['killed']} of {told['mutants']} killed, errors {told['errors']}"
+    killed = told["killed"] == told["mutants"] >= 20 and not told["survived"] and not told["errors"]
+    bars.check("mutants of the gateway", seen, killed, ">= 20, all killed")
     told = runs["oracle"] = last_line([sys.executable, "bench/oracle.py"], ROOT)
     bars.check(
         "forest oracle: sessions", told["sessions"], told["ok"] and told["sessions"] >= 2000, ">= 2000"

@@ -29,7 +29,6 @@ from bars import ROOT
 
 TIMEOUT_S = 300
 PARALLEL = 2
-SAMPLE = ("nothing-trained", "system-message-dropped", "sampled-turn-tokenised-again", "aborted-turn-trained")
 
 
 class Mutant(NamedTuple):
