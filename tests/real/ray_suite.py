@@ -232,7 +232,7 @@ async def test_sessions_share_what_libraries_import_and_nothing_else(
             attempt = await place.launch({}, f"r{i}")
             assert (await place.wait(attempt)).failure is None
             rewards.append(await place.reward(attempt))
-    assert rewards == [10.0, 11.0, 11.0]
+    assert rewards == [11.0, 11.0, 11.0]
 
 
 async def test_attempts_wait_until_there_is_room(cluster: Cluster, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_an_agent_serves_and_delivers_from_the_base_install(python: Path, tmp_pa
     (tmp_path / "my_agent.py").write_text(AGENT)
     store = tmp_path / "store"
     serve = [python, "-m", "afield.sdk.serve", "my_agent.py:agent", "--watch-stdin"]
+    serve += ["--unsigned", "--outcome-root", str(store)]
     with subprocess.Popen(serve, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout and server.stdin
         port = int(server.stdout.readline())

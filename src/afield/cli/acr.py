@@ -19,6 +19,7 @@ from afield.cli.gateway import on_fast_loop, on_loopback
 from afield.cli.logs import FORMATS, start_logging
 from afield.config import Environment
 from afield.errors import UsageError
+from afield.process_secrets import hide_arguments
 from afield.sdk.listen import listen
 
 DESCRIPTION = """\
@@ -127,6 +128,7 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     start_logging(args.log_format)
+    hide_arguments([args.secret_key or ""])
     args.secret_key = args.secret_key or Environment.read().acr_secret_key
     if not args.secret_key and not on_loopback(args.host):
         raise UsageError(

@@ -10,6 +10,7 @@ those that the agent's module starts when it is imported are named in `Ready`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -35,6 +36,7 @@ from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason
 
 WATCH_S = 0.1
+MOST_SAID = 1024 * 1024
 _orders = msgspec.json.Decoder(Order)
 
 
@@ -52,7 +54,8 @@ class Session:
 
     def kill(self, died: str) -> None:
         self.died = self.died or died
-        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         for fd in (self.pidfd, self.log_fd, *([] if self.answers is None else [self.answers])):
@@ -150,10 +153,17 @@ class Parent:
             self._deaf(answers)
             session.answers = None
             os.close(answers)
-        line, end, rest = session.said.partition(b"\n")
-        if end and not session.taken:
-            session.taken, session.said = True, rest
-            taken = msgspec.json.decode(line, type=Taken)
+        line, end, _ = session.said.partition(b"\n")
+        if session.taken:
+            session.said = b""  # whatever else an agent writes there
+        elif end or len(session.said) > MOST_SAID:
+            session.taken = True
+            try:
+                taken = msgspec.json.decode(line, type=Taken)
+            except msgspec.MsgspecError:  # an agent can write here, too
+                session.kill("it wrote into what is between its process and the one that started it")
+                return
+            taken = msgspec.structs.replace(taken, session_id=session.id)
             self._say(msgspec.structs.replace(taken, pid=session.pid, log=session.log))
 
     def _ended(self, session: Session) -> None:
