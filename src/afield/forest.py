@@ -157,6 +157,10 @@ class Forest:
     def length(self, turn_id: str) -> int:
         return self._lengths[turn_id]
 
+    def knows(self, digest: str) -> bool:
+        """Whether a turn ends a conversation with this digest."""
+        return digest in self._by_digest
+
     def asked(self, digest: str) -> list[Turn]:
         """The turns, of any status, that answered this conversation."""
         return [self._turns[turn_id] for turn_id in self._by_request.get(digest, ())]
@@ -263,6 +267,8 @@ _REMEMBERED = 4096
 
 
 def _spell(text: str) -> str:
+    if text.strip() in ("", "null"):
+        return "{}"  # what clients make of a call without arguments
     try:
         return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):

@@ -20,7 +20,7 @@ from afield.gateway import control, side
 from afield.gateway.answering import Answering
 from afield.gateway.bodies import BodyBytes, ClientGone, read_body
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
-from afield.gateway.dialects.base import idempotency_key
+from afield.gateway.dialects.base import PREFILL, idempotency_key
 from afield.gateway.dialects.models import models
 from afield.gateway.http import Receive, Scope, Send, headers, key_of, query, send_json
 from afield.gateway.keys import Scope as KeyScope
@@ -207,6 +207,8 @@ async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
         raise bad_request("nothing in this request is a message to answer", "send at least one message")
     if (tag := side.tag_of(asked.headers, request)) is not None:
         request = structs.replace(request, tags=(*request.tags, tag))
+    if request.messages and request.messages[-1].role == "assistant" and PREFILL not in request.tags:
+        request = structs.replace(request, tags=(*request.tags, PREFILL))
     if key := idempotency_key(asked):
         request = structs.replace(request, idempotency_key=key)
     return request, wish

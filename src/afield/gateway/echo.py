@@ -2,16 +2,18 @@
 
 A tool-call id that comes back names its turn. Where it does, and the message is that turn's reply in
 all that matters, the reply itself takes its place: arguments that a client could not parse, text that
-it dropped or moved, one turn split into several messages, results in another order than the calls.
-What was really changed stays as it is, and is an edit for `lineage` to place.
+it dropped or moved behind the calls or their results, one turn split into several messages, results in
+another order than the calls. Without ids, `match_replies` knows a reply by the conversation that it
+answered, where its reasoning came back as text. What was really changed stays as it is, and is an edit for
+`lineage` to place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from afield.forest import Forest, arguments_value
-from afield.types import Message, ToolCall, Turn
+from afield.forest import Forest, arguments_value, extend_digest
+from afield.types import Message, ToolCall, Turn, TurnStatus
 
 
 def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -52,10 +54,26 @@ def _begun(forest: Forest, messages: Sequence[Message], at: int) -> Turn | None:
 def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: int) -> int:
     """Where the messages that carry this turn and its results end."""
     ours = {call.id for call in turn.messages[-1].tool_calls}
+    text = messages[at].content.strip()
     end = at + 1
-    while end < len(messages) and _carries(forest, turn, ours, messages[end]):
+    while end < len(messages):
+        message = messages[end]
+        if not _carries(forest, turn, ours, message) and (text or not moved(forest, turn, message)):
+            break
+        text = text or (message.content.strip() if message.role == "assistant" else "")
         end += 1
     return end
+
+
+def moved(forest: Forest, turn: Turn, message: Message) -> bool:
+    """Whether a message is the text of a turn, behind its calls, and no next turn with the same words."""
+    said = message.content.strip()
+    if message.role != "assistant" or message.tool_calls or not said:
+        return False
+    if said != turn.messages[-1].content.strip():
+        return False
+    children = (child for child in forest.turns if child.parent == turn.id and child.messages)
+    return all(child.messages[-1].content.strip() != said for child in children)
 
 
 def _carries(forest: Forest, turn: Turn, ours: set[str], message: Message) -> bool:
@@ -86,7 +104,7 @@ def _same(reply: Message, content: str, calls: Sequence[ToolCall]) -> bool:
     by_id = {call.id: call for call in calls}
     if len(by_id) != len(calls) or set(by_id) != {call.id for call in reply.tool_calls}:
         return False
-    if content.strip() not in ("", reply.content.strip()):
+    if content.strip() not in ("", reply.content.strip()) and "".join(content.split()) != _aloud(reply):
         return False
     return all(_same_call(call, by_id[call.id]) for call in reply.tool_calls)
 
@@ -97,3 +115,38 @@ def _same_call(ours: ToolCall, theirs: ToolCall) -> bool:
     mine, echoed = arguments_value(ours.arguments), arguments_value(theirs.arguments)
     # Arguments that are no JSON object come back as whatever the client made of them.
     return mine == echoed or not ours.arguments.lstrip().startswith("{")
+
+
+def match_replies(
+    forest: Forest, start: str, messages: Sequence[Message]
+) -> tuple[tuple[Message, ...], list[str]]:
+    """The messages, with a reply in the place of one that tells its reasoning as text; and their digests."""
+    out: list[Message] = []
+    digests: list[str] = []
+    for message in messages:
+        digest = extend_digest(start, message)
+        if message.role == "assistant" and not forest.knows(digest):
+            reply = _thinking_aloud(forest, start, message)
+            if reply is not None:
+                message, digest = reply, extend_digest(start, reply)
+        out.append(message)
+        digests.append(digest)
+        start = digest
+    return tuple(out), digests
+
+
+def _thinking_aloud(forest: Forest, asked: str, message: Message) -> Message | None:
+    for turn in reversed(forest.asked(asked)):
+        reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
+        if reply is None or not reply.reasoning.strip():
+            continue
+        calls = [(call.name, arguments_value(call.arguments)) for call in reply.tool_calls]
+        theirs = [(call.name, arguments_value(call.arguments)) for call in message.tool_calls]
+        if calls == theirs and _aloud(reply) == "".join(message.content.split()):
+            return reply
+    return None
+
+
+def _aloud(reply: Message) -> str:
+    """Reasoning and text, without blanks: what stands between them is the client's."""
+    return "".join(f"{reply.reasoning} {reply.content}".split())

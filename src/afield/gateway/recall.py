@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from afield.forest import Forest, chain
-from afield.gateway.echo import recognised, turn_of
+from afield.forest import Forest
+from afield.gateway.echo import match_replies, moved, recognised, turn_of
 from afield.types import Message
 
 CONVERSATIONS = 3  # a harness and its sub-agents take turns
@@ -40,12 +40,12 @@ class Recall:
         shares = [(_shared(forest, read, root, came), read) for read in self._read]
         shared, known = max(shares, key=lambda pair: pair[0], default=(0, None))
         if known is None or not shared:
-            messages = recognised(forest, came)
-            read = Read(root, came, messages, chain(root, messages))
+            messages, digests = match_replies(forest, root, recognised(forest, came))
+            read = Read(root, came, messages, digests)
         else:
-            new = recognised(forest, came[shared:])
             digests = known.digests[:shared]
-            read = Read(root, came, known.messages[:shared] + new, digests + chain(digests[-1], new))
+            new, more = match_replies(forest, digests[-1], recognised(forest, came[shared:]))
+            read = Read(root, came, known.messages[:shared] + new, digests + more)
             self._read.remove(known)
         self._read.append(read)
         return read.messages, read.digests
@@ -72,5 +72,7 @@ def _begins(forest: Forest, came: tuple[Message, ...], at: int) -> bool:
     if at == 0 or came[at - 1].role != "tool":
         return at == 0 or came[at - 1].role != "assistant"
     before = next((m for m in reversed(came[:at]) if m.role == "assistant"), None)
-    turn = turn_of(forest, came[at])
-    return turn is None or before is None or turn_of(forest, before) is not turn
+    turn, owner = turn_of(forest, came[at]), before and turn_of(forest, before)
+    if owner is not None and turn is None:
+        return not moved(forest, owner, came[at])
+    return turn is None or owner is not turn

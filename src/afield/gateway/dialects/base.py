@@ -24,6 +24,7 @@ T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
 encode = ENCODER.encode
 EVENTS = b"text/event-stream"
+PREFILL = "unenforced:prefill"  # tag of a turn whose request ends with the beginning of an answer
 MAX_KEY = 256  # characters of an idempotency key that are looked at
 
 
