@@ -180,6 +180,7 @@ class Forest:
         missed: frozenset[str] = frozenset(),
         messages: Sequence[Message] = (),
         apart: Callable[[str], bool] = lambda _: False,
+        again: Container[str] = (),
     ) -> tuple[int, Turn] | None:
         """The deepest turn whose conversation is a prefix of the request, and how many messages it covers.
 
@@ -187,7 +188,8 @@ class Forest:
         it is on the path, and so do the client's own threads (`apart`: a turn is of another one) and
         reasoning that `messages` repeat. Without any the latest twin is taken that was not `missed` by its
         client and that nothing continues yet: of two clients that got the same words, each has its own. The
-        retry of a call that broke off goes on from the twin that the call went on from.
+        retry of a call that broke off, or whose answer may be given `again`, goes on from the twin that
+        the call went on from.
         """
         for depth in range(len(digests), 0, -1):
             if twins := self._by_digest.get(digests[depth - 1]):
@@ -196,7 +198,8 @@ class Forest:
                     twins = [t for t in twins if not apart(t)] or twins
                     twins = [t for t in twins if self._thought(t, messages)] or twins
                     twins = [t for t in twins if t not in missed] or twins
-                    twins = self._free(twins, digests[-1])
+                    repeated = {turn.parent for turn in self.asked(digests[-1]) if turn.id in again}
+                    twins = [t for t in twins if t in repeated] or self._free(twins, digests[-1])
                 return depth, self._turns[twins[-1]]
         return None
 

@@ -73,6 +73,8 @@ class Clues(Struct, frozen=True, kw_only=True):
     recall: Recall
     missed: frozenset[str] = frozenset()
     """Turns whose client never got their end: nothing continues one of them by chance."""
+    again: frozenset[str] = frozenset()
+    """Turns that whoever repeats their request may get again."""
     thread_of: Callable[[str], str] = lambda _: ""
     """The client's own name for the conversation that a turn was asked in."""
 
@@ -102,7 +104,7 @@ def _locate(
         digests = chain(root, messages)
     named = hints(forest, request, messages)
     apart = _apart(request.thread, clues)
-    depth, parent = forest.find(digests, named, clues.missed, messages, apart) or (0, None)
+    depth, parent = forest.find(digests, named, clues.missed, messages, apart, clues.again) or (0, None)
     return Spot(
         root=root,
         messages=messages,

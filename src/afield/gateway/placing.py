@@ -38,7 +38,8 @@ async def place(session: Session, tokens: ChatTokens, request: ModelRequest, mos
         if request.after is not None:
             request = _with_history(session, request)
         missed = frozenset(session.undelivered)
-        clues = lineage.Clues(recall=session.recall, missed=missed, thread_of=session.thread_of)
+        again = missed | session.unsure | session.keyed(request.idempotency_key)
+        clues = lineage.Clues(recall=session.recall, missed=missed, again=again, thread_of=session.thread_of)
         spot = lineage.locate(forest, tokens, request, clues)
         size = sum(map(_size, spot.new if spot.parent else spot.messages))
         if not spot.parent:

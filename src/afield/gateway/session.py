@@ -153,6 +153,10 @@ class Session:
         """The idempotency key of the request that a turn answered."""
         return self._keys.get(turn_id, "")
 
+    def keyed(self, key: str) -> set[str]:
+        """The turns that answered requests with this idempotency key."""
+        return {turn_id for turn_id, other in self._keys.items() if other == key} if key else set()
+
     def thread_of(self, turn_id: str) -> str:
         return self._threads.get(turn_id, "")
 
