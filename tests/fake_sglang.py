@@ -55,12 +55,20 @@ class FakeSglang:
         self.bodies: list[dict[str, Any]] = []
         self.moving = asyncio.Event()
         self.moving.set()
+        self.waiting: list[int] | None = None  # calls in the queue of each rank, where it tells that
+
+    async def load(self, request: web.Request) -> web.Response:
+        if self.waiting is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        ranks = enumerate(self.waiting)
+        return web.json_response([{"dp_rank": n, "num_reqs": w + 1, "num_waiting_reqs": w} for n, w in ranks])
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/server_info", self.server_info)
         app.router.add_get("/model_info", self.model_info)
         app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/get_load", self.load)
         app.router.add_post("/generate", self.generate)
         for path in ("pause_generation", "continue_generation", "update_weights_from_disk", "flush_cache"):
             app.router.add_post(f"/{path}", self.manage)

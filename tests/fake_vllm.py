@@ -58,6 +58,7 @@ class FakeVllm:
         self.moving = asyncio.Event()
         self.moving.set()
         self.url = ""
+        self.waiting: list[int] = []  # calls in the queue of each engine
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 28)
@@ -112,8 +113,13 @@ class FakeVllm:
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
+        queue = "".join(
+            f'vllm:num_requests_waiting{{engine="{n}",model_name="policy"}} {waiting:.1f}\n'
+            for n, waiting in enumerate(self.waiting)
+        )
         labels = f'max_lora="{self.loras}",running_lora_adapters="",waiting_lora_adapters=""'
-        return web.Response(text=f"# HELP x\nvllm:lora_requests_info{{{labels}}} 1.0\n" if self.loras else "")
+        adapters = f"# HELP x\nvllm:lora_requests_info{{{labels}}} 1.0\n" if self.loras else ""
+        return web.Response(text=queue + adapters)
 
     async def abort(self, request: web.Request) -> web.Response:
         named = (await request.json())["request_ids"]

@@ -20,6 +20,7 @@ from msgspec import structs
 from afield.engines import sglang_wire as wire
 from afield.engines.adapters import Lease
 from afield.engines.checks import check_call
+from afield.engines.gauges import gauge
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
@@ -83,6 +84,14 @@ class SglangEngine(RemoteEngine):
         self._adapters = {version: name for version, name in self._adapters.items() if name in there}
         if self._leases.newest not in self._adapters:
             self._leases.newest = None
+
+    async def waiting(self) -> int | None:
+        """Calls in its queue, by its load, or else by its metrics (`--enable-metrics`)."""
+        status, data = await self._http.status("GET", "/get_load")
+        if status == 200:
+            return sum(load.num_waiting_reqs for load in self._http.decode(data, wire.LOADS))
+        status, data = await self._http.status("GET", "/metrics")
+        return gauge(data, "sglang:num_queue_reqs") if status == 200 else None
 
     # --- calls ------------------------------------------------------------------------------------
 

@@ -77,6 +77,13 @@ class Models(Struct):
     data: list[Model]
 
 
+class Load(Struct):
+    """Of one data-parallel rank."""
+
+    num_waiting_reqs: int = 0
+
+
+LOADS = msgspec.json.Decoder(list[Load])
 SERVER_INFO = msgspec.json.Decoder(ServerInfo)
 MODEL_INFO = msgspec.json.Decoder(ModelInfo)
 MODELS = msgspec.json.Decoder(Models)

@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from afield.engines import vllm_wire as wire
 from afield.engines.adapters import Lease
 from afield.engines.encoded import Encoded
+from afield.engines.gauges import gauge
 from afield.engines.logprobs import measure
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
@@ -114,6 +115,11 @@ class VllmEngine(RemoteEngine):
     async def _is_paused(self) -> bool:
         status, data = await self._http.status("GET", "/is_paused")
         return status == 200 and self._http.decode(data, PAUSED).is_paused
+
+    async def waiting(self) -> int | None:
+        """Calls in its queue, by its metrics."""
+        status, data = await self._http.status("GET", "/metrics")
+        return gauge(data, "vllm:num_requests_waiting") if status == 200 else None
 
     # --- calls ------------------------------------------------------------------------------------
 

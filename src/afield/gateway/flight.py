@@ -8,6 +8,8 @@ give what it would have given undisturbed: the next worker's generator starts an
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -32,6 +34,7 @@ class Flight:
         "_spans",
         "_waiting",
         "aborted",
+        "boarded",
         "failures",
     )
 
@@ -46,6 +49,7 @@ class Flight:
         self._leaving: asyncio.Task[None] | None = None
         self._cut = False
         self.aborted = False  # the present worker gave the call up
+        self.boarded = math.inf  # when the present worker was asked, by the monotonic clock
         self.failures: list[str] = []
 
     @property
@@ -56,8 +60,18 @@ class Flight:
     def sampled(self) -> int:
         return len(self._ids)
 
+    @property
+    def streams(self) -> bool:
+        return self._call.stream
+
+    @property
+    def silent(self) -> bool:
+        """Whether the present worker was asked and has given nothing yet."""
+        return self.boarded < math.inf and len(self._ids) == self._base
+
     def board(self, engine: Engine) -> None:
         """Ask this engine for what is left."""
+        self.boarded = time.monotonic()
         self._base = len(self._ids)
         self._cut = self.aborted = False
         rest = self._call

@@ -1,8 +1,9 @@
 """Who stands in line: how long nobody worked on what a session had asked, as far as the gateway knows.
 
-A call stands in line while it has no worker, while sampling is paused, and while its engine says that it
-had no room for it. Calls side by side wait together: no second counts twice. What an engine does not
-tell of its own queue is not known here.
+A call stands in line while it has no worker, while sampling is paused, and while its engine has given
+nothing: a streamed one until its first token, any other while its engine says that it had no room for it.
+Calls side by side wait together: no second counts twice. What an engine does not tell of its own queue is
+not known here.
 """
 
 from __future__ import annotations

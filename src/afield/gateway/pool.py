@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, Literal, Self
 from afield.errors import Unavailable, UsageError
 from afield.gateway.flight import Flight
 from afield.gateway.line import Line
+from afield.gateway.queue_time import QueueWatch
 from afield.gateway.roster import Roster
 from afield.gateway.workers import Standing, Worker, WorkerInfo
 from afield.seams import Call, Chunk, Engine, EngineInfo, Freezing
@@ -67,9 +67,12 @@ class Pool:
     async def __aenter__(self) -> Self:
         await self._roster.start(self._start_timeout_s)
         self._open.set()
+        self._looking = asyncio.create_task(QueueWatch(self.line, lambda: self._workers).run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        self._looking.cancel()
+        await asyncio.gather(self._looking, return_exceptions=True)
         await self._roster.stop()
         self._open.set()
 
@@ -136,10 +139,16 @@ class Pool:
                     yield end
                     return
                 flight.board(worker.engine)
-                boarded = time.monotonic()
+                if call.stream:  # until its first token
+                    self.line.enter(call.session_id, flight)
+                first = True
                 while (chunk := await self._step(worker, flight)) is not None:
-                    if chunk.queued_s and call.session_id in self._homes:
-                        self.line.stood(call.session_id, boarded, boarded + chunk.queued_s)
+                    if first:
+                        first = False
+                        self.line.leave(call.session_id, flight)
+                        if chunk.queued_s and call.session_id in self._homes:
+                            began = flight.boarded
+                            self.line.stood(call.session_id, began, began + chunk.queued_s)
                     yield chunk
                     if chunk.finish is not None:
                         return

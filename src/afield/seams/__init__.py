@@ -4,7 +4,7 @@ Read these files and `types`, and you know the system. A backend is done when it
 contract suite of its seam in `tests/contracts`.
 """
 
-from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image
+from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image, Queueing
 from afield.seams.gateway import Gateway, Record, SessionSpec, SessionState, SessionTicket
 from afield.seams.runtime import Capabilities, Exit, Live, Phase, Runtime
 from afield.seams.sandbox import Ran, Sandbox
@@ -25,6 +25,7 @@ __all__ = [
     "Live",
     "Phase",
     "Publisher",
+    "Queueing",
     "Ran",
     "Record",
     "Runtime",

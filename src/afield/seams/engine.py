@@ -131,3 +131,12 @@ class Freezing(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+
+@runtime_checkable
+class Queueing(Protocol):
+    """An engine that says how many calls wait in its own queue, whoever asked them."""
+
+    async def waiting(self) -> int | None:
+        """Calls that it has no room for now; None where it does not say."""
+        ...
