@@ -278,6 +278,7 @@ class Decider:
             waiting = running.waiting
             stands = await self._storing.ask("decision", lambda: self._transport.decision(waiting))
         except WireError as error:
+            running.unreadable = str(error)
             return error
         running.stands = stands
         return stands
@@ -287,6 +288,8 @@ class Decider:
         if failure and running.unknown:
             told = f"{failure.message}; its runtime cannot tell its end: {running.unknown}"
             failure = structs.replace(failure, message=told)
+        if failure is None and running.unreadable:
+            failure = broken(f"its outcome cannot be read: {running.unreadable}", Reason.UPLOAD)
         reason = failure.message if failure else "the agent ended without an outcome"
         stands = running.stands
         if stands is None:

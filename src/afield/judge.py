@@ -81,6 +81,8 @@ class Judge:
                 return await self._verdict(running, before)
         except TimeoutError:
             told = f"no verdict in {grade_s:g} s after the agent had handed in"
+            if grading.refusal and not grading.launched:
+                told += f"; its place took no more: {grading.refusal}"
             return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
 
     async def _ended(self, running: Running, grading: Running, before: int) -> Failure | None:

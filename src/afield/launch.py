@@ -83,6 +83,7 @@ class Launcher:
                     except Throttled as error:
                         self._limiter.throttled(error.retry_after_s)
                         refused.note(error, self._refused)
+                        running.refusal = refused.last
                 if end is not None and now() >= end:
                     raise TimeoutError
                 if failure := self._refused_alone(refused):

@@ -47,6 +47,8 @@ class Running:
         self.verdict: Failure | None = None
         self.stands: OutcomeRecord | Fence | None = None  # what was read from the store
         self.excused_s = 0.0  # in which the gateway could not be asked about it alone
+        self.unreadable = ""  # why what the store has of it cannot be read
+        self.refusal = ""  # what its place said when it took no more
         self.unknown = ""  # why its runtime cannot tell its end, if it cannot
         self.draw = attempt.session_id
         self._limit: asyncio.Timeout | None = None

@@ -123,6 +123,8 @@ async def _problems(case: Case, place: Path) -> list[str]:
             return [f"the run ended with another error: {error!r}"]
         result = await run(place, Parts(Script("", case.fault), store, parts.inner))
     wrong = [one for one in every_rollout() if result.trained[one] != 1]
+    if case.about == "run":  # a call for the whole run may still be about the rollout that made it
+        wrong = [one for one in wrong if _unexplained(case, result.finished[one].outcome.failure)]
     found = [f"{one} was trained {result.trained[one]} times" for one in wrong if one != ONE or not about_one]
     if about_one and ONE in wrong:
         failure = result.finished[ONE].outcome.failure if ONE in result.finished else None
