@@ -180,7 +180,7 @@ class Reason(StrEnum):
     BUDGET = "budget"
     CONTEXT = "context"
     LAUNCH = "launch"
-    NO_AGENT = "no-agent"  # what was launched does not run rollouts; another try would say the same
+    NO_AGENT = "no_agent"  # what was launched does not run rollouts; another try would say the same
     DIED = "died"
     ENGINE = "engine"
     UPLOAD = "upload"
