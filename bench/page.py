@@ -32,7 +32,7 @@ def text(run: dict[str, Any]) -> str:
     """The whole page: this run of the gateway's benchmark, and the newest saved ones of the other parts."""
     collecting = (HERE / "collection.md").read_text().format(**collected.sections(_newest("collect")))
     places = (HERE / "places.md").read_text().format(**placed.sections(_newest("runtimes"), _newest("crowd")))
-    lines = trained.sections(*map(_newest, ("trainers", "tree", "engine")))
+    lines = trained.sections(*map(_newest, ("trainers", "tree", "engine", "publish", "smollm")))
     return _gateway(run) + collecting + places + (HERE / "training.md").read_text().format(**lines)
 
 

@@ -1,4 +1,4 @@
-"""The tables about training in docs/benchmarks.md, of saved runs: `trainers`, `tree` and `engine`."""
+"""The tables about training in docs/benchmarks.md, of saved runs: trainers, tree, engine, publish, smollm."""
 
 from __future__ import annotations
 
@@ -9,13 +9,65 @@ from trainers import engine_bars, tree_bars
 
 UNMEASURED = "No numbers are saved yet: `make accept PART={}` measures them."
 SHAPES = {"shared prompt": "8 rollouts that share a prompt", "sub-agents": "64 trajectories with sub-agents"}
+HOW = ("stochastic", "nearest")
 FORMS = {"per_turn": "a row per turn", "merged": "merged rows", "varlen": "merged rows, no padding"}
 
 
 def sections(
-    run: dict[str, Any] | None, tree: dict[str, Any] | None, engine: dict[str, Any] | None
+    run: dict[str, Any] | None,
+    tree: dict[str, Any] | None,
+    engine: dict[str, Any] | None,
+    publish: dict[str, Any] | None,
+    smollm: dict[str, Any] | None,
 ) -> dict[str, str]:
-    return {**_trainers(run), "tree": _tree(tree), "engine": _engine(engine)}
+    return {
+        **_trainers(run),
+        "tree": _tree(tree),
+        "engine": _engine(engine),
+        "publish": _publish(publish),
+        "smollm": _smollm(smollm),
+    }
+
+
+def _publish(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return UNMEASURED.format("gpu")
+    machine = line["machine"]
+    origin = (
+        f"One {machine['device']}, commit `{line['commit'][:12]}`, torch {machine['torch']}, vLLM"
+        f" {machine['vllm']}; the control is {line['control']} in the mean."
+    )
+    rows = [
+        (engine, name, steps, *(kept[how] for how in HOW), *(diff[f"{how}_times_control"] for how in HOW))
+        for engine, settings in line["kept"].items()
+        for name, marks in settings.items()
+        for steps, kept in marks.items()
+        for diff in (line["logprob_diff"][engine][name][steps],)
+    ]
+    head = ("engine", "weights, learning rate", "steps", "kept", "kept, nearest", "apart", "apart, nearest")
+    return f"{origin}\n\n{table(head, rows)}"
+
+
+def _smollm(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return UNMEASURED.format("gpu")
+    origin = (
+        f"One {line['machine']['device']}, commit `{line['commit'][:12]}`, {line['rollouts']} rollouts of"
+        f" {line['turns']} turns a step, the engine in {line['engine_dtype']}."
+    )
+    rows = [
+        (
+            int(step["step"]),
+            step["reward"],
+            f"{step['logprob_diff']:.4f}",
+            f"{step['control']:.4f}",
+            round(step["times_control"], 2),
+            round(step["update_kept"], 4),
+        )
+        for step in line["steps"]
+    ]
+    head = ("step", "reward", "apart, mean", "control", "times the control", "update kept")
+    return f"{origin}\n\n{table(head, rows)}"
 
 
 def _trainers(run: dict[str, Any] | None) -> dict[str, str]:

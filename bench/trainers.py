@@ -12,6 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +108,7 @@ def shown(bars: Bars, name: str, told: Tested, number: str = "", most: float = 0
 
 
 def gpu(bars: Bars, cwd: Path) -> dict[str, Any]:
-    """Trees against rows, and the embedded engine against `generate`."""
+    """Trees against rows, the embedded engine against `generate`, and weights that reach engines."""
     import torch
 
     if not torch.cuda.is_available():
@@ -114,12 +116,20 @@ def gpu(bars: Bars, cwd: Path) -> dict[str, Any]:
     shown(bars, "steps on the device are those on a CPU", tested("tests/test_cuda.py"))
     tree = last_line([sys.executable, "bench/tree.py", "--json", "--exact"], ROOT)
     engine = last_line([sys.executable, "bench/engine.py", "--json"], ROOT)
-    for name, line in (("tree", tree), ("engine", engine)):
+    with_vllm = ["--vllm", "start"] if find_spec("vllm") else []
+    publish = last_line([sys.executable, "bench/publish.py", "--json", *with_vllm], ROOT)
+    smollm = last_line([sys.executable, "bench/gpu_smollm.py", "--json", "--steps", "4"], ROOT)
+    device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    publish["machine"] = {**device, "vllm": version("vllm") if with_vllm else "not installed"}
+    smollm["machine"] = device
+    for name, line in (("tree", tree), ("engine", engine), ("publish", publish), ("smollm", smollm)):
         kept = {"commit": commit(), "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **line}
         (RESULTS / f"{name}-{commit()}.json").write_text(json.dumps(kept, indent=1) + "\n")
-    for row in (*tree_bars(tree), *engine_bars(engine)):
+    for row in (*tree_bars(tree), *engine_bars(engine), *publish_bars(publish)):
         bars.check(*row)
-    return {"tree": tree, "engine": engine}
+    times = smollm["times_control"]
+    bars.check("SmolLM2: sampler and trainer apart, times the control", times, times <= 1.5, "<= 1.5")
+    return {"tree": tree, "engine": engine, "publish": publish, "smollm": smollm}
 
 
 Verdict = tuple[str, Any, bool, str]
@@ -136,6 +146,17 @@ def tree_bars(tree: dict[str, Any]) -> list[Verdict]:
         peak, cosine = line["peak_ratio"], line["grad_cosine"]
         found.append((f"{shape}: peak memory over merged rows'", peak, peak <= 1, "<= 1"))
         found.append((f"{shape}: cosine of gradients", cosine, cosine >= 0.999, ">= 0.999"))
+    return found
+
+
+def publish_bars(publish: dict[str, Any]) -> list[Verdict]:
+    found: list[Verdict] = []
+    for engine, settings in publish["kept"].items():
+        kept = min(mark["stochastic"] for marks in settings.values() for mark in marks.values())
+        apart = publish["logprob_diff"][engine].values()
+        times = max(mark["stochastic_times_control"] for marks in apart for mark in marks.values())
+        found.append((f"{engine}: share of the update that arrives", kept, kept >= 0.99, ">= 0.99"))
+        found.append((f"{engine}: apart, times the control", times, times <= 1.5, "<= 1.5"))
     return found
 
 
