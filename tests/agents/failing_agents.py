@@ -1,5 +1,6 @@
 """Agents that go wrong, each in its own way."""
 
+import json
 import os
 import time
 import urllib.error
@@ -39,6 +40,11 @@ def posts_garbage(task: dict[str, Any], rollout: afield.Context) -> float:
         except urllib.error.HTTPError as error:
             with error:
                 assert error.code in (400, 401)
+    asked = {"model": rollout.model_id, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    headers = {"authorization": f"Bearer {rollout.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        answer.read()
     return 1.0
 
 
