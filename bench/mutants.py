@@ -325,6 +325,42 @@ def excluded(*args):
     return {}
 """,
     ),
+    Mutant(
+        "retry-on-another-twin",
+        "the retry of a broken call goes on from a lost answer that said the same",
+        "forest.py",
+        """
+def _unused_first(self, twins, asked):
+    return [t for t in twins if t not in self._parents] or twins
+assert Forest._free
+Forest._free = _unused_first
+""",
+        client="terminus-2",
+    ),
+    Mutant(
+        "ids-of-edited-turns-confuse",
+        "a turn that the client edited hides the ids that tell two equal answers apart",
+        "forest.py",
+        """
+def _all_or_none(self, twins, named):
+    return [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
+assert Forest._most_named
+Forest._most_named = _all_or_none
+""",
+        client="qwen-code",
+    ),
+    Mutant(
+        "quotation-keeps-lost-answer",
+        "a lost answer counts as used because a summary quotes its retry, which said the same",
+        "gateway/repeats.py",
+        """
+assert _unused
+def _unused(forest, group, linked):
+    used = [turn for turn in group if forest.has_children(turn.id) or turn.id in linked]
+    return [turn for turn in group if turn not in used and not _quoted(forest, turn)]
+""",
+        client="opencode",
+    ),
     # --- messages --------------------------------------------------------------------------------
     Mutant(
         "system-message-dropped", "the system message is not in the prompt", CHAT, decoded(SYSTEM_DROPPED)
