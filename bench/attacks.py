@@ -269,6 +269,28 @@ def served(world: World, agent: str) -> Iterator[str]:
             server.terminate()
 
 
+def open_servers(world: World, report: Report) -> None:
+    """Servers that would let anybody on the network in are not even started."""
+    model = [
+        "--model",
+        str(POLICY),
+        "--engine",
+        f"scripted={world.script}",
+        "--store",
+        str(world.top / "open"),
+    ]
+    for name, words in (("emulator", ["acr"]), ("gateway", ["gateway", *model])):
+        command = [sys.executable, "-m", "afield", *words, "--host", "0.0.0.0", "--port", "0"]
+        try:
+            done = subprocess.run(
+                command, env=world.env, capture_output=True, text=True, timeout=60, check=False
+            )
+            code, said = done.returncode, done.stderr.strip()
+        except subprocess.TimeoutExpired:
+            code, said = 0, "it serves"
+        report.add("client without a key", f"find_an_open_{name}", blocked=code == 2, detail=said)
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -292,6 +314,7 @@ def main(words: list[str] | None = None) -> int:
                 asyncio.run(other_user(world, url, report))
             if wanted("clients"):
                 attack_clients.with_session_key(url, ADMIN_KEY, report)
+                open_servers(world, report)
                 attack_clients.without_key(url, ADMIN_KEY, world.project / "gateway-store", report)
     return report.end()
 
