@@ -212,7 +212,7 @@ class Judge:
         """Answers that nobody went on from, although their request was asked again."""
         expected: dict[str, str] = {}
         whole = [known for known in whole if not known.withheld]
-        unused = [known for known in whole if not _used(known, seen)]
+        unused = [known for known in whole if not self._used(known, whole, seen)]
         for known in unused:
             twins = [k for k in whole if (k.made.request, k.row["parent"]) == _place(known)]
             later = twins[twins.index(known) + 1 :]
@@ -224,22 +224,34 @@ class Judge:
                 expected[known.row["id"]] = "abandoned"
         return expected
 
+    def _used(self, known: Known, whole: Sequence[Known], seen: Seen) -> bool:
+        """Whether something came of an answer: it was continued, or what was said next shows it and not
+        another answer to the same request that said the same and was continued."""
+        if _continued(known, seen):
+            return True
+        twins = [k for k in whole if _place(k) == _place(known) and _continued(k, seen)]
+        return _text(known) not in [_text(twin) for twin in twins] and _quoted(known, seen)
+
 
 def _place(known: Known) -> tuple[Key, str | None]:
     return known.made.request, known.row["parent"]
 
 
-def _used(known: Known, seen: Seen) -> bool:
-    """Whether something came of an answer: it was continued, or what was said next shows it."""
-    turn_id, said = known.row["id"], known.row["messages"][-1].get("content", "").strip()
-    after = [row["id"] for row in seen.turns].index(turn_id) + 1
-    for n, row in enumerate(seen.turns):
-        if row["parent"] == turn_id or any(link["to"] == turn_id for link in row["links"]):
-            return True
-        others = [m.get("content", "") for m in row["messages"] if m["role"] != "assistant"]
-        if n >= after and _quotes(others, said):
-            return True
-    return False
+def _text(known: Known) -> str:
+    return known.row["messages"][-1].get("content", "").strip()
+
+
+def _continued(known: Known, seen: Seen) -> bool:
+    turn_id = known.row["id"]
+    return any(
+        row["parent"] == turn_id or any(link["to"] == turn_id for link in row["links"]) for row in seen.turns
+    )
+
+
+def _quoted(known: Known, seen: Seen) -> bool:
+    after = [row["id"] for row in seen.turns].index(known.row["id"]) + 1
+    others = (m for row in seen.turns[after:] for m in row["messages"] if m["role"] != "assistant")
+    return _quotes([m.get("content", "") for m in others], _text(known))
 
 
 def said_in(row: dict[str, Any], made: Made) -> bool:
