@@ -22,9 +22,9 @@ from afield.judge import Judge
 from afield.launch import Launcher
 from afield.ledger import Ledger, Tried
 from afield.limiter import Limiter, LocalLimiter, Pace, Unlimited
-from afield.notice import Noticer, Running
+from afield.notice import LOOKS, Noticer, Running
 from afield.plan import Plan
-from afield.seams import Exit, Fence, Gateway, Runtime, SessionState, Transport, Waiting
+from afield.seams import Exit, Fence, Gateway, Runtime, Transport, Waiting
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
 from afield.wire import OutcomeRecord
 
@@ -161,24 +161,27 @@ class Decider:
 
     async def sampled(self, attempt: Attempt) -> int:
         """What an attempt that came to nothing has cost; 0 where the gateway does not say."""
-        state = await self._state(attempt, "what it sampled")
-        return state.tokens.get("sampled", 0) if state else 0
-
-    async def unsupported(self, attempt: Attempt) -> str:
-        """Why the model serves no session of this agent, where the gateway says so; else empty."""
-        state = await self._state(attempt, "why it was refused")
-        return state.unsupported if state and not state.turns else ""
-
-    async def _state(self, attempt: Attempt, what: str) -> SessionState | None:
         session_id = attempt.session_id
         try:
             found = await self.asking.ask("states", lambda: self._gateway.states([session_id]))
         except Outage:
             raise
         except Exception as error:
-            log.warning("%s: %s is not known: %s", session_id, what, named(error))
-            return None
-        return found.get(session_id)
+            log.warning("%s: what it sampled is not known: %s", session_id, named(error))
+            return 0
+        state = found.get(session_id)
+        return state.tokens.get("sampled", 0) if state else 0
+
+    async def unsupported(self, attempt: Attempt) -> str:
+        """Why the model serves no session of this agent, where the gateway says so; else empty."""
+        session_id = attempt.session_id
+        try:  # once: a failure that is known does not wait for a gateway that says nothing of it
+            async with asyncio.timeout(LOOKS * self._plan.watch_s):
+                state = (await self._gateway.states([session_id])).get(session_id)
+        except Exception as error:
+            log.warning("%s: why it was refused is not known: %s", session_id, named(error))
+            return ""
+        return state.unsupported if state and not state.turns else ""
 
     # --- what runs already -----------------------------------------------------------------------
 

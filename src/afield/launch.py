@@ -27,6 +27,7 @@ from afield.wire import Invocation
 log = logging.getLogger("afield.collect")
 
 GATEWAY_SLACK_S = 3_600.0
+OPEN_GRACE_S = 30.0  # an open that was sent when its attempt is given up has this long to end by itself
 T = TypeVar("T")
 Payload = Callable[[Running], Awaitable[dict[str, Any]]]
 
@@ -139,9 +140,12 @@ class Launcher:
     async def invocation(self, running: Running, role: str) -> Invocation:
         """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
         rollout = running.waiting.rollout
-        asking = self._asking.ask("open", lambda: self._gateway.open(self._spec(running)))
-        # A request that was sent may be served after the abort that follows, and would leave a session open.
-        ticket = await shield_and_wait(asking, self._plan.call_timeout_s)
+        # A request that was sent may be served after the abort that follows, and would leave a session open:
+        # the try that is under way ends by itself.
+        grace_s = min(OPEN_GRACE_S, self._plan.call_timeout_s)
+        ticket = await self._asking.ask(
+            "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
+        )
         where = self._transport.address(rollout.exp_id)
         if self._plan.deliver == "gateway":
             where = {"outcome_url": f"{ticket.base_url}/outcome"}
