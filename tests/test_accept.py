@@ -53,6 +53,31 @@ def engine(afield: int | None, generate: int | None) -> dict[str, Any]:
     }
 
 
+def publish() -> dict[str, Any]:
+    """What bench/publish.py tells: one engine, one setting, after 10 steps."""
+    apart = {"stochastic_times_control": 1.1, "nearest_times_control": 4.2}
+    return {
+        "kept": {"vllm": {"whole 1e-05": {"10": {"stochastic": 0.998, "nearest": 0.31}}}},
+        "logprob_diff": {"vllm": {"whole 1e-05": {"10": apart}}},
+        "control": 0.012,
+        "machine": {"device": "A GPU", "torch": "2", "vllm": "0.26"},
+        "commit": "e" * 40,
+    }
+
+
+def smollm() -> dict[str, Any]:
+    """What bench/gpu_smollm.py tells of one step."""
+    step = {"step": 1.0, "reward": 0.25, "logprob_diff": 0.0123, "control": 0.0119, "times_control": 1.034}
+    return {
+        "steps": [step | {"update_kept": 0.99871}],
+        "rollouts": 64,
+        "turns": 4,
+        "engine_dtype": "bfloat16",
+        "machine": {"device": "A GPU"},
+        "commit": "f" * 40,
+    }
+
+
 def missed(verdicts: list[trainers.Verdict]) -> list[str]:
     return [name for name, _, ok, _ in verdicts if not ok]
 
@@ -113,8 +138,12 @@ def test_tests_that_fail_are_skipped_or_are_not_there_have_shown_nothing(tmp_pat
 
 
 def test_the_page_tells_what_is_saved_and_how_to_measure_the_rest() -> None:
-    told = trained.sections(None, tree(shape(1.0), shape(0.5)), engine(5000, 900))
+    told = trained.sections(None, tree(shape(1.0), shape(0.5)), engine(5000, 900), publish(), smollm())
     assert "`make accept PART=trainers` measures them" in told["learning"]
     assert told["tree"].count("**missed**") == 3 and "`cccccccccccc`" in told["tree"]
     assert "| embedded engine | 5,000 |" in told["engine"]
-    assert "`make accept PART=gpu` measures them" in trained.sections(None, None, None)["tree"]
+    assert "| vllm | whole 1e-05 | 10 | 0.998 | 0.31 | 1.1 | 4.2 |" in told["publish"]
+    assert "| 1 | 0.25 | 0.0123 | 0.0119 | 1.03 | 0.9987 |" in told["smollm"]
+    unmeasured = trained.sections(None, None, None, None, None)
+    for name in ("tree", "engine", "publish", "smollm"):
+        assert "`make accept PART=gpu` measures them" in unmeasured[name]
