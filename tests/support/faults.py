@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from afield.errors import (
     Conflict,
+    DamagedFile,
     Fruitless,
     InfrastructureFailure,
     Missing,
@@ -61,6 +62,7 @@ MARK = "injected fault"
 # Each of our error classes that a part may raise, and what foreign code raises.
 ERRORS: dict[str, Callable[[str], BaseException]] = {
     "UsageError": UsageError,
+    "DamagedFile": DamagedFile,
     "WireError": WireError,
     "Conflict": Conflict,
     "Missing": Missing,
