@@ -371,3 +371,13 @@ def test_a_step_s_line_says_how_far_apart_sampler_and_trainer_are() -> None:
     told = precision({"logprob_diff": 0.03, "logprob_diff_times_control": 1.04, "update_kept": 0.998})
     assert told == "  logprob diff 3.0e-02 (1x expected)  update kept 100%"
     assert precision({}) == ""
+    assert precision({"logprob_diff": 0.02}) == "  logprob diff 2.0e-02"
+    assert precision({"logprob_diff": float("nan")}) == "  logprob diff nan"
+
+
+def test_a_step_s_line_says_nothing_of_sampler_and_trainer_that_are_equal() -> None:
+    in_float32 = {"logprob_diff": 5e-7, "logprob_diff_times_control": 0.005, "update_kept": 1.0}
+    assert precision(in_float32) == ""
+    # Equal dtypes, and other weights.
+    apart = in_float32 | {"logprob_diff": 0.05, "logprob_diff_times_control": 500.0}
+    assert precision(apart) == "  logprob diff 5.0e-02 (5e+02x expected)"

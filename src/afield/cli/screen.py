@@ -27,6 +27,7 @@ from afield.types import FailureKind, Finished, Outcome, Rollout
 
 SHOWN_FAILURES = 5  # of a kind; the same words once
 SHOWN_WIDTH = 200
+EQUAL = 1e-4  # the mean difference of log-probabilities that float32 on both sides explains
 
 
 class Screen:
@@ -208,13 +209,13 @@ def describe(line: StepLine, steps: int) -> str:
 
 def precision(measures: Mapping[str, float]) -> str:
     """How far sampler and trainer are apart, in units of what the engine's dtype explains, and how much of
-    the update the engine got."""
+    the update the engine got. Nothing where they are equal and nothing was rounded."""
     told = ""
-    if "logprob_diff" in measures:
+    if not measures.get("logprob_diff", 0.0) <= EQUAL:  # so that NaN is shown
         told += f"  logprob diff {measures['logprob_diff']:.1e}"
-    if "logprob_diff_times_control" in measures:
-        told += f" ({measures['logprob_diff_times_control']:.2g}x expected)"
-    if "update_kept" in measures:
+        if "logprob_diff_times_control" in measures:
+            told += f" ({measures['logprob_diff_times_control']:.2g}x expected)"
+    if measures.get("update_kept", 1.0) != 1.0:
         told += f"  update kept {measures['update_kept']:.0%}"
     return told
 
