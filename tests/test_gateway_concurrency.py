@@ -6,6 +6,8 @@ import asyncio
 import socket
 import sqlite3
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ from gateways import running, vocabulary
 
 pytestmark = pytest.mark.anyio
 
-# A process that leaves its link alone until a line comes in, and then counts what is on it.
+# A process that leaves its link alone until a line comes after its settings, and then counts what is on it.
 BUSY_SHARD = """
 import socket, sys
 link = socket.socket(fileno=int(sys.argv[sys.argv.index("--shard-link") + 1]))
+sys.stdin.readline()
 print("up", flush=True)
 sys.stdin.readline()
 received = 0
@@ -38,34 +41,43 @@ while True:
 """
 
 
-async def test_every_connection_that_waits_for_a_busy_process_is_handed_over() -> None:
+@asynccontextmanager
+async def busy_process() -> AsyncIterator[Process]:
     process = Process([sys.executable, "-c", BUSY_SHARD], 0, {})
     assert await process.start() == b"up\n"
+    try:
+        yield process
+    finally:
+        await process.stop()
+
+
+async def handing_over(process: Process, connection: socket.socket, wait: int) -> list[asyncio.Task[None]]:
+    """As many connections as fill the link, and then `wait` more."""
+    handed: list[asyncio.Task[None]] = []
+    while sum(not task.done() for task in handed) < wait:
+        handed.append(asyncio.create_task(process.hand_over(connection)))
+        await asyncio.sleep(0)
+    return handed
+
+
+async def test_every_connection_that_waits_for_a_busy_process_is_handed_over() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        waiting: list[asyncio.Task[None]] = []
-        while sum(not task.done() for task in waiting) < 5:  # until the link is full, and five wait
-            waiting.append(asyncio.create_task(process.hand_over(theirs)))
-            await asyncio.sleep(0)
-        assert process.process.stdin and process.process.stdout
-        process.process.stdin.write(b"go\n")
-        await asyncio.wait_for(asyncio.gather(*waiting), 60)
-        while int(await asyncio.wait_for(process.process.stdout.readline(), 60)) < len(waiting):
-            pass
-    await process.stop()
+        async with busy_process() as process:
+            handed = await handing_over(process, theirs, wait=5)
+            assert process.process.stdin and process.process.stdout
+            process.process.stdin.write(b"go\n")
+            await asyncio.wait_for(asyncio.gather(*handed), 60)
+            while int(await asyncio.wait_for(process.process.stdout.readline(), 60)) < len(handed):
+                pass
 
 
 async def test_a_connection_that_waits_for_a_process_learns_that_it_ended() -> None:
-    process = Process([sys.executable, "-c", BUSY_SHARD], 0, {})
-    await process.start()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        waiting: list[asyncio.Task[None]] = []
-        while sum(not task.done() for task in waiting) < 3:
-            waiting.append(asyncio.create_task(process.hand_over(theirs)))
-            await asyncio.sleep(0)
-        await process.stop()
-        results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
+        async with busy_process() as process:
+            handed = await handing_over(process, theirs, wait=3)
+        results = await asyncio.wait_for(asyncio.gather(*handed, return_exceptions=True), 60)
     assert [isinstance(result, OSError) for result in results[-3:]] == [True] * 3
 
 
