@@ -103,6 +103,12 @@ class World:
         made.listen()
         return made.getsockname()[1] if family != socket.AF_UNIX else 0
 
+    def listen_late(self) -> None:
+        """On the sockets that agents wait for; once for all runs."""
+        for place in ("late.sock", "data/late.sock"):
+            if not (self.project / place).exists():
+                self.listen(socket.AF_UNIX, str(self.project / place))
+
     def row(self, left_out: tuple[str, ...]) -> dict[str, Any]:
         forged = {"exp_id": "forged", "input_id": "t", "rollout_id": "forged", "attempt": 1, "group_id": "g"}
         forged |= {"session_id": "forged.1", "base_url": "http://127.0.0.1:9/s/forged.1", "model_id": "m"}
@@ -177,11 +183,11 @@ def listen_later(world: World) -> None:
     while not list(logs.glob("nest-*.log")) and not list(logs.glob("*.1.log")):
         time.sleep(0.1)
     time.sleep(1.0)
-    for place in ("late.sock", "data/late.sock"):
-        world.listen(socket.AF_UNIX, str(world.project / place))
+    world.listen_late()
 
 
 def process(world: World, report: Report) -> None:
+    world.listen_late()  # without a sandbox there is nothing that they could be later than
     more = ("--runtime", "process", "--verifier-runtime", "process", "--workers", 2)
     found = train(world, "p", HARMFUL, *more)
     for name in (*ATTACKS, "be_rewarded_otherwise_than_by_the_verifier"):

@@ -34,6 +34,8 @@ def test_the_same_agent_gets_in_a_process_what_is_not_promised_and_nothing_else(
     assert (code, lines[-1]["broke"]) == (0, []), lines
     worked = {line["attack"] for line in lines if line.get("seen") == "got"}
     assert {"read_the_signing_secret", "read_the_verifier", "read_all_tasks"} <= worked
+    later = "connect_to_a_unix_socket_created_later"
+    assert {f"{later}_in_its_folder", f"{later}_in_a_mount"} <= worked
 
 
 def test_an_attack_that_works_is_told_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
