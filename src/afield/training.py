@@ -30,7 +30,7 @@ from afield.ledger import Ledger
 from afield.limiter import SharedLimiter
 from afield.plan import Watcher
 from afield.rundir import RunDir
-from afield.seams import Gateway, Runtime, Trainer, Transport
+from afield.seams import Gateway, Publisher, Runtime, Trainer, Transport
 from afield.spool import Spool
 from afield.types import Finished, Sampling, Task
 
@@ -259,9 +259,10 @@ async def training(
         if learning:
             trainer = await learning
             warn_of_length(config, await gateway.context(), trainer.context)
-            dtype = wiring.published_dtype(
-                config.engine_dtype, await gateway.engine_dtype(), Path(config.model)
-            )
+            dtype = "float32"
+            if isinstance(trainer, Publisher):
+                told = await gateway.engine_dtype()
+                dtype = wiring.published_dtype(config.engine_dtype, told, Path(config.model))
             halves.append(parts.learner(gateway, trainer, on_step, dtype).run)
         yield Training(halves, child)
 
