@@ -3,9 +3,9 @@ import os
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 # Secrets of the gateways that tests start stay out of the user's own state.
@@ -13,9 +13,13 @@ _STATE = tempfile.mkdtemp(prefix="afield-tests-state-")
 os.environ["XDG_STATE_HOME"] = _STATE
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 
-# A loaded machine gives slower answers, not other ones: examples have no deadline.
-hypothesis.settings.register_profile("afield", deadline=None)
-hypothesis.settings.load_profile("afield")
+# A loaded machine gives slower answers, not other ones: examples have no deadline. Suites that run in the
+# environments of other programs have no hypothesis.
+with suppress(ImportError):
+    import hypothesis
+
+    hypothesis.settings.register_profile("afield", deadline=None)
+    hypothesis.settings.load_profile("afield")
 
 # A shell that starts something in the background has it ignore Ctrl-C, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
