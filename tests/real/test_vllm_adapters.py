@@ -124,8 +124,11 @@ async def test_adapters_are_published_under_load_and_every_token_is_of_the_versi
         named = versions_of_any(chunks)
         assert len(named) == LONG
         assert chunks[-1].finish is FinishReason.LENGTH
-        assert named[0] == number // 2
-        assert named == sorted(named)
+        exact = [version for version in named if version >= 0]
+        assert exact == sorted(exact)
+        if number >= 2:  # calls on the base weights may share a batch with an adapter, and have an interval
+            assert exact == named
+            assert named[0] == number // 2
     for chunks in answers[2:]:
         check_tokens(chunks, by_version)
 
