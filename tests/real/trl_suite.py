@@ -369,7 +369,9 @@ def test_branches_versions_and_failures_arrive_and_a_dead_gateway_is_told_of(
         trained = one.completion_mask[:shared] + other.completion_mask[:shared]
         assert trained.max() == 1 and one.completion_mask[:shared].any(), "each token once"
         assert one.advantage == other.advantage
-    measures = worker.metrics_queue.get()
+    measures = worker.metrics_queue.get(timeout=60)
+    while "rollout/failed_total" not in measures:  # publications have measures of their own
+        measures = worker.metrics_queue.get(timeout=60)
     assert measures["rollout/failed_total"] == 1.0
     assert measures["rollout/rows_per_rollout"] == (6, 3)
     send(rollouts, 2)
