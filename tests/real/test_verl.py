@@ -38,6 +38,7 @@ SMALL = (
     "actor_rollout_ref.actor.optim.lr=1e-3",
     f"afield.agent={launching.BRANCHING}:agent",
     "+afield.max_tokens=16",
+    "+afield.abandoned_answers=train",  # the agent samples twice from one prompt on purpose
 )
 
 

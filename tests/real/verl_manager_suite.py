@@ -261,6 +261,7 @@ def test_remax_compares_a_group_with_its_greedy_rollout(config: Any, tmp_path: P
         with pytest.raises(UsageError, match="has no greedy baseline"):
             made._baselines.of([bad])
         transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
+        drop(batch)
     finally:
         made.close()
 
