@@ -290,7 +290,7 @@ def test_a_gateway_that_is_gone_ends_training(config: Any, tmp_path: Path) -> No
         process.wait()
         batch = asked([{"question": "?"}])
         made.generate_sequences(batch)
-        with pytest.raises(ValueError, match=r"stopped collecting: .*does not answer"):
+        with pytest.raises(ValueError, match=r"stopped collecting: .*did not answer"):
             buffer(ReplayBuffer).sample(STEP, "train", 1)
         drop(batch)
         with pytest.raises(Unavailable):
