@@ -106,6 +106,7 @@ class Noticer:
         self.running: dict[str, Running] = {}
         self.used: list[Attempt] = []
         self._until = 0.0
+        self._hearing = asyncio.Lock()  # from taking hints until it is known what becomes of each
         self._silent_since: float | None = None  # the gateway
 
     def chores(self) -> tuple[Coroutine[None, None, None], ...]:
@@ -122,8 +123,9 @@ class Noticer:
         try:
             while True:
                 wait_s = max(0.0, min(HINT_WAIT_S, self._until - clock()))
-                await self._sort(await self._hints(wait_s))
-                await self._acknowledge()
+                async with self._hearing:
+                    await self._sort(await self._hints(wait_s))
+                    await self._acknowledge()
                 if clock() >= self._until:
                     return
         except Exception as error:
@@ -156,13 +158,12 @@ class Noticer:
     async def _listen(self) -> None:
         while True:
             try:
-                await self._acknowledge()
-                hinted = await self._hints(HINT_WAIT_S)
+                async with self._hearing:
+                    await self._acknowledge()
+                    await self._sort(await self._hints(HINT_WAIT_S))
             except Exception as error:
                 log.warning("no hints (%s); sweeps find what they would tell", named(error))
                 await asyncio.sleep(self._plan.sweep_s)
-                continue
-            await self._sort(hinted)
 
     async def _sweep(self) -> None:
         while True:
