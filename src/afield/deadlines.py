@@ -81,7 +81,7 @@ def overdue(
     if progress.grading:
         return _grading(deadlines, progress, now)
     if _over(deadlines.upload_s, progress.ended, now):
-        told = f"the agent ended without an outcome; none came in {deadlines.upload_s:g} s"
+        told = f"the agent ended without an outcome; none came within {deadlines.upload_s:g} s (upload_s)"
         if progress.completed is not None:
             told += (
                 "; its session is completed, so the gateway may have it:"

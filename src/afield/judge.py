@@ -114,7 +114,7 @@ class Judge:
             if len(state.failed_verdicts) > before:
                 return _verifiers(state.failed_verdicts[-1])
             if now() > end:
-                told = f"the verifier ended without a verdict; none came in {upload_s:g} s"
+                told = f"the verifier ended without a verdict; none came within {upload_s:g} s (upload_s)"
                 return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
             await asyncio.sleep(min(LOOK_S, upload_s / 4))
 
