@@ -394,7 +394,7 @@ async def test_a_pause_stills_the_server_and_calls_end_as_if_undisturbed(
 
 async def test_answers_the_server_aborts_are_resumed(engine: VllmEngine, server: str) -> None:
     undisturbed = ids(await answer(engine, a_call(LONG)))
-    for many in CROWDS:
+    for many in (*CROWDS, *CROWDS):  # a busy machine may need another try
         async with (
             aiohttp.ClientSession() as http,
             Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
@@ -407,9 +407,9 @@ async def test_answers_the_server_aborts_are_resumed(engine: VllmEngine, server:
             await pool.resume()
         assert {tuple(ids(chunks)) for chunks in answers} == {tuple(undisturbed)}
         assert pool.failovers <= in_flight
-        if pool.failovers > in_flight // 2:  # the others had ended when they were to be aborted
+        if pool.failovers == many:
             return
-    pytest.fail("most answers had always ended before they were aborted; make LONG longer")
+    pytest.fail("some answer had always ended before it was aborted; make LONG longer")
 
 
 async def test_new_weights_take_over_in_mid_answer_and_every_token_scores_with_its_own(
