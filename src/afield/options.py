@@ -14,6 +14,8 @@ from afield.exclusions import AbandonedAnswers, SideCalls
 Thinking = Literal["preserve", "template", "per_turn"]
 Escape = Literal["escape", "faithful", "reject"]
 Render = Literal["fold", "strict"]
+Unsupported = Literal["refuse", "ignore"]
+ConstrainedTurns = Literal["train", "exclude"]
 ClientSampling = Literal["temperature", "top_p", "top_k", "seed"]
 
 
@@ -37,6 +39,12 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     abandoned_answers: AbandonedAnswers = "exclude"
     """Whether answers to a repeated request are kept out of the loss that nothing continues, beside one that
     something does: `exclude`, or `train` for agents that sample a request several times on purpose."""
+    unsupported: Unsupported = "refuse"
+    """What becomes of a request with a parameter that is not supported: `refuse` it with 400, or `ignore` the
+    parameter, and its turn says so with a tag `ignored:NAME`. See docs/parameters.md."""
+    constrained_turns: ConstrainedTurns = "train"
+    """Whether turns that were sampled under a constraint (structured output, forced tool calls) are trained,
+    with the constrained distribution on both sides, or kept out of the loss: `exclude`."""
 
 
 def policies_of(holder: SessionPolicies) -> dict[str, Any]:

@@ -305,6 +305,12 @@ class Link(Struct, frozen=True, gc=False):
     to: str
 
 
+class Constraint(Struct, frozen=True, kw_only=True, gc=False):
+    """What a reply is held to while it is sampled: tokens that cannot lead to a match have no probability."""
+
+    grammar: str
+
+
 class Turn(Struct, frozen=True, kw_only=True, gc=False):
     """One model call exactly as sampled: written once, never edited, never re-tokenised.
 
@@ -333,6 +339,7 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
     tools_digest: str = ""
     tags: tuple[str, ...] = ()
     links: tuple[Link, ...] = ()
+    constraint: Constraint | None = None
     started: float = 0.0
     first_token: float | None = None
     ended: float | None = None

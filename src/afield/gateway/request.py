@@ -7,6 +7,7 @@ others. A call gives `Started`, then `Piece`s, then `Done`; without `Done` nothi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -18,6 +19,23 @@ NO_WISHES: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
 
 
+class OutputFormat(Struct, frozen=True):
+    """The form a reply must have. `text` is a JSON schema, a regular expression or a grammar in EBNF; of
+    `choice` it is a JSON list of strings, of `json_object` nothing."""
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    text: str = ""
+
+
+class Reasoning(Struct, frozen=True, kw_only=True):
+    """What a request says about thinking. `enabled` None leaves it to the chat template; `budget` is the most
+    tokens to think for; `effort` is the provider's word for how hard."""
+
+    enabled: bool | None = None
+    budget: int | None = None
+    effort: str = ""
+
+
 class ModelRequest(Struct, frozen=True, kw_only=True):
     """What it asks of sampling beyond these are `wishes`; the trainer decides about them.
 
@@ -27,6 +45,10 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     `retry` says that the client asks again, `idempotency_key` is its own name for the request in all tries.
     `thread` tells the client's own threads apart. `tags` are what the dialect knows about the call. `images`
     holds those that messages refer to, by digest.
+
+    With `must_call` the reply is a tool call; `callable_tools` are the names it may call (all if empty),
+    and without `parallel_calls` it makes one call at most. `top_logprobs` asks for that many of the likeliest
+    tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too.
     """
 
     dialect: str
@@ -34,6 +56,13 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     may_call: bool = True
+    must_call: bool = False
+    callable_tools: tuple[str, ...] = ()
+    parallel_calls: bool = True
+    output: OutputFormat | None = None
+    reasoning: Reasoning = Reasoning()
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False

@@ -10,9 +10,11 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
-from afield.types import FinishReason, Sampling, VersionSpan
+from afield.types import Constraint, FinishReason, Sampling, VersionSpan
 
 LogprobMode = Literal["processed", "tempered", "raw"]
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The likeliest tokens of one place and their log-probabilities, likeliest first."""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -34,6 +36,12 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     dtype: str = ""
     """Dtype in which the engine holds its weights: float32, bfloat16 or float16; empty if it does not say."""
     notes: tuple[str, ...] = ()
+    constraints: bool = False
+    """Whether calls may have a constraint; one that comes to an engine without is refused with ValueError."""
+    max_top_logprobs: int = 0
+    """How many of the likeliest tokens a call may ask for at each place."""
+    prompt_logprobs: bool = False
+    """Whether calls may ask for the log-probabilities of their prompt."""
 
 
 class Image(Struct, frozen=True, kw_only=True):
@@ -59,6 +67,8 @@ class Call(Struct, frozen=True, kw_only=True):
     numbers of a call without a seed: an engine that can gives the same for the same name (and a seed of
     its own), else for the same id. An engine that detokenises may end the call (STOP) with the token that
     completes one of the strings in `stop`, anywhere in what it samples; the caller looks for them itself.
+    Tokens that cannot lead to a match of `constraint` have no probability. `top_logprobs` and
+    `prompt_logprobs` ask for what `Chunk` has under these names, for so many tokens at each place.
     """
 
     id: str
@@ -72,6 +82,9 @@ class Call(Struct, frozen=True, kw_only=True):
     images: tuple[Image, ...] = ()
     draw: str = ""
     stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
@@ -84,6 +97,9 @@ class Chunk(Struct, frozen=True, kw_only=True):
     has it in `prompt_ids`. An engine that learns the exact versions only at the end tells them with the
     last chunk: `versions` covers all tokens of the call, from the first, and replaces the intervals.
     `queued_s`, of the first chunk, is how long the engine had no room for the call, where it says so.
+    `top_logprobs` has the likeliest tokens at the place of each of `token_ids`, where the call asks for them;
+    `prompt_logprobs`, of the first chunk, has each prompt token's own and then the likeliest ones; the first
+    token of a prompt has none.
     """
 
     token_ids: tuple[int, ...]
@@ -94,6 +110,8 @@ class Chunk(Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...] | None = None
     versions: tuple[VersionSpan, ...] | None = None
     queued_s: float = 0.0
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[TopLogprobs, ...] | None = None
 
 
 class Engine(Protocol):

@@ -49,6 +49,8 @@ class Wish(Struct, frozen=True, kw_only=True):
     model: str = ""
     usage: bool = False
     logprobs: bool = False
+    reasoning: bool = True
+    """Whether the reasoning is shown; it is recorded in any case."""
     token_ids: bool = False
     echo: Mapping[str, Any] = {}
 
