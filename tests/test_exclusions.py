@@ -299,6 +299,8 @@ def test_no_excluded_side_call_has_a_trained_descendant(seed: int) -> None:
 POLICIES = {
     "side_calls": "train",
     "abandoned_answers": "train",
+    "unsupported": "ignore",
+    "constrained_turns": "exclude",
     "thinking": "template",
     "escape": "faithful",
     "render": "strict",
@@ -317,7 +319,7 @@ def test_a_run_hands_its_policies_to_its_sessions(tmp_path: Path) -> None:
 
 def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
     words = ["--side-calls", "train", "--thinking", "template", "--escape", "faithful", "--render", "strict"]
-    words += ["--abandoned-answers", "train"]
+    words += ["--abandoned-answers", "train", "--unsupported", "ignore", "--constrained-turns", "exclude"]
     words += ["--client-sampling", "temperature, seed"]
     args = parser().parse_args(["train", "a.py:a", "--model", "m", "--tasks", "t.jsonl", *words])
     assert as_given(train_config(None, {k: v for k, v in given(args).items() if k in POLICIES}, model="m"))

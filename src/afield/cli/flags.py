@@ -50,6 +50,8 @@ SAMPLING = (
     ("max-context", int, "tokens of context"),
     ("abandoned-answers", "WHICH", "answers that a client asked for again and did not use: exclude, train"),
     ("side-calls", "WHICH", "side calls kept out of the loss: exclude (declared or known), declared, train"),
+    ("unsupported", "HOW", "requests with a parameter that is not supported: refuse them, or ignore it"),
+    ("constrained-turns", "HOW", "turns sampled under a constraint: train them, or exclude"),
     ("thinking", "HOW", "earlier reasoning in later prompts: preserve, template, per_turn"),
     ("escape", "HOW", "control tokens in the text of messages: escape, faithful, reject"),
     ("render", "HOW", "conversations that the chat template refuses: fold them by its rules, or strict: 400"),
