@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import structs
 
 from afield.errors import Unavailable
-from afield.seams.engine import Call, Chunk, Engine, Image
+from afield.seams.engine import Call, Chunk, Engine, Image, TopLogprobs
 from afield.types import FinishReason, Sampling
 
 TYPES = {"stop": "stop", "length": "length", "aborted": "abort"}
@@ -165,6 +165,8 @@ class FakeSglang:
             stop_ids=() if given["ignore_eos"] else tuple(given["stop_token_ids"]),
             stream=True,
             images=tuple(Image(digest=d, media_type="?", url=d) for d in body.get("image_data", ())),
+            top_logprobs=body.get("top_logprobs_num", 0),
+            prompt_logprobs=body.get("top_logprobs_num", 0) if body.get("logprob_start_len") == 0 else None,
         )
         fault = self.faults.pop(0) if self.faults and given["max_new_tokens"] != 8 else ""
         adapter, rid = body.get("lora_path"), body.get("rid", "")
@@ -192,7 +194,8 @@ class FakeSglang:
                 while not (self.moving.is_set() or ended.is_set()):
                     await asyncio.sleep(0.005)
                 if (rid and aborted.is_set()) or ended.is_set():
-                    yield structs.replace(chunk, token_ids=(), logprobs=(), finish=FinishReason.ABORTED)
+                    gone = structs.replace(chunk, token_ids=(), logprobs=(), top_logprobs=())
+                    yield structs.replace(gone, finish=FinishReason.ABORTED)
                     return
                 yield chunk
         finally:
@@ -243,6 +246,7 @@ class FakeSglang:
             "completion_tokens": sum(len(chunk.token_ids) for chunk in seen),
             "output_token_logprobs": entries,
         }
+        meta |= _candidates(chunks, seen[0].prompt_logprobs, body)
         if fault == "refused":
             # As a real one does: the refusal has an id, and no log-probability.
             meta["finish_reason"] = {
@@ -257,6 +261,24 @@ class FakeSglang:
         if body.get("return_prompt_token_ids"):
             reply["prompt_token_ids"] = list(seen[0].prompt_ids or body["input_ids"])
         return reply
+
+
+def _candidates(
+    chunks: list[Chunk], scored: tuple[TopLogprobs, ...] | None, body: dict[str, Any]
+) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if body.get("top_logprobs_num"):
+        tops = [top for chunk in chunks for top in chunk.top_logprobs]
+        told["output_top_logprobs"] = [_entries(top) for top in tops]
+    if scored is not None:
+        own = zip(body["input_ids"], scored, strict=True)
+        told["input_token_logprobs"] = [[top[0][1] if top else None, t, None] for t, top in own]
+        told["input_top_logprobs"] = [_entries(top) or None for top in scored]
+    return told
+
+
+def _entries(top: TopLogprobs) -> list[Any]:
+    return [[logprob, token, None] for token, logprob in top]
 
 
 def _spans(chunks: list[Chunk]) -> list[dict[str, Any]]:

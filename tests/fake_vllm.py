@@ -37,7 +37,9 @@ class FakeVllm:
         device: str = "cuda",
         no_server_info: bool = False,
         labels: bool = True,
+        max_logprobs: int = 20,
     ) -> None:
+        self.max_logprobs = max_logprobs
         self.labels = labels
         self.device, self.no_server_info = device, no_server_info
         self.loras, self.adapters = loras, dict[str, str]()
@@ -211,6 +213,10 @@ class FakeVllm:
         known_as = f"generate-tokens-{given_id}" if "token_ids" in body else f"cmpl-{given_id}-0"
         self.aborts[known_as] = asyncio.Event()
         parts = body.get("content_parts") or []
+        count = given["logprobs"]
+        if max(count, given.get("prompt_logprobs") or 0) > self.max_logprobs:
+            told = f"Requested sample logprobs of {count}, which is greater than max allowed"
+            return web.json_response({"error": {"message": told, "code": 400}}, status=400)
         call = Call(
             id="c",
             session_id="s",
@@ -225,6 +231,8 @@ class FakeVllm:
             stop_ids=tuple(given["stop_token_ids"]),
             stream=True,
             images=tuple(Image(digest=p["uuid"], media_type="?", url=p["url"]) for p in parts),
+            top_logprobs=count,
+            prompt_logprobs=given.get("prompt_logprobs"),
         )
         probing = self.sessions[-1] == "probe"
         fault = self.faults.pop(0) if self.faults and not probing else ""
@@ -257,7 +265,8 @@ class FakeVllm:
             async for chunk in chunks:
                 await self.moving.wait()
                 if aborted.is_set():
-                    yield structs.replace(chunk, token_ids=(), logprobs=(), finish=FinishReason.ABORTED)
+                    ended = structs.replace(chunk, token_ids=(), logprobs=(), top_logprobs=())
+                    yield structs.replace(ended, finish=FinishReason.ABORTED)
                     return
                 yield chunk
 
@@ -314,14 +323,18 @@ class FakeVllm:
 
     def as_generate(self, chunks: list[Chunk], seen: list[Chunk], body: dict[str, Any], fault: str) -> Any:
         tokens, logprobs, last = self.joined(chunks, body["sampling_params"], fault)
+        tops = [top for chunk in chunks for top in chunk.top_logprobs] or [()] * len(tokens)
         entries = [
             {
                 "token_id": t,
                 "logprob": p,
                 "rank": 1,
-                "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}],
+                "top_logprobs": [
+                    {"token_id": token, "logprob": logprob, "rank": rank}
+                    for rank, (token, logprob) in enumerate(top or [(t, p)], 1)
+                ],
             }
-            for t, p in zip(tokens, logprobs, strict=False)
+            for t, p, top in zip(tokens, logprobs, tops, strict=False)
         ]
         choice = {
             "index": 0,
@@ -331,7 +344,8 @@ class FakeVllm:
             "logprobs": {"content": entries},
         }
         expanded = seen[0].prompt_ids if body.get("return_token_ids") and chunks[0] is seen[0] else None
-        return {"request_id": "generate-tokens-1", "choices": [choice], "prompt_token_ids": expanded}
+        reply = {"request_id": "generate-tokens-1", "choices": [choice], "prompt_token_ids": expanded}
+        return reply | ({} if body["stream"] else {"prompt_logprobs": _prompt_logprobs(seen)})
 
     def as_completion(self, chunks: list[Chunk], seen: list[Chunk], body: dict[str, Any], fault: str) -> Any:
         tokens, logprobs, last = self.joined(chunks, body, fault)
@@ -342,7 +356,12 @@ class FakeVllm:
             "token_ids": tokens,
             "logprobs": {"token_logprobs": logprobs, "tokens": ["é"] * len(tokens)},
             "prompt_token_ids": body["prompt"] if chunks[0] is seen[0] else None,
+            "prompt_logprobs": None if body["stream"] else _prompt_logprobs(seen),
         }
+        if body["logprobs"]:
+            name = "token_id:{}" if body["return_tokens_as_token_ids"] else "{}"
+            tops = [top for chunk in chunks for top in chunk.top_logprobs]
+            choice["logprobs"]["top_logprobs"] = [{name.format(t): p for t, p in top} for top in tops]
         return {"id": "cmpl-1", "choices": [choice]}
 
     def joined(
@@ -368,6 +387,14 @@ class FakeVllm:
             spans.append({"version": name, "start": start, "end": end})
             start = end
         return spans
+
+
+def _prompt_logprobs(seen: list[Chunk]) -> Any:
+    told = seen[0].prompt_logprobs
+    entries = [
+        {str(t): {"logprob": p, "rank": 1, "decoded_token": "é"} for t, p in top} for top in told or ()
+    ]
+    return None if told is None else [entry or None for entry in entries]
 
 
 def _spoilt(event: str, fault: str) -> str:

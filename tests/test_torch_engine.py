@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -30,6 +31,7 @@ TOLERANCE = 1e-4
 BOUND_S = 60
 # Tokens that take seconds to draw, so that a test on a slow machine still meets the call in flight.
 ENDLESS = 8000
+LONG = tuple(3 + n % 380 for n in range(300))
 SAMPLINGS = [
     Sampling(temperature=0.7),
     Sampling(temperature=1.0),
@@ -513,3 +515,94 @@ async def test_a_call_says_how_long_there_was_no_slot_for_it(model: Path) -> Non
         chunks = await second
     assert 0.2 < sum(chunk.queued_s for chunk in chunks) <= loop.time() - asked
     assert all(chunk.queued_s == 0.0 for chunk in chunks[1:])
+
+
+# --- log-probabilities of other tokens, and of prompts ------------------------------------------------
+
+
+def answer_of(engine: TorchEngine) -> Callable[[Call], Awaitable[list[Chunk]]]:
+    async def answer(call: Call) -> list[Chunk]:
+        return [chunk async for chunk in engine.generate(call)]
+
+    return answer
+
+
+@pytest.mark.parametrize("fixed_steps", [False, True])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.7), Sampling(top_k=3), Sampling(temperature=0.0)]
+)
+async def test_the_likeliest_tokens_are_those_of_the_distribution_drawn_from(
+    model: Path, sampling: Sampling, fixed_steps: bool
+) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    async with TorchEngine(model, fixed_steps=fixed_steps) as engine:
+        call = a_call("top", (5, 6, 7, 8), sampling, top_logprobs=5, max_tokens=12, stream=True, stop_ids=())
+        plain = structs.replace(call, top_logprobs=0, stream=False)
+        both = await asyncio.gather(*map(answer_of(engine), (call, plain)))
+    chunks, whole = both
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    assert tokens == list(whole[0].token_ids)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*call.prompt_ids, *tokens]])).logits[0, 3:-1].float()
+    scores = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+    if sampling.top_k:
+        kept = scores.topk(sampling.top_k)
+        scores = torch.full_like(scores, float("-inf")).scatter(1, kept.indices, kept.values).log_softmax(-1)
+    sampled = [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
+    tops = [top for chunk in chunks for top in chunk.top_logprobs]
+    assert len(tops) == len(tokens)
+    for top, row, (token, logprob) in zip(tops, scores, sampled, strict=True):
+        assert len(top) == (sampling.top_k or 5)
+        expected = row.topk(len(top)).values.tolist()
+        assert [p for _, p in top] == pytest.approx(expected, abs=TOLERANCE)
+        assert all(p == pytest.approx(row[t].item(), abs=TOLERANCE) for t, p in top)
+        assert dict(top).get(token, logprob) == logprob
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+async def test_prompts_are_scored_as_by_a_direct_forward_pass(model: Path, temperature: float) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([LONG])).logits[0].float().log_softmax(-1)
+    async with TorchEngine(model) as engine:
+        call = a_call("score", LONG, Sampling(temperature=temperature), max_tokens=4)
+        cached = [chunk async for chunk in engine.generate(call)]
+        scoring = structs.replace(call, prompt_logprobs=3)
+        beside = a_call("beside", LONG[:50], max_tokens=30)
+        chunks, _ = await asyncio.gather(*map(answer_of(engine), (scoring, beside)))
+    assert [c.token_ids for c in chunks] == [c.token_ids for c in cached]
+    told = chunks[0].prompt_logprobs
+    assert told is not None and told[0] == ()
+    for n in range(1, len(LONG)):
+        (token, own), *others = told[n]
+        assert token == LONG[n]
+        assert own == pytest.approx(logprobs[n - 1, token].item(), abs=TOLERANCE)
+        best = logprobs[n - 1].topk(3)
+        assert {*best.indices.tolist()} <= {token, *(other for other, _ in others)}
+        assert [p for t, p in others] == pytest.approx(
+            [p for t, p in zip(best.indices.tolist(), best.values.tolist(), strict=True) if t != token],
+            abs=TOLERANCE,
+        )
+
+
+async def test_weights_that_change_while_a_prompt_is_scored_score_all_of_it(
+    model: Path, other_weights: Path
+) -> None:
+    """Or none of it: no score is of a mixture."""
+    references = [AutoModelForCausalLM.from_pretrained(path) for path in (model, other_weights)]
+    with torch.inference_mode():
+        rows = [r(torch.tensor([LONG])).logits[0].float().log_softmax(-1) for r in references]
+    expected = [[row[n - 1, LONG[n]].item() for n in range(1, len(LONG))] for row in rows]
+    async with TorchEngine(model) as engine:
+        call = a_call("score", LONG, prompt_logprobs=0, max_tokens=40)
+
+        async def score() -> list[Chunk]:
+            return [chunk async for chunk in engine.generate(call)]
+
+        under_way = [asyncio.create_task(score()) for _ in range(4)]
+        await engine.load(1, str(other_weights))
+        answers = await asyncio.gather(*under_way)
+    for first, *_ in answers:
+        assert first.prompt_logprobs is not None
+        own = [top[0][1] for top in first.prompt_logprobs[1:]]
+        assert any(own == pytest.approx(row, abs=TOLERANCE) for row in expected)

@@ -112,6 +112,43 @@ async def test_streaming_and_not_streaming_give_the_same_tokens(engine: Engine) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_tokens_of_greedy_calls_begin_with_the_sampled_one(
+    engine: Engine, stream: bool
+) -> None:
+    greedy = a_call(stream=stream, sampling=Sampling(temperature=0.0), top_logprobs=3)
+    chunks = await answer(engine, greedy)
+    tops = [top for chunk in chunks for top in chunk.top_logprobs]
+    sampled = [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
+    assert [top[0] for top in tops] == sampled
+    assert [len(chunk.top_logprobs) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
+    for top in tops:
+        assert len(top) == len({token for token, _ in top}) == 3
+        assert [p for _, p in top] == sorted((p for _, p in top), reverse=True)
+    assert all(not chunk.top_logprobs for chunk in await answer(engine, a_call(stream=stream)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_with_the_first_chunk(engine: Engine, stream: bool) -> None:
+    call = a_call(stream=stream, prompt_logprobs=2)
+    first, *later = await answer(engine, call)
+    assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(call.prompt_ids)
+    assert first.prompt_logprobs[0] == ()
+    assert [top[0][0] for top in first.prompt_logprobs[1:]] == list(call.prompt_ids[1:])
+    assert all(2 <= len(top) <= 3 for top in first.prompt_logprobs[1:])
+    assert all(chunk.prompt_logprobs is None for chunk in later)
+    again, *_ = await answer(engine, msgspec.structs.replace(call, prompt_logprobs=0))
+    assert again.prompt_logprobs is not None
+    assert [top[0] for top in again.prompt_logprobs[1:]] == [top[0] for top in first.prompt_logprobs[1:]]
+
+
+async def test_more_log_probabilities_than_there_are_to_be_had_are_refused(engine: Engine) -> None:
+    most = (await engine.info()).max_top_logprobs
+    assert most == 20
+    with pytest.raises(ValueError, match="likeliest"):
+        await answer(engine, a_call(top_logprobs=most + 1))
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_exactly_the_last_chunk_has_a_finish(engine: Engine, stream: bool) -> None:
     chunks = await answer(engine, a_call(stream=stream))
     assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [FinishReason.LENGTH]

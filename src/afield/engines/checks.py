@@ -18,6 +18,13 @@ def check_call(call: Call, info: EngineInfo, *, ids: bool = True) -> None:
     for token in (min(call.prompt_ids), max(call.prompt_ids)) if ids else ():
         if not 0 <= token < info.vocab_size:
             raise ValueError(f"call {call.id!r} has the id {token}; the vocabulary has {info.vocab_size}")
+    if max(call.top_logprobs, call.prompt_logprobs or 0) > info.max_top_logprobs:
+        asked, most = max(call.top_logprobs, call.prompt_logprobs or 0), info.max_top_logprobs
+        raise ValueError(f"call {call.id!r} asks for the {asked} likeliest tokens; this engine tells {most}")
+    if call.prompt_logprobs is not None and not info.prompt_logprobs:
+        raise ValueError(
+            f"call {call.id!r} asks for log-probabilities of its prompt, which this engine does not tell"
+        )
     if call.max_tokens < 1:
         raise ValueError(f"call {call.id!r} asks for {call.max_tokens} tokens; ask for at least 1")
 

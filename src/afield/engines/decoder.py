@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from afield.engines.graphs import Flight, Steps, forward
-from afield.engines.sampler import draw
+from afield.engines.sampler import Top, distribution, draw, likeliest
 from afield.engines.slots import Slots
 
 log = logging.getLogger("afield.engines")
 
 Finish = Literal["stop", "length", "aborted"]
+SCORED_AT_ONCE = 256  # ids of a prompt whose logits are held at a time
 
 
 class Counters(NamedTuple):
@@ -51,10 +52,17 @@ class Ask(NamedTuple):
     top_k: int = 0
     stop_ids: tuple[int, ...] = ()
     stream: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def truncated(self) -> bool:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the host needs more of a step than the token that it drew."""
+        return self.truncated or self.top_logprobs > 0
 
 
 class Sampled(NamedTuple):
@@ -65,6 +73,8 @@ class Sampled(NamedTuple):
     version: int
     finish: Finish | None
     queued_s: float = 0.0
+    top_logprobs: tuple[Top, ...] = ()
+    prompt_logprobs: tuple[Top, ...] | None = None
 
 
 class Sink(Protocol):
@@ -87,6 +97,9 @@ class Request:
         self.ended = False
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.tops: list[Top] = []
+        self.next_top: Top = ()
+        self.prompt_tops: list[Top] | None = None if ask.prompt_logprobs is None else []
         self.stop_ids = frozenset(ask.stop_ids)
         self.uniform = random.Random(ask.seed).random
         self.asked = time.monotonic()
@@ -94,6 +107,12 @@ class Request:
 
     def hand_over(self, finish: Finish | None) -> None:
         sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), self.version, finish, self.queued_s)
+        if self.tops:
+            sampled = sampled._replace(top_logprobs=tuple(self.tops))
+            self.tops = []
+        if self.prompt_tops is not None:
+            sampled = sampled._replace(prompt_logprobs=((), *self.prompt_tops))
+            self.prompt_tops = None
         self.tokens, self.logprobs, self.queued_s = [], [], 0.0
         self.sink.put(sampled)
 
@@ -164,6 +183,8 @@ class Decoder:
     def step(self) -> None:
         reused = self._admit()
         sampled = 0
+        if (scored := next(filter(self._unscored, self._running), None)) is not None:
+            sampled += self._score(scored)
         if prefill := self._next_prefill():
             sampled += self._compute(prefill)
         sampled += self._decode()
@@ -182,6 +203,9 @@ class Decoder:
         while self._waiting and (taken := self._slots.take(self._waiting[0].ask.prompt_ids)):
             request = self._waiting.popleft()
             request.slot, reused = taken
+            if request.prompt_tops is not None:  # every id of its prompt is computed, to be scored
+                self._slots.restart(request.slot)
+                reused = 0
             request.queued_s = time.monotonic() - request.asked
             self._running.append(request)
             admitted.append((request.length, reused))
@@ -195,7 +219,7 @@ class Decoder:
         chosen: list[tuple[Request, int]] = []
         width = 0
         for request in self._running:
-            if (pending := self._pending(request)) <= 1:
+            if (pending := self._pending(request)) <= 1 or self._unscored(request):
                 continue
             pending = min(pending, self._prefill_tokens)
             if chosen and (len(chosen) + 1) * max(width, pending) > self._prefill_tokens:
@@ -203,6 +227,32 @@ class Decoder:
             width = max(width, pending)
             chosen.append((request, pending))
         return chosen
+
+    def _unscored(self, request: Request) -> bool:
+        """Whether ids of its prompt are to be computed and scored."""
+        tops = request.prompt_tops
+        return tops is not None and len(tops) < len(request.ask.prompt_ids) - 1
+
+    def _score(self, request: Request) -> int:
+        """Compute some ids of a prompt, and keep the log-probabilities of those after them: the model's own,
+        before temperature and truncation. Draws if none are left."""
+        assert request.prompt_tops is not None and request.ask.prompt_logprobs is not None
+        start = self._slots.computed(request.slot)
+        count = min(self._pending(request), SCORED_AT_ONCE)
+        step = self._slots.arrange([request.slot], [count])
+        logits = forward(self._model, self._slots, step, keep=count)[0]
+        self._slots.advance([request.slot], [count])
+        following = request.ask.prompt_ids[start + 1 : start + 1 + count]
+        logprobs = logits[: len(following)].float().log_softmax(dim=-1)
+        del request.prompt_tops[start:]  # other weights begin anew
+        for row, token in zip(logprobs, following, strict=True):
+            own = (token, row[token].item())
+            top = likeliest(row, request.ask.prompt_logprobs, *own) if request.ask.prompt_logprobs else ()
+            request.prompt_tops.append((own, *(pair for pair in top if pair[0] != token)))
+        if self._pending(request):
+            return 0
+        self._draw([request], logits[-1:])
+        return 1
 
     def _compute(self, work: list[tuple[Request, int]]) -> int:
         """Compute these many ids of each call, and draw for the calls that have none left."""
@@ -237,7 +287,7 @@ class Decoder:
         A call that turns out to have ended is computed once more, for nothing.
         """
         last = self._launched
-        if last is None or any(r.ask.truncated for r in last.requests):
+        if last is None or any(r.ask.needs_logits for r in last.requests):
             return None
         going = [r for r in last.requests if not (r.ended or r.room == 1 or r.length + 1 == self.max_context)]
         # With most lanes idle, a smaller step is worth the wait; calls that wait to join are worth it too.
@@ -265,13 +315,25 @@ class Decoder:
             drawn = draw(logits, [requests[i].ask for i in cut], [uniforms[i] for i in cut])
             for i, token, logprob in zip(cut, *drawn, strict=True):
                 tokens[i], logprobs[i] = token, logprob
+        for i, request in enumerate(requests):
+            if request.ask.top_logprobs:
+                logits = self.steps.logits([flight.lanes[i]])
+                self._note_top(request, logits, tokens[i], logprobs[i])
         there = [i for i, r in enumerate(requests) if not r.ended]
         self._take_all([requests[i] for i in there], [tokens[i] for i in there], [logprobs[i] for i in there])
         return len(there)
 
     def _draw(self, requests: list[Request], logits: Tensor) -> None:
         asks = [r.ask for r in requests]
-        self._take_all(requests, *draw(logits, asks, [r.uniform() for r in requests]))
+        tokens, logprobs = draw(logits, asks, [r.uniform() for r in requests])
+        for i, request in enumerate(requests):
+            if request.ask.top_logprobs:
+                self._note_top(request, logits[i : i + 1], tokens[i], logprobs[i])
+        self._take_all(requests, tokens, logprobs)
+
+    def _note_top(self, request: Request, logits: Tensor, token: int, logprob: float) -> None:
+        row = distribution(logits, [request.ask])[0]
+        request.next_top = likeliest(row, request.ask.top_logprobs, token, logprob)
 
     def _take_all(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
@@ -298,6 +360,8 @@ class Decoder:
         request.version = self.version
         request.tokens.append(token)
         request.logprobs.append(logprob)
+        if request.ask.top_logprobs:
+            request.tops.append(request.next_top)
         self._slots.append(request.slot, request.length, token)
         request.length += 1
         request.room -= 1

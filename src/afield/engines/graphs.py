@@ -208,17 +208,17 @@ class Steps:
         self.recording_s += time.monotonic() - began
 
 
-def forward(model: PreTrainedModel, slots: Slots, step: Pass) -> Tensor:
-    """The logits [rows, vocabulary] after the last id of every row."""
+def forward(model: PreTrainedModel, slots: Slots, step: Pass, keep: int = 1) -> Tensor:
+    """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary]."""
     output = model(
         input_ids=step.input_ids,
         position_ids=step.position_ids,
         attention_mask=step.attention_mask,
         past_key_values=slots,
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=keep,
     )
-    return output.logits[:, -1]
+    return output.logits[:, -1] if keep == 1 else output.logits[:, -keep:]
 
 
 def rows_bucket(rows: int) -> int:

@@ -96,7 +96,9 @@ class RemoteEngine(ABC):
             ends = self._ends
             with self._leases.held() as lease:
                 rest = _rest(call, sampled.begin())
-                pieces = self._streamed(rest, lease) if call.stream else self._whole(rest, lease)
+                if rest.prompt_logprobs is not None:  # servers tell these with whole answers only
+                    rest = structs.replace(rest, stream=False)
+                pieces = self._streamed(rest, lease) if rest.stream else self._whole(rest, lease)
                 async with aclosing(pieces):
                     async for chunk in pieces:
                         ours = ends != self._ends or (lease is not None and lease.called_back)
@@ -266,5 +268,8 @@ def _rest(call: Call, sampled: list[int]) -> Call:
     if not sampled:
         return call
     return structs.replace(
-        call, prompt_ids=(*call.prompt_ids, *sampled), max_tokens=call.max_tokens - len(sampled)
+        call,
+        prompt_ids=(*call.prompt_ids, *sampled),
+        max_tokens=call.max_tokens - len(sampled),
+        prompt_logprobs=None,
     )

@@ -33,10 +33,8 @@ class Sampling(Protocol):
     def top_k(self) -> int: ...
 
 
-def draw(
-    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
-) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of `logits` [rows, vocabulary]."""
+def distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The log-probabilities that each row of `logits` [rows, vocabulary] is drawn with, in float32."""
     scores = logits.float()
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         temperature = [s.temperature or 1.0 for s in samplings]
@@ -45,13 +43,37 @@ def draw(
     if truncated:
         rows = torch.tensor(truncated, device=scores.device)
         scores = scores.index_copy(0, rows, _truncate(scores[rows], [samplings[i] for i in truncated]))
-    logprobs = torch.log_softmax(scores, dim=-1)
-    tokens = _invert(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=scores.device))
+    return torch.log_softmax(scores, dim=-1)
+
+
+def draw(
+    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """A token and its log-probability for each row of `logits` [rows, vocabulary]."""
+    logprobs = distribution(logits, samplings)
+    tokens = _invert(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
     greedy = [not s.temperature for s in samplings]
     if any(greedy):
-        tokens = torch.where(torch.tensor(greedy, device=scores.device), logprobs.argmax(dim=-1), tokens)
+        tokens = torch.where(torch.tensor(greedy, device=logits.device), logprobs.argmax(dim=-1), tokens)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     return tokens.tolist(), chosen.tolist()
+
+
+Top = tuple[tuple[int, float], ...]
+
+
+def likeliest(logprobs: Tensor, count: int, token: int, logprob: float) -> Top:
+    """The `count` likeliest tokens of one row [vocabulary] and their log-probabilities, likeliest first.
+
+    The one that was drawn has the log-probability that was reported for it, and comes first among equals;
+    tokens without probability are left out.
+    """
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    pairs = [(i, p) for i, p in zip(ids.tolist(), values.tolist(), strict=True) if p > float("-inf")]
+    if pairs and token not in dict(pairs) and logprob >= pairs[-1][1]:  # one of several equals
+        pairs[-1] = (token, logprob)
+    pairs = [(i, logprob if i == token else p) for i, p in pairs]
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token)))
 
 
 def plain_sums(logits: Tensor, temperature: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,11 @@ from msgspec import Struct, structs
 from afield.engines.checks import check_call, is_newer
 from afield.engines.ledger import Entry, watch
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.seams.engine import Call, Chunk, EngineInfo, TopLogprobs
 from afield.types import FinishReason
 
 Failing = Literal["unavailable", "hang"]
+MAX_TOP_LOGPROBS = 20
 
 
 class Scripted(Struct, frozen=True, kw_only=True):
@@ -98,6 +99,8 @@ class ScriptedEngine:
             max_context=self._max_context,
             vocab_size=self._vocab_size,
             images=self._image_id is not None,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            prompt_logprobs=True,
         )
 
     async def pause(self) -> None:
@@ -135,6 +138,8 @@ class ScriptedEngine:
                 high=self._version,
                 finish=finish if ends else None,
                 prompt_ids=expanded if call.images and start == 0 else None,
+                top_logprobs=_tops(tokens, logprobs, call.top_logprobs)[start:end],
+                prompt_logprobs=_prompt_tops(expanded, call.prompt_logprobs) if start == 0 else None,
             )
         if answer.fail == "hang":
             await self._breaking.wait()
@@ -205,6 +210,24 @@ def _cuts(answer: Scripted, length: int, stream: bool) -> Iterator[tuple[int, in
 def _logprob(token: int, position: int) -> float:
     """Some number that tells tokens and positions apart, so that a test notices a mix-up."""
     return -((token * 31 + position * 7) % 97 + 1) / 64
+
+
+def _tops(ids: Sequence[int], logprobs: Sequence[float], count: int) -> tuple[TopLogprobs, ...]:
+    """The token itself, then those before it in the vocabulary, each less likely than the one before."""
+    pairs = zip(ids, logprobs, strict=True)
+    return tuple(_top(token, logprob, count) for token, logprob in pairs) if count else ()
+
+
+def _top(token: int, logprob: float, count: int) -> TopLogprobs:
+    others = chain(range(token - 1, -1, -1), range(token + 1, token + count))
+    ids = chain((token,), others)
+    return tuple((other, logprob - n / 4) for n, other in zip(range(count), ids, strict=False))
+
+
+def _prompt_tops(ids: Sequence[int], count: int | None) -> tuple[TopLogprobs, ...] | None:
+    if count is None:
+        return None
+    return ((), *(_top(token, _logprob(token, n), max(1, count)) for n, token in enumerate(ids[1:], 1)))
 
 
 # --- scripts in files -----------------------------------------------------------------------------

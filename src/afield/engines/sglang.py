@@ -30,6 +30,7 @@ from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import VersionSpan
 
 FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # the last step of an ended call takes a while
+MAX_TOP_LOGPROBS = 20  # it takes any number; nobody asks for more
 LEAST = 2  # adapters: one for the newest, one for calls in flight
 ADAPTERS = (
     "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules;"
@@ -59,6 +60,8 @@ class SglangEngine(RemoteEngine):
             vocab_size=self._vocab_size,
             images=told.has_image_understanding,
             dtype=served.dtype if served.dtype in ("float32", "bfloat16", "float16") else "",
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            prompt_logprobs=True,
         )
         mode = await measure(self._draw)
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
@@ -164,7 +167,7 @@ class SglangEngine(RemoteEngine):
     def _chunk(
         self, call: Call, replies: list[wire.Reply], low: int, seen: int, lease: Lease | None
     ) -> Chunk:
-        sampled = wire.Sampled(replies, seen, self.url)
+        sampled = wire.Sampled(replies, seen, self.url, call.top_logprobs)
         now = as_version(sampled.version, self._initial)
         self._version = max(self._version, now)
         versions, high = None, max(low, self._version)
@@ -184,6 +187,8 @@ class SglangEngine(RemoteEngine):
             finish=sampled.finish,
             prompt_ids=self._expanded(call, sampled.prompt_ids) if seen == 0 else None,
             versions=versions,
+            top_logprobs=tuple(sampled.tops),
+            prompt_logprobs=wire.prompt_tops(replies[0], call, self.url) if seen == 0 else None,
         )
 
     # --- weights ----------------------------------------------------------------------------------
@@ -274,6 +279,8 @@ def _split(chunk: Chunk) -> list[Chunk]:
             chunk,
             token_ids=chunk.token_ids[span.start : span.end],
             logprobs=chunk.logprobs[span.start : span.end],
+            top_logprobs=chunk.top_logprobs[span.start : span.end],
+            prompt_logprobs=chunk.prompt_logprobs if span.start == 0 else None,
             low=span.low,
             high=span.high,
             finish=chunk.finish if span.end == len(chunk.token_ids) else None,

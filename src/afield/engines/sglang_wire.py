@@ -16,7 +16,7 @@ from msgspec import Struct
 from afield.engines.adapters import Lease
 from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
-from afield.seams.engine import Call
+from afield.seams.engine import Call, TopLogprobs
 from afield.types import FinishReason
 
 GENERATE = "/generate"
@@ -58,6 +58,9 @@ class Meta(Struct):
     completion_tokens: int = 0
     finish_reason: Finish | None = None
     output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    input_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
     weight_version: str = "default"
     weight_versions: list[Span] | None = None
 
@@ -94,7 +97,10 @@ REPLY = msgspec.json.Decoder(Reply)
 class Sampled:
     """What is new in a number of events, after `seen` tokens."""
 
-    def __init__(self, replies: list[Reply], seen: int, where: str) -> None:
+    def __init__(self, replies: list[Reply], seen: int, where: str, count: int = 0) -> None:
+        """`count` is how many of the likeliest tokens were asked for."""
+        self._count = count
+        self.tops: list[TopLogprobs] = []
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.finish: FinishReason | None = None
@@ -128,6 +134,38 @@ class Sampled:
             raise Unavailable(f"{where} has no finite log-probability for a token it sampled")
         self.token_ids += ids
         self.logprobs += [pair[0] for pair in pairs]
+        if self._count:
+            told = reply.meta_info.output_top_logprobs or []
+            if len(told) < new:
+                raise Unavailable(f"{where} gave {new} ids but the likeliest tokens of {len(told)} places")
+            for top, (logprob, token, _) in zip(told[-new:], pairs, strict=True):
+                self.tops.append(_likeliest(top or [], token, logprob, self._count))
+
+
+def _likeliest(told: list[tuple[float, int, Any]], token: int, logprob: float, count: int) -> TopLogprobs:
+    pairs = [(other, logprob if other == token else p) for p, other, _ in told if p >= LOWEST]
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token))[:count])
+
+
+def prompt_tops(reply: Reply, call: Call, where: str) -> tuple[TopLogprobs, ...] | None:
+    """Each prompt token's own log-probability, then the likeliest ones."""
+    if call.prompt_logprobs is None:
+        return None
+    own = reply.meta_info.input_token_logprobs or []
+    tops = reply.meta_info.input_top_logprobs or [None] * len(own)
+    if len(own) < len(call.prompt_ids) or len(own) != len(tops):
+        raise Unavailable(
+            f"{where} gave log-probabilities of {len(own)} ids for a prompt of {len(call.prompt_ids)}"
+        )
+    return tuple(
+        ()
+        if value is None
+        else (
+            (token, value),
+            *(pair for pair in _likeliest(top or [], token, value, call.prompt_logprobs) if pair[0] != token),
+        )
+        for (value, token, _), top in zip(own, tops, strict=True)
+    )
 
 
 def adapter_name(version: int, path: str) -> str:
@@ -164,6 +202,10 @@ def body(call: Call, limit: int, lease: Lease | None = None, adapter: str = "") 
     }
     if lease is not None:
         asked |= {"lora_path": adapter, "rid": lease.id}
+    if count := max(call.top_logprobs, call.prompt_logprobs or 0):
+        asked["top_logprobs_num"] = count
+    if call.prompt_logprobs is not None:
+        asked["logprob_start_len"] = 0
     if call.stop:
         asked["sampling_params"]["stop"] = call.stop
     if sampling.seed is not None:

@@ -116,6 +116,10 @@ class Slots(Cache):
         self._ids[slot, : len(ids)] = ids
         return slot, reused
 
+    def restart(self, slot: int) -> None:
+        """Compute all ids of this slot again."""
+        self._computed[slot] = 0
+
     def release(self, slot: int) -> None:
         self._clock += 1
         self._busy[slot] = False

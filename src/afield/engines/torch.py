@@ -38,6 +38,7 @@ from afield.types import Failure, FailureKind, FinishReason, Reason
 # A GPU computes this many ids in about the time of one.
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 PROBE = 12
+MAX_TOP_LOGPROBS = 20
 CLOSED = "the engine is not running; enter it with `async with`"
 
 
@@ -76,6 +77,8 @@ class _Mailbox:
             high=sampled.version,
             finish=None if sampled.finish is None else FinishReason(sampled.finish),
             queued_s=sampled.queued_s,
+            top_logprobs=sampled.top_logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
         )
         self._outbox.setdefault(self.loop, []).append((self, chunk))
 
@@ -108,6 +111,8 @@ class _Mailbox:
             high=first.high,
             finish=chunks[-1].finish,
             queued_s=first.queued_s,
+            top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+            prompt_logprobs=first.prompt_logprobs,
         )
 
 
@@ -129,6 +134,8 @@ def to_ask(call: Call, seed: int) -> Ask:
         top_k=sampling.top_k,
         stop_ids=call.stop_ids,
         stream=call.stream,
+        top_logprobs=call.top_logprobs,
+        prompt_logprobs=call.prompt_logprobs,
     )
 
 
@@ -202,6 +209,8 @@ class TorchEngine:
             vocab_size=decoder.vocab_size,
             dtype=self._served,
             notes=decoder.notes,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            prompt_logprobs=True,
         )
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:

@@ -21,14 +21,14 @@ from afield.engines import vllm_wire as wire
 from afield.engines.adapters import Lease
 from afield.engines.encoded import Encoded
 from afield.engines.gauges import gauge
-from afield.engines.logprobs import measure
+from afield.engines.logprobs import measure, probe_call
 from afield.engines.remote import RemoteEngine
 from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
 from afield.engines.vllm_adapters import MODELS, VllmAdapters, adapter_name, is_tied
 from afield.engines.vllm_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.seams.engine import Call, Chunk, EngineInfo, TopLogprobs
 from afield.types import VersionSpan
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
@@ -37,6 +37,9 @@ NO_LABELS = (
     "the server does not name its weights (older vLLM, such as 0.26): versions are those loaded from"
     " here, calls that meet an update have an interval, and a server that was started again is not noticed"
 )
+
+
+CANDIDATES = (20, 10, 5, 1)  # how many of the likeliest tokens are asked for, the most first
 
 
 class _WeightInfo(Struct):
@@ -92,7 +95,20 @@ class VllmEngine(RemoteEngine):
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
         notes += () if self._exact else (NO_SPANS,)
         notes += () if self._labelled or not self._manageable else (NO_LABELS,)
-        return structs.replace(info, logprobs=mode, notes=notes)
+        self._known = info = structs.replace(info, logprobs=mode, notes=notes, prompt_logprobs=True)
+        return structs.replace(info, max_top_logprobs=await self._most_candidates())
+
+    async def _most_candidates(self) -> int:
+        """How many of the likeliest tokens it tells (`--max-logprobs`, which it does not name)."""
+        info = self._entered()
+        for count in CANDIDATES:
+            self._known = structs.replace(info, max_top_logprobs=count)
+            try:
+                await self._draw(structs.replace(probe_call((1,), temperature=0.0), top_logprobs=count))
+            except ValueError:
+                continue
+            return count
+        return 0
 
     async def _refresh(self) -> None:
         status, data = await self._http.status("GET", "/weight_info")
@@ -128,6 +144,9 @@ class VllmEngine(RemoteEngine):
         limit = self._limit(call)
         make = wire.generate_body if self._exact else wire.completions_body
         path = wire.GENERATE if self._exact else wire.COMPLETIONS
+        if call.top_logprobs:  # it puts the sampled token among so many, also where that is not one of them
+            most = self._entered().max_top_logprobs
+            call = structs.replace(call, top_logprobs=min(call.top_logprobs + 1, most))
         model = self._model or ""
         # Routers in front of several servers send a session where its prefix is cached.
         headers = {"x-session-id": call.session_id}
@@ -139,7 +158,7 @@ class VllmEngine(RemoteEngine):
         path, body, headers = self._request(call, lease)
         low = self._version
         data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s, still=True)
-        sampled = wire.Sampled([self._http.decode(data, wire.REPLY)], self.url)
+        sampled = wire.Sampled([self._http.decode(data, wire.REPLY)], self.url, call.top_logprobs)
         low = await self._lowest(low, lease)
         for chunk in self._cut(call, sampled, low, lease):
             yield chunk
@@ -178,9 +197,20 @@ class VllmEngine(RemoteEngine):
                 high=last,
                 finish=sampled.finish if end == length else None,
                 prompt_ids=self._expanded(call, sampled.prompt_ids) if start == 0 else None,
+                top_logprobs=tuple(sampled.tops[start:end]),
+                prompt_logprobs=self._scored(call, sampled) if start == 0 else None,
             )
             for start, end, first, last in cuts
         ]
+
+    def _scored(self, call: Call, sampled: wire.Sampled) -> tuple[TopLogprobs, ...] | None:
+        if call.prompt_logprobs is None:
+            return None
+        length = len(sampled.prompt_ids or call.prompt_ids)
+        if sampled.prompt_tops is None or len(sampled.prompt_tops) != length:
+            told = len(sampled.prompt_tops or ())
+            raise Unavailable(f"{self.url} gave log-probabilities of {told} ids for a prompt of {length}")
+        return sampled.prompt_tops
 
     async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call, lease)
@@ -207,7 +237,7 @@ class VllmEngine(RemoteEngine):
         if found[-1] == wire.DONE:
             found.pop()
         replies = self._http.decode(b"[" + b",".join(found) + b"]", wire.REPLIES)
-        sampled = wire.Sampled(replies, self.url)
+        sampled = wire.Sampled(replies, self.url, call.top_logprobs)
         versions, high = None, max(low, self._version)
         if lease is not None:  # the server's own spans are those of the weights below the adapter
             low = high = lease.version
@@ -223,6 +253,7 @@ class VllmEngine(RemoteEngine):
             finish=sampled.finish,
             prompt_ids=self._expanded(call, sampled.prompt_ids),
             versions=versions,
+            top_logprobs=tuple(sampled.tops),
         )
 
     # --- weights ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
-from afield.seams.engine import Call, Image
+from afield.seams.engine import Call, Image, TopLogprobs
 from afield.types import FinishReason
 
 GENERATE = "/inference/v1/generate"
@@ -25,17 +25,32 @@ GENERATE_ID, COMPLETIONS_ID = "generate-tokens-{}", "cmpl-{}-0"
 NO_LOGPROB = -9999.0
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 DONE = b"[DONE]"
+TOKEN_ID = "token_id:"
+
+
+class Candidate(Struct):
+    token_id: int
+    logprob: float
 
 
 class Entry(Struct):
     logprob: float
+    top_logprobs: list[Candidate] = []
+
+
+class PromptEntry(Struct):
+    logprob: float
 
 
 class Logprobs(Struct):
-    """`content` from generate, `token_logprobs` from completions."""
+    """`content` from generate; the others from completions, where candidates are named `token_id:ID`."""
 
     content: list[Entry] | None = None
     token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+PromptLogprobs = list[dict[int, PromptEntry] | None]
 
 
 class Choice(Struct):
@@ -44,6 +59,7 @@ class Choice(Struct):
     finish_reason: str | None = None
     weight_versions: list[Span] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Reply(Struct):
@@ -51,6 +67,7 @@ class Reply(Struct):
 
     choices: list[Choice] = []
     prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     error: Problem | None = None
 
 
@@ -61,9 +78,13 @@ REPLIES = msgspec.json.Decoder(list[Reply])
 class Sampled:
     """What a number of events say together."""
 
-    __slots__ = ("finish", "logprobs", "prompt_ids", "spans", "token_ids")
+    __slots__ = ("_count", "finish", "logprobs", "prompt_ids", "prompt_tops", "spans", "token_ids", "tops")
 
-    def __init__(self, replies: list[Reply], where: str) -> None:
+    def __init__(self, replies: list[Reply], where: str, count: int = 0) -> None:
+        """`count` is how many of the likeliest tokens were asked for."""
+        self._count = count
+        self.tops: list[TopLogprobs] = []
+        self.prompt_tops: tuple[TopLogprobs, ...] | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.prompt_ids: tuple[int, ...] | None = None
@@ -74,6 +95,8 @@ class Sampled:
                 raise reply.error.as_error(where)
             if self.prompt_ids is None:
                 self.prompt_ids = reply.prompt_token_ids
+            if reply.prompt_logprobs is not None:
+                self.prompt_tops = _prompt_tops(reply.prompt_logprobs)
             for choice in reply.choices:
                 self._add(choice, where)
         if len(self.token_ids) != len(self.logprobs):
@@ -91,6 +114,10 @@ class Sampled:
                     self.logprobs += [entry.logprob for entry in given.content]
                 else:
                     self.logprobs += given.token_logprobs or []
+                if self._count:
+                    self._add_tops(choice.token_ids, given, where)
+        if choice.prompt_logprobs is not None:
+            self.prompt_tops = _prompt_tops(choice.prompt_logprobs)
         if choice.prompt_token_ids is not None and self.prompt_ids is None:
             self.prompt_ids = choice.prompt_token_ids
         if choice.finish_reason is not None:
@@ -98,6 +125,27 @@ class Sampled:
                 raise Unavailable(f"{where} ended a call with {choice.finish_reason!r}")
             self.finish = FINISH[choice.finish_reason]
             self.spans = choice.weight_versions
+
+    def _add_tops(self, ids: list[int], given: Logprobs, where: str) -> None:
+        if given.content is not None:
+            told = [[(c.token_id, c.logprob) for c in entry.top_logprobs] for entry in given.content]
+        else:
+            named = [top or {} for top in given.top_logprobs or []]
+            told = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
+        if len(told) != len(ids):
+            raise Unavailable(f"{where} gave {len(ids)} ids but the likeliest tokens of {len(told)} places")
+        self.tops += [_likeliest(top, token, self._count) for top, token in zip(told, ids, strict=True)]
+
+
+def _likeliest(told: list[tuple[int, float]], token: int, count: int) -> TopLogprobs:
+    """A server names the sampled token first, whatever its rank."""
+    finite = [pair for pair in told if pair[1] > NO_LOGPROB]
+    return tuple(sorted(finite, key=lambda pair: (-pair[1], pair[0] != token))[:count])
+
+
+def _prompt_tops(told: PromptLogprobs) -> tuple[TopLogprobs, ...]:
+    """It names the token of the prompt first, then the likeliest ones."""
+    return tuple(tuple((token, entry.logprob) for token, entry in (top or {}).items()) for top in told)
 
 
 def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
@@ -108,7 +156,6 @@ def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[
         # Our stop ids are the only ones; whatever the model's own configuration says.
         "sampling_params": {
             **_sampling(call, limit),
-            "logprobs": 0,
             "detokenize": bool(call.stop),
         },
     }
@@ -124,8 +171,8 @@ def completions_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> di
         "prompt": ids,
         "stream": call.stream,
         **_sampling(call, limit),
-        "logprobs": 0,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": call.top_logprobs > 0,
         "add_special_tokens": False,
     }
 
@@ -134,8 +181,11 @@ def _sampling(call: Call, limit: int) -> dict[str, Any]:
     sampling = call.sampling
     # Text is not what we read; held back for the sake of a stop string, it would hold ids back, too.
     strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}
+    scores = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
     return {
         **strings,
+        **scores,
+        "logprobs": call.top_logprobs,
         "max_tokens": limit,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -80,6 +80,7 @@ class Flight:
                 self._call,
                 prompt_ids=(*self._call.prompt_ids, *self._ids),
                 max_tokens=self._call.max_tokens - len(self._ids),
+                prompt_logprobs=None,
             )
         self._chunks = engine.generate(rest)
 

@@ -95,6 +95,8 @@ class Pool:
             logprobs=WORSE[max(WORSE.index(fact.logprobs) for fact in facts)],
             exact_versions=all(fact.exact_versions for fact in facts),
             dtype=common_dtype([fact.dtype for fact in facts]),
+            max_top_logprobs=min(fact.max_top_logprobs for fact in facts),
+            prompt_logprobs=all(fact.prompt_logprobs for fact in facts),
             notes=tuple(f"{name}: {note}" for name, fact in known for note in fact.notes),
         )
 

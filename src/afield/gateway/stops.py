@@ -123,9 +123,11 @@ async def sampled(engine: Engine, call: Call, stops: StopStrings) -> AsyncGenera
         return
     left = call.max_tokens - len(ids)
     if left < 1:
-        yield structs.replace(last, token_ids=(), logprobs=(), finish=FinishReason.LENGTH)
+        last = structs.replace(last, token_ids=(), logprobs=(), top_logprobs=(), prompt_logprobs=None)
+        yield structs.replace(last, finish=FinishReason.LENGTH)
         return
     rest = structs.replace(call, prompt_ids=(*call.prompt_ids, *ids), max_tokens=left, stop=())
+    rest = structs.replace(rest, prompt_logprobs=None)
     async with aclosing(engine.generate(rest)) as chunks:
         async for chunk in chunks:
             spans = _joined(last.versions, chunk.versions, len(ids))
