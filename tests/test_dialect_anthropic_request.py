@@ -124,7 +124,8 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
     web = {"type": "web_search_20250305", "name": "web_search"}
     choice = {"type": "any", "disable_parallel_tool_use": True}
     asked = [USER, {"role": "assistant", "content": "The answer is ("}]
-    request = decoded(asked, tools=[*TOOLS, web], tool_choice=choice, output_format={"type": "json_schema"})
+    form = {"type": "json_schema", "schema": {}}
+    request = decoded(asked, tools=[*TOOLS, web], tool_choice=choice, output_format=form)
     assert request.tags == (
         "unenforced:tool:web_search",
         "unenforced:tool_choice",

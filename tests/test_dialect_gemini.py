@@ -191,7 +191,7 @@ def test_images_come_in_either_base64_and_in_results() -> None:
 def test_what_cannot_be_honoured_is_tagged() -> None:
     request = decoded(
         [USER, {"role": "model", "parts": [{"executableCode": {"code": "1"}}, {"text": "x"}]}],
-        tools=[{"googleSearch": {}}],
+        tools=[{"googleSearch": {}, "functionDeclarations": [{"name": "look"}]}],
         toolConfig={"functionCallingConfig": {"mode": "ANY"}},
         generationConfig={"responseMimeType": "application/json"},
         safetySettings=[],

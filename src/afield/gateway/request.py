@@ -17,6 +17,7 @@ from afield.types import Message, Turn
 
 NO_WISHES: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
+NO_NAMES: Mapping[str, str] = {}
 
 
 class OutputFormat(Struct, frozen=True):
@@ -36,6 +37,9 @@ class Reasoning(Struct, frozen=True, kw_only=True):
     effort: str = ""
 
 
+NO_REASONING = Reasoning()
+
+
 class ModelRequest(Struct, frozen=True, kw_only=True):
     """What it asks of sampling beyond these are `wishes`; the trainer decides about them.
 
@@ -47,7 +51,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     holds those that messages refer to, by digest.
 
     With `must_call` the reply is a tool call; `callable_tools` are the names it may call (all if empty),
-    and without `parallel_calls` it makes one call at most. `top_logprobs` asks for that many of the likeliest
+    and without `parallel_calls` it makes one call at most. `names` says by which parameter of the dialect a
+    field was asked for, for whoever has to refuse it. `top_logprobs` asks for that many of the likeliest
     tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too.
     """
 
@@ -60,7 +65,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     callable_tools: tuple[str, ...] = ()
     parallel_calls: bool = True
     output: OutputFormat | None = None
-    reasoning: Reasoning = Reasoning()
+    reasoning: Reasoning = NO_REASONING
+    names: Mapping[str, str] = NO_NAMES
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     max_tokens: int | None = None

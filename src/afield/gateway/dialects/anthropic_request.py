@@ -15,18 +15,26 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from afield.gateway.dialects import tool_choice
 from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.objects import as_arguments
+from afield.gateway.dialects.output_format import one, response_format
+from afield.gateway.dialects.tool_choice import checked
 from afield.gateway.marks import unseal
 from afield.gateway.refusal import bad_request
-from afield.gateway.request import ModelRequest
+from afield.gateway.request import ModelRequest, OutputFormat
 from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
 
 BILLING = "x-anthropic-billing-header:"
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
+NAMES = {
+    "must_call": "tool_choice",
+    "parallel_calls": "tool_choice.disable_parallel_tool_use",
+    "output": "output_config.format",
+}
 AS_TEXT = "send its text as a text block"
 
 
@@ -108,13 +116,20 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     if wire.max_tokens is not None and wire.max_tokens < 1:
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1")
     toolbox = _Toolbox(wire.tools or [])
+    choice = checked(_choice(wire.tool_choice, toolbox), toolbox.callable, "tool_choice")
+    output, form = _output(wire)
     reader = _Reader(toolbox)
     request = ModelRequest(
         dialect="anthropic",
         model=wire.model,
         messages=reader.messages(wire),
         tools=toolbox.offered,
-        may_call=not (wire.tool_choice and wire.tool_choice.type == "none"),
+        may_call=choice.may_call,
+        must_call=choice.must_call,
+        callable_tools=choice.callable_tools,
+        parallel_calls=not (wire.tool_choice and wire.tool_choice.disable_parallel_tool_use),
+        output=output,
+        names=NAMES if form == "output_config.format" else {**NAMES, "output": form},
         max_tokens=wire.max_tokens,
         stop=tuple(wire.stop_sequences or ()),
         stream=bool(wire.stream),
@@ -129,16 +144,38 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     return request, wish
 
 
+def _choice(given: ToolChoice | None, toolbox: _Toolbox) -> tool_choice.ToolChoice:
+    if given is None:
+        return tool_choice.AUTO
+    if given.type == "tool":
+        if given.name in toolbox.server_side:
+            raise bad_request(
+                f"tool_choice: tool {given.name!r} runs on the provider's servers",
+                "offer a tool of your own",
+            )
+        if not given.name:
+            raise bad_request("tool_choice names no tool", "send the name of one of the request's tools")
+        return tool_choice.forced(given.name)
+    if given.type not in ("auto", "any", "none"):
+        raise bad_request(f"tool_choice.type {given.type!r} is not one of auto, any, none, tool")
+    return tool_choice.MODES[given.type]
+
+
+def _output(wire: Body) -> tuple[OutputFormat | None, str]:
+    given = (wire.output_config or {}).get("format")
+    first = response_format(given if isinstance(given, dict) else None, "output_config.format", flat=True)
+    older = response_format(wire.output_format, "output_format", flat=True)
+    return one(first, "output_config.format", (older, "output_format") if older else None)
+
+
 def _unenforced(wire: Body, toolbox: _Toolbox) -> list[str]:
     tags = [f"unenforced:tool:{name}" for name in toolbox.server_side]
     choice = wire.tool_choice
-    if choice and choice.type == "tool" and choice.name in toolbox.server_side:
-        raise bad_request(f"tool {choice.name!r} runs on the provider's servers", "offer a tool of your own")
     if choice and choice.type in ("any", "tool"):
         tags.append("unenforced:tool_choice")
     if choice and choice.disable_parallel_tool_use:
         tags.append("unenforced:disable_parallel_tool_use")
-    if wire.output_format or (wire.output_config or {}).get("format"):
+    if _output(wire)[0] is not None:
         tags.append("unenforced:output_format")
     if wire.mcp_servers:
         tags.append("unenforced:mcp_servers")
@@ -164,6 +201,11 @@ class _Toolbox:
                 raise bad_request("a tool has no name")
         self.offered = tuple(_tool(wire) for wire in own if searched or not wire.defer_loading)
         self._known = {wire.name: _tool(wire) for wire in own}
+
+    @property
+    def callable(self) -> list[Tool]:
+        """All that the conversation may have loaded."""
+        return list(self._known.values())
 
     def definition(self, name: str) -> str:
         tool = self._known.get(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -17,9 +18,11 @@ from msgspec import Struct
 
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, encode, read
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
+from afield.gateway.dialects.tool_choice import checked, openai_choice
 from afield.gateway.memo import Memo
 from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.gateway.request import Done, ModelRequest, OutputFormat, Piece, Started
 from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
@@ -33,6 +36,7 @@ ROLES: dict[str, Role] = {
     "function": "tool",
 }
 
+NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "response_format"}
 TEXTS = ("text", "refusal", "input_text", "output_text")
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # what frameworks echo of other providers' answers
 
@@ -87,7 +91,29 @@ class StreamOptions(Struct):
     include_usage: bool | None = False
 
 
-class Body(Wishing, kw_only=True):
+class Structured(Wishing, kw_only=True):
+    """The fields of OpenAI and vLLM for the form of a reply."""
+
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+def asked_output(wire: Structured) -> tuple[OutputFormat | None, str]:
+    """The form that a request wants, and the parameter that asks for it."""
+    first = response_format(wire.response_format, "response_format")
+    if all(given is None for given in _guides(wire)):
+        return first, "response_format"
+    return one(first, "response_format", guided(dict(zip(VLLM, _guides(wire), strict=True))))
+
+
+_guides = attrgetter(*VLLM)
+
+
+class Body(Structured, kw_only=True):
     messages: msgspec.Raw
     model: str = ""
     tools: msgspec.Raw = msgspec.Raw(b"null")
@@ -100,7 +126,7 @@ class Body(Wishing, kw_only=True):
     n: int | None = 1
     logprobs: bool | None = False
     return_token_ids: bool | None = False
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     modalities: list[str] | None = None
 
@@ -115,12 +141,19 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     _check(wire)
     gallery = Gallery()
     tools, left_out = _tools(bytes(wire.tools))
+    choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
+    output, form = asked_output(wire)
     request = ModelRequest(
         dialect="chat",
         model=wire.model,
         messages=_messages(bytes(wire.messages), gallery, asked.memo),
         tools=tools,
-        may_call=wire.tool_choice != "none",
+        may_call=choice.may_call,
+        must_call=choice.must_call,
+        callable_tools=choice.callable_tools,
+        parallel_calls=wire.parallel_tool_calls is not False,
+        output=output,
+        names=NAMES if form == "response_format" else {**NAMES, "output": form},
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
@@ -156,7 +189,7 @@ def _check(wire: Body) -> None:
 
 def _unenforced(wire: Body) -> tuple[str, ...]:
     tags: list[str] = []
-    if wire.response_format and wire.response_format.get("type", "text") != "text":
+    if asked_output(wire)[0] is not None:
         tags.append("unenforced:response_format")
     if wire.tool_choice not in (None, "auto", "none"):
         tags.append("unenforced:tool_choice")

@@ -17,13 +17,13 @@ from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, read
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
-from afield.gateway.wishes import Wishing, wishes
+from afield.gateway.wishes import wishes
 from afield.tokens import ChatTokens, TextDelta
 
 Json = dict[str, Any]
 
 
-class Body(Wishing, kw_only=True):
+class Body(chat.Structured, kw_only=True):
     prompt: str | list[str | int | list[int]]
     model: str = ""
     max_tokens: int | None = None
@@ -36,7 +36,6 @@ class Body(Wishing, kw_only=True):
     best_of: int | None = 1
     suffix: str | None = None
     return_token_ids: bool | None = False
-    response_format: Json | None = None
 
 
 DECODER = msgspec.json.Decoder(Body)
@@ -46,7 +45,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire = read(DECODER, asked.body, "a completion request")
     _check(wire)
     prompt = _prompt(wire.prompt)
-    structured = (wire.response_format or {}).get("type", "text") != "text"
+    output, form = chat.asked_output(wire)
     request = ModelRequest(
         dialect="completions",
         model=wire.model,
@@ -56,7 +55,9 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         stream=bool(wire.stream),
         wishes=wishes(wire),
         retry=asks_again(asked),
-        tags=("unenforced:response_format",) if structured else (),
+        output=output,
+        names={"output": form} if output else {},
+        tags=("unenforced:response_format",) if output else (),
     )
     wish = Wish(
         model=wire.model,

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from afield.gateway.dialects import tool_choice
 from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
 from afield.gateway.dialects.gemini_wire import (
     Blob,
@@ -30,9 +31,11 @@ from afield.gateway.dialects.gemini_wire import (
 )
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.objects import as_arguments
+from afield.gateway.dialects.output_format import JSON_OBJECT, choice, json_schema
+from afield.gateway.dialects.tool_choice import ToolChoice, checked
 from afield.gateway.marks import unseal
 from afield.gateway.refusal import bad_request
-from afield.gateway.request import ModelRequest
+from afield.gateway.request import ModelRequest, OutputFormat
 from afield.gateway.wishes import wishes
 from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
@@ -59,6 +62,7 @@ SCHEMA_NAMES = {
     "defs": "$defs",
     "ref": "$ref",
 }
+CALLING = "toolConfig.functionCallingConfig"
 URL_SAFE = str.maketrans("-_", "+/")
 
 
@@ -68,6 +72,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     _check(wire, config)
     model = asked.parts.get("model", "")
     tools, tags = _tools(wire.tools or [])
+    calling = checked(_choice(wire, tools), tools, CALLING)
+    output, form = _output(config)
     reader = _Reader()
     messages = reader.messages(wire)
     request = ModelRequest(
@@ -75,7 +81,11 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         model=model,
         messages=messages,
         tools=tools,
-        may_call=_mode(wire) != "NONE",
+        may_call=calling.may_call,
+        must_call=calling.must_call,
+        callable_tools=calling.callable_tools,
+        output=output,
+        names={"must_call": CALLING, "output": form},
         max_tokens=config.max_output_tokens,
         stop=tuple(config.stop_sequences or ()),
         stream=asked.parts.get("method") == "streamGenerateContent",
@@ -110,17 +120,55 @@ def _check(wire: Body, config: GenerationConfig) -> None:
         raise bad_request(f"responseModalities {odd} are not served", "ask for TEXT")
 
 
-def _mode(wire: Body) -> str:
+def _choice(wire: Body, tools: Sequence[Tool]) -> ToolChoice:
+    """VALIDATED leaves the choice to the model, and holds its calls to what is declared."""
     config = wire.tool_config and wire.tool_config.function_calling_config
-    return ((config and config.mode) or "AUTO").upper()
+    if not config:
+        return tool_choice.AUTO
+    mode, names = (config.mode or "AUTO").upper(), tuple(config.allowed_function_names or ())
+    if names and mode not in ("ANY", "VALIDATED"):
+        raise bad_request(f"{CALLING}.allowedFunctionNames is for the modes ANY and VALIDATED, not {mode}")
+    if mode == "ANY":
+        return ToolChoice(must_call=True, callable_tools=names)
+    if mode == "VALIDATED":
+        return ToolChoice(callable_tools=names or tuple(tool.name for tool in tools))
+    if mode not in ("AUTO", "NONE", "MODE_UNSPECIFIED"):
+        raise bad_request(f"{CALLING}.mode {mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
+    return tool_choice.NONE if mode == "NONE" else tool_choice.AUTO
+
+
+def _output(config: GenerationConfig) -> tuple[OutputFormat | None, str]:
+    where, mime = "generationConfig", (config.response_mime_type or "text/plain").lower()
+    if mime not in ("text/plain", "application/json", "text/x.enum"):
+        raise bad_request(
+            f"{where}.responseMimeType {mime!r} is not served", "ask for text/plain or application/json"
+        )
+    if config.response_json_schema is not None:
+        if config.response_schema is not None:
+            raise bad_request(
+                f"{where}.responseSchema and responseJsonSchema are both there", "send one of them"
+            )
+        return json_schema(
+            config.response_json_schema, f"{where}.responseJsonSchema"
+        ), f"{where}.responseJsonSchema"
+    name = f"{where}.responseSchema"
+    if config.response_schema is None:
+        if mime == "text/x.enum":
+            raise bad_request(f"{where}.responseMimeType text/x.enum needs a responseSchema with an enum")
+        return (JSON_OBJECT, f"{where}.responseMimeType") if mime == "application/json" else (None, "")
+    if not isinstance(config.response_schema, dict):
+        raise bad_request(f"{name} is not an object", "send the schema as an object")
+    schema = _schema(config.response_schema)
+    return (
+        choice(schema.get("enum"), f"{name}.enum") if mime == "text/x.enum" else json_schema(schema, name)
+    ), name
 
 
 def _unenforced(wire: Body, config: GenerationConfig) -> list[str]:
     tags: list[str] = []
-    if _mode(wire) not in ("AUTO", "NONE", "MODE_UNSPECIFIED"):
+    if _choice(wire, ()) not in (tool_choice.AUTO, tool_choice.NONE):
         tags.append("unenforced:tool_choice")
-    structured = config.response_schema or config.response_json_schema
-    if structured or config.response_mime_type not in (None, "", "text/plain"):
+    if _output(config)[0] is not None:
         tags.append("unenforced:response_format")
     return tags
 

@@ -17,14 +17,17 @@ from msgspec import Raw, Struct
 from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
 from afield.gateway.dialects.chat import ROLES
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.output_format import guided, one, response_format
 from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
+from afield.gateway.dialects.tool_choice import checked, openai_choice
 from afield.gateway.marks import turn_of_id, turn_of_response, unseal
 from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import ModelRequest
+from afield.gateway.request import ModelRequest, OutputFormat
 from afield.gateway.wishes import Wishing, wishes
 from afield.types import ImageRef, Message, ToolCall
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "text.format"}
 RAW_INPUT = "ctr_"  # ids of custom calls whose arguments were not an input: they come back as they were
 PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
 
@@ -75,6 +78,7 @@ class Body(Wishing, kw_only=True):
     include: list[str] | None = None
     reasoning: Reasoning | None = None
     text: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -98,6 +102,10 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire = read(DECODER, asked.body, "a Responses request")
     _check(wire)
     toolbox = read_tools(wire.tools)
+    choice = checked(
+        openai_choice(wire.tool_choice, nested=False, to_model=toolbox.to_model), toolbox.tools, "tool_choice"
+    )
+    output, form = _output(wire)
     after, items = _history(wire, asked.session_id)
     talk = Conversation(toolbox)
     if wire.instructions:
@@ -112,7 +120,12 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         model=wire.model,
         messages=tuple(talk.messages),
         tools=toolbox.tools,
-        may_call=wire.tool_choice != "none",
+        may_call=choice.may_call,
+        must_call=choice.must_call,
+        callable_tools=choice.callable_tools,
+        parallel_calls=wire.parallel_tool_calls is not False,
+        output=output,
+        names=NAMES if form == "text.format" else {**NAMES, "output": form},
         max_tokens=wire.max_output_tokens,
         stream=bool(wire.stream),
         wishes=wishes(wire),
@@ -144,15 +157,17 @@ def _check(wire: Body) -> None:
         raise bad_request("prompt templates are not served", "send their text as input")
     if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
         raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
-    forced = wire.tool_choice
-    if isinstance(forced, dict) and forced.get("type") not in ("function", "custom", "allowed_tools"):
-        raise bad_request(f"tool_choice forces {forced.get('type')!r}, which only a provider could run")
+
+
+def _output(wire: Body) -> tuple[OutputFormat | None, str]:
+    form = (wire.text or {}).get("format")
+    first = response_format(form if isinstance(form, dict) else None, "text.format", flat=True)
+    return one(first, "text.format", guided({"structured_outputs": wire.structured_outputs}))
 
 
 def _unenforced(wire: Body) -> list[str]:
     tags: list[str] = []
-    form = (wire.text or {}).get("format")
-    if isinstance(form, dict) and form.get("type", "text") != "text":
+    if _output(wire)[0] is not None:
         tags.append("unenforced:text.format")
     if wire.tool_choice not in (None, "auto", "none"):
         tags.append("unenforced:tool_choice")

@@ -1,0 +1,206 @@
+"""Parameters of requests: every one honoured, overridden with a tag, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from afield.gateway.dialects import Asked
+from afield.gateway.dialects.anthropic import Anthropic
+from afield.gateway.dialects.chat import decode as chat
+from afield.gateway.dialects.completions import decode as completions
+from afield.gateway.dialects.gemini_request import decode as gemini
+from afield.gateway.dialects.responses_request import decode as responses
+from afield.gateway.refusal import Refusal
+from afield.gateway.request import ModelRequest, OutputFormat
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"type":"string"}}}'
+JSON = OutputFormat("json_schema", TEXT)
+FUNCTIONS = [{"name": name, "parameters": {}} for name in ("look", "ask")]
+USER = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": USER, "tools": [{"type": "function", "function": f} for f in FUNCTIONS]},
+    "completions": {"prompt": "Hi"},
+    "responses": {"input": "Hi", "tools": [{"type": "function", **f} for f in FUNCTIONS]},
+    "anthropic": {
+        "messages": USER,
+        "max_tokens": 9,
+        "tools": [{"name": f["name"], "input_schema": {}} for f in FUNCTIONS],
+    },
+    "gemini": {"contents": [{"parts": [{"text": "Hi"}]}], "tools": [{"functionDeclarations": FUNCTIONS}]},
+}
+DECODERS = {
+    "chat": chat,
+    "completions": completions,
+    "responses": responses,
+    "anthropic": Anthropic().decode,
+    "gemini": gemini,
+}
+
+
+def decoded(dialect: str, **body: Any) -> ModelRequest:
+    asked = Asked("", msgspec.json.encode({**BODIES[dialect], **body}), {"model": "m"}, {}, {})
+    return DECODERS[dialect](asked)[0]
+
+
+def calling(**config: Any) -> dict[str, Any]:
+    return {"toolConfig": {"functionCallingConfig": config}}
+
+
+LOOK = {"type": "function", "function": {"name": "look"}}
+FLAT = {"type": "function", "name": "look"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "may", "must", "names"),
+    [
+        ("chat", {"tool_choice": "auto"}, True, False, ()),
+        ("chat", {"tool_choice": "none"}, False, False, ()),
+        ("chat", {"tool_choice": "required"}, True, True, ()),
+        ("chat", {"tool_choice": LOOK}, True, True, ("look",)),
+        (
+            "chat",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [LOOK]}}},
+            True,
+            False,
+            ("look",),
+        ),
+        ("responses", {"tool_choice": "required"}, True, True, ()),
+        ("responses", {"tool_choice": FLAT}, True, True, ("look",)),
+        (
+            "responses",
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}},
+            True,
+            True,
+            ("look",),
+        ),
+        ("anthropic", {"tool_choice": {"type": "any"}}, True, True, ()),
+        ("anthropic", {"tool_choice": {"type": "none"}}, False, False, ()),
+        ("anthropic", {"tool_choice": {"type": "tool", "name": "ask"}}, True, True, ("ask",)),
+        ("gemini", calling(mode="ANY"), True, True, ()),
+        ("gemini", calling(mode="ANY", allowedFunctionNames=["ask"]), True, True, ("ask",)),
+        ("gemini", calling(mode="VALIDATED"), True, False, ("look", "ask")),
+        ("gemini", calling(mode="NONE"), False, False, ()),
+    ],
+)
+def test_a_tool_choice_says_whether_and_what_a_reply_calls(
+    dialect: str, body: dict[str, Any], may: bool, must: bool, names: tuple[str, ...]
+) -> None:
+    request = decoded(dialect, **body)
+    assert (request.may_call, request.must_call, request.callable_tools) == (may, must, names)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "says"),
+    [
+        ("chat", {"tool_choice": "required", "tools": []}, "tool_choice"),
+        ("chat", {"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly'"),
+        ("chat", {"tool_choice": "whatever"}, "'whatever'"),
+        ("responses", {"tool_choice": {"type": "web_search"}}, "'web_search'"),
+        ("anthropic", {"tool_choice": {"type": "tool", "name": "fly"}}, "'fly'"),
+        ("gemini", calling(mode="ANY", allowedFunctionNames=["fly"]), "'fly'"),
+        ("gemini", calling(mode="AUTO", allowedFunctionNames=["look"]), "allowedFunctionNames"),
+    ],
+)
+def test_a_tool_choice_that_cannot_be_is_refused(dialect: str, body: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal, match=says) as refused:
+        decoded(dialect, **body)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        ("chat", {"parallel_tool_calls": False}),
+        ("responses", {"parallel_tool_calls": False}),
+        ("anthropic", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+    ],
+)
+def test_a_request_may_want_one_call_at_most(dialect: str, body: dict[str, Any]) -> None:
+    assert decoded(dialect).parallel_calls
+    assert not decoded(dialect, **body).parallel_calls
+
+
+def config(**fields: Any) -> dict[str, Any]:
+    return {"generationConfig": fields}
+
+
+GOOGLE = {"type": "OBJECT", "properties": {"b": {"type": "INTEGER"}, "a": {"type": "STRING"}}}
+FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "output", "name"),
+    [
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": FORM}}, JSON, "response_format"),
+        (
+            "chat",
+            {"response_format": {"type": "json_object"}},
+            OutputFormat("json_object"),
+            "response_format",
+        ),
+        ("chat", {"response_format": {"type": "text"}}, None, ""),
+        ("chat", {"guided_json": SCHEMA}, JSON, "guided_json"),
+        ("chat", {"guided_regex": "a+"}, OutputFormat("regex", "a+"), "guided_regex"),
+        ("chat", {"guided_choice": ["a", "b"]}, OutputFormat("choice", '["a","b"]'), "guided_choice"),
+        (
+            "completions",
+            {"guided_grammar": "root ::= x"},
+            OutputFormat("grammar", "root ::= x"),
+            "guided_grammar",
+        ),
+        (
+            "completions",
+            {"structured_outputs": {"json": SCHEMA}},
+            JSON,
+            "structured_outputs.json",
+        ),
+        ("responses", {"text": {"format": FORM}}, JSON, "text.format"),
+        ("anthropic", {"output_config": {"format": FORM}}, JSON, "output_config.format"),
+        ("anthropic", {"output_format": FORM}, JSON, "output_format"),
+        (
+            "gemini",
+            config(responseMimeType="application/json"),
+            OutputFormat("json_object"),
+            "generationConfig.responseMimeType",
+        ),
+        (
+            "gemini",
+            config(responseMimeType="application/json", responseSchema=GOOGLE),
+            JSON,
+            "generationConfig.responseSchema",
+        ),
+        ("gemini", config(responseJsonSchema=SCHEMA), JSON, "generationConfig.responseJsonSchema"),
+        (
+            "gemini",
+            config(responseMimeType="text/x.enum", responseSchema={"type": "STRING", "enum": ["a", "b"]}),
+            OutputFormat("choice", '["a","b"]'),
+            "generationConfig.responseSchema",
+        ),
+    ],
+)
+def test_the_form_of_a_reply_is_read_in_every_dialect(
+    dialect: str, body: dict[str, Any], output: OutputFormat | None, name: str
+) -> None:
+    request = decoded(dialect, **body)
+    assert request.output == output
+    assert output is None or request.names["output"] == name
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "says"),
+    [
+        ("chat", {"response_format": {"type": "json_schema"}}, "response_format"),
+        ("chat", {"response_format": {"type": "xml"}}, "response_format"),
+        ("chat", {"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ("completions", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ("anthropic", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ("gemini", config(responseMimeType="image/png"), "responseMimeType"),
+    ],
+)
+def test_a_form_that_cannot_be_read_is_refused(dialect: str, body: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal, match=says):
+        decoded(dialect, **body)
