@@ -21,6 +21,7 @@ from agents.invoking import invocation, payload
 
 AGENT = """
 import os
+import stat
 import sys
 
 import afield
@@ -31,12 +32,21 @@ def act(task):
     had = float(task["had"] in sys.modules)
     if task.get("never"):
         import wave
+    if task.get("pipes"):
+        return float(sum(map(is_pipe, range(3, 64))))
     for fd in range(3, 64):
         try:
             os.write(fd, task.get("write", "").encode())
         except OSError:
             pass
     return had
+
+
+def is_pipe(fd):
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 """
 events = msgspec.json.Decoder(Event)
 
@@ -75,17 +85,15 @@ def parent_of(tmp_path: Path) -> Iterator[Parent]:
     (tmp_path / "agent.py").write_text(AGENT)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "afield.runtimes.rayparent", f"{tmp_path / 'agent.py'}:act"]
-    with ours, theirs:
-        ours.settimeout(60)
-        process = subprocess.Popen(
-            [*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=os.environ
-        )
+    command.append(str(theirs.fileno()))
+    # The parent ends when its socket does, and is waited for then, whatever the test did.
+    with theirs, subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=os.environ), ours:
         theirs.close()
+        ours.settimeout(60)
         parent = Parent(ours, tmp_path / "store")
         ready = parent.hear()
         assert isinstance(ready, Ready) and not ready.problem
         yield parent
-    process.wait(30)
 
 
 def test_modules_that_the_agent_names_are_there_and_those_that_a_session_names_are_not(
@@ -95,6 +103,14 @@ def test_modules_that_the_agent_names_are_there_and_those_that_a_session_names_a
         parent.run("a", {"had": "wave", "write": '\n["sched"]\n'})
         parent.run("b", {"had": "sched"})
         assert (parent.reward("a"), parent.reward("b")) == (1.0, 0.0)
+
+
+def test_an_agent_has_no_pipe_to_the_parent_that_it_could_write_to_before_the_session_is_taken(
+    tmp_path: Path,
+) -> None:
+    with parent_of(tmp_path) as parent:
+        parent.run("a", {"had": "x", "pipes": True})
+        assert parent.reward("a") == 0.0
 
 
 @pytest.mark.parametrize("written", ["nonsense\n" * 100, '{"session_id": "other.1"}\n'])

@@ -160,7 +160,7 @@ class Parent:
             session.taken = True
             try:
                 taken = msgspec.json.decode(line, type=Taken)
-            except msgspec.MsgspecError:  # an agent can write here, too
+            except msgspec.MsgspecError:  # an agent can open its parent's files
                 session.kill("it wrote into what is between its process and the one that started it")
                 return
             taken = msgspec.structs.replace(taken, session_id=session.id)
@@ -223,14 +223,18 @@ def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -
 
 
 def _perform(runner: Runner, order: Start, answer: int) -> None:
+    """The answer is written, and its pipe closed, before the agent's code runs, which could write there."""
     refused, busy = "", False
+    begin = threading.Event()
     try:
-        runner.accept(msgspec.json.decode(order.payload))
+        runner.accept(msgspec.json.decode(order.payload), begin=begin)
     except WireError as error:
         refused = str(error)
     except Unavailable as error:
         refused, busy = str(error), True
     _write(answer, msgspec.json.encode(Taken(order.session_id, 0, "", refused, busy)) + b"\n")
+    os.close(answer)
+    begin.set()
     pause_s = 0.001
     while runner.active:
         time.sleep(pause_s)

@@ -95,8 +95,11 @@ class Runner:
         with self._lock:
             return list(self._active)
 
-    def accept(self, payload: object) -> Accepted:
-        """Start a rollout. Raises before any work: WireError when the payload is not one, or Unavailable."""
+    def accept(self, payload: object, *, begin: threading.Event | None = None) -> Accepted:
+        """Start a rollout. Raises before any work: WireError when the payload is not one, or Unavailable.
+
+        The agent is called once `begin` is set.
+        """
         invocation = wire.read_payload(payload)
         self._check_outcome(invocation)
         accepted = Accepted(
@@ -112,7 +115,7 @@ class Runner:
         self._began(accepted.session_id)
         context = contextvars.copy_context()
         # A daemon: an agent that never returns must not keep its process from ending.
-        thread = threading.Thread(target=context.run, args=(self._work, invocation, payload), daemon=True)
+        thread = threading.Thread(target=context.run, args=(self._work, invocation, payload, begin), daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -171,8 +174,10 @@ class Runner:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _work(self, invocation: Invocation, payload: dict[str, Any]) -> None:
+    def _work(self, invocation: Invocation, payload: dict[str, Any], begin: threading.Event | None) -> None:
         session_id = invocation.session_id
+        if begin is not None:
+            begin.wait()
         self._alive.keep(invocation)
         try:
             record = None if session_id in self._stopped else self._perform(invocation, payload)
