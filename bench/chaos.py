@@ -66,10 +66,7 @@ def audit(world: World, whole: bool, left: Left) -> dict[str, Any]:
         "trained_equals_dataset": told.pop("equal") and whole,
         **told,
         "orphans": left.orphans,
-        "left": {
-            name: len(value) if isinstance(value, list) else value
-            for name, value in structs.asdict(left).items()
-        },
+        "left": structs.asdict(left),  # by name
         "reused": round(kept["share"], 4) if kept["share"] is not None else None,
         "reused_tokens": [kept["kept"], kept["tokens"]],
         "lost_sessions": len(kept["lost"]),
