@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,24 @@ async def test_an_outcome_after_the_fence_is_refused(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
     assert group.finished[0].outcome.failure
     assert answers == [False]
+
+
+async def test_a_hint_that_a_dead_collector_held_is_gone_when_the_next_one_ends(tmp_path: Path) -> None:
+    class Dying(MemoryTransport):
+        """Killed after it noted how the rollouts ended and before it acknowledged their hints."""
+
+        async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
+            pass
+
+    async with bench(tmp_path, good) as b:
+        dying = Dying()
+        dying.store, dying.notifier = b.transport.store, b.transport.notifier
+        async with dying:
+            await b.collect(transport=dying)
+        assert not await b.transport.notifier.lease("exp", 0.0), "they are leased"
+        assert len(await b.transport.unacknowledged("exp")) == 2
+        await b.collect()
+        assert await b.transport.unacknowledged("exp") == []
 
 
 async def test_lost_hints_are_found_by_the_sweep(tmp_path: Path) -> None:

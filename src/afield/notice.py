@@ -118,7 +118,7 @@ class Noticer:
         self._until = max(self._until, asyncio.get_running_loop().time() + self._transport.held_s)
 
     async def flush(self) -> None:
-        """Acknowledge what was acted on, so that nothing of it is left behind."""
+        """Acknowledge what was acted on, here or by a collector that died, so that nothing is left behind."""
         clock = asyncio.get_running_loop().time
         try:
             while True:
@@ -127,7 +127,10 @@ class Noticer:
                     await self._sort(await self._hints(wait_s))
                     await self._acknowledge()
                 if clock() >= self._until:
-                    return
+                    break
+            async with self._hearing, asyncio.timeout(self._plan.call_timeout_s):
+                await self._sort(await self._transport.unacknowledged(self._plan.exp_id))
+            await self._acknowledge()
         except Exception as error:
             log.warning("hints that were acted on may come again: %s", named(error))
 

@@ -52,6 +52,7 @@ METHODS: dict[str, About] = {
     "Transport.fence": "rollout",
     "Transport.hints": "run",
     "Transport.acknowledge": "rollout",
+    "Transport.unacknowledged": "run",  # once, when everything is collected
     "Transport.sweep": "rollout",
     "Transport.late": "unused",  # asked once, when everything is collected
     "Engine.info": "run",

@@ -326,6 +326,9 @@ class FaultyTransport(Faulty):
         about = [attempt.rollout_id for attempt in attempts]
         await self._call("acknowledge", about, lambda: self.inner.acknowledge(exp_id, attempts))
 
+    async def unacknowledged(self, exp_id: str) -> list[Attempt]:
+        return await self._call("unacknowledged", [], lambda: self.inner.unacknowledged(exp_id))
+
     async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
         about = [one.rollout.id for one in waiting]
         return await self._call("sweep", about, lambda: self.inner.sweep(waiting))

@@ -73,6 +73,12 @@ class Transport(Protocol):
         """These hints were acted on and need not come again. One that was not hinted is ignored."""
         ...
 
+    async def unacknowledged(self, exp_id: str) -> list[Attempt]:
+        """Attempts whose hints nobody has acknowledged, whoever has leased them: a collector that died after
+        it noted how a rollout ended, too. Empty where the queue cannot list its messages.
+        """
+        ...
+
     async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
         """Which of these the store holds a decision for, or a result to decide on, hints or not."""
         ...

@@ -116,6 +116,11 @@ class SqliteNotifier:
         gone = [(exp_id, body.decode()) for body in bodies]
         await self._wait(lambda db: db.executemany("DELETE FROM notices WHERE exp_id = ? AND body = ?", gone))
 
+    async def bodies(self, exp_id: str) -> list[bytes]:
+        sql = "SELECT body FROM notices WHERE exp_id = ?"
+        rows = await self._wait(lambda db: db.execute(sql, (exp_id,)).fetchall())
+        return [body.encode() for (body,) in rows]
+
     async def dead(self, letter: Leased, reason: str) -> None:
         row = letter.exp_id, letter.body.decode("utf-8", "replace"), reason, self._clock()
 

@@ -66,6 +66,9 @@ class MemoryNotifier:
         for n in [n for n, (body, _, _) in queue.items() if body in bodies]:
             del queue[n]
 
+    async def bodies(self, exp_id: str) -> list[bytes]:
+        return [body for body, _, _ in self._queues.get(exp_id, {}).values()]
+
     async def dead(self, letter: Leased, reason: str) -> None:
         self.dead_letters.append((letter, reason))
         await self.ack([letter])

@@ -56,7 +56,7 @@ class Notifier(Protocol):
 
 @runtime_checkable
 class Clearing(Protocol):
-    """A notifier that can take out messages it has not handed out to us.
+    """A notifier that can list and take out messages it has not handed out to us.
 
     A collector that was killed holds leases; without this they run out after its work is done, and their
     messages stay where nobody asks for them any more.
@@ -64,4 +64,8 @@ class Clearing(Protocol):
 
     async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
         """Messages of these very words are gone, whoever has leased them. Repeating it is harmless."""
+        ...
+
+    async def bodies(self, exp_id: str) -> list[bytes]:
+        """All messages that are in the queue, whoever has leased them."""
         ...

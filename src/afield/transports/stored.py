@@ -8,6 +8,7 @@ and waited for: sweeps find everything without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import OrderedDict
@@ -173,6 +174,15 @@ class StoreTransport:
                 await self.notifier.clear(exp_id, [_hint(exp_id, attempt.session_id) for attempt in attempts])
         except Unavailable as error:
             self._queue_is_lost(error)
+
+    async def unacknowledged(self, exp_id: str) -> list[Attempt]:
+        if not isinstance(self.notifier, Clearing):
+            return []
+        found: list[Attempt] = []
+        for body in await self.notifier.bodies(exp_id):
+            with contextlib.suppress(WireError):  # a dead letter when it is handed out
+                found += [attempt for exp, attempt in notices.read(body) if exp == exp_id]
+        return list(dict.fromkeys(found))
 
     async def _take(self, leased: Leased, exp_id: str) -> list[Attempt]:
         try:
