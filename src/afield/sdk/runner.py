@@ -115,7 +115,9 @@ class Runner:
         self._began(accepted.session_id)
         context = contextvars.copy_context()
         # A daemon: an agent that never returns must not keep its process from ending.
-        thread = threading.Thread(target=context.run, args=(self._work, invocation, payload, begin), daemon=True)
+        thread = threading.Thread(
+            target=context.run, args=(self._work, invocation, payload, begin), daemon=True
+        )
         try:
             thread.start()
         except RuntimeError as error:
