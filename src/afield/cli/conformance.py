@@ -25,13 +25,20 @@ def add(commands: Any) -> None:
         " engine with the request on the wire. Clients are installed on demand, into a cache outside the"
         " project.",
     )
-    command.add_argument("clients", nargs="*", metavar="CLIENT", help="which ones; default: all")
+    command.add_argument(
+        "clients", nargs="*", metavar="NAME", help="clients, or suites with --suites; default: all"
+    )
     command.add_argument(
         "--template",
         action="append",
         default=[],
         metavar="FAMILY",
         help="template family, may be repeated; default: all (chatml, qwen3.5)",
+    )
+    command.add_argument(
+        "--suites",
+        action="store_true",
+        help="run other projects' test suites instead; names after it choose among them",
     )
     command.add_argument("--json", action="store_true", help="end with one line of JSON")
     command.add_argument("--keep", type=Path, metavar="DIR", help="keep records, ledgers and logs here")
@@ -42,9 +49,11 @@ def run(args: argparse.Namespace) -> int:
     from afield.conformance.clients import chosen
     from afield.conformance.families import families
 
-    clients, templates = chosen(args.clients), families(args.template)
     if args.keep and args.keep.exists() and any(args.keep.iterdir()):
         raise UsageError(f"{args.keep} is not empty; give --keep a new folder")
+    if args.suites:
+        return _run_suites(args)
+    clients, templates = chosen(args.clients), families(args.template)
     with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as scratch:
         folder = (args.keep or Path(scratch)).absolute()
         verdicts = {
@@ -54,6 +63,45 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"clients": {name: _summary(of) for name, of in verdicts.items()}}))
     return 0 if all(verdict.ok for of in verdicts.values() for verdict in of.values()) else 1
+
+
+def _run_suites(args: argparse.Namespace) -> int:
+    from afield.conformance.foreign.suites import chosen_suites
+
+    if args.template:
+        raise UsageError("--template is for clients; suites run on a template of their own")
+    suites = chosen_suites(args.clients)
+    with tempfile.TemporaryDirectory(prefix="afield-", ignore_cleanup_errors=True) as scratch:
+        folder = (args.keep or Path(scratch)).absolute()
+        results = {suite.name: _check_suite(suite, folder / suite.name) for suite in suites}
+    if args.json:
+        print(json.dumps({"suites": {name: _counts(result) for name, result in results.items()}}))
+    return 0 if all(result.ok for result in results.values()) else 1
+
+
+def _check_suite(suite: Any, folder: Path) -> Any:
+    from afield.conformance.foreign.suite import check_suite
+
+    path = agent_environment().get("PATH", "")
+    result = asyncio.run(check_suite(suite, Environment.read().envs, folder, path))
+    counts = f"{result.passed:5} passed {result.failed:4} failed {result.skipped:4} skipped"
+    print(f"{suite.name:16} {counts} {len(result.not_ours):4} not ours  {'ok' if result.ok else 'NOT OK'}")
+    if result.unavailable and result.ok:
+        print(f"{'':16} skipped: {result.unavailable}")
+    for test, reason in result.not_ours.items():
+        print(f"{'':16} not ours: {test}: {reason}")
+    for reason, count in Counter(result.skips.values()).most_common():
+        print(f"{'':16} {count} skipped: {reason}")
+    for problem in result.problems:
+        print(f"{'':16} - {problem}", file=sys.stderr)
+    sys.stdout.flush()
+    return result
+
+
+def _counts(result: Any) -> dict[str, Any]:
+    counts: dict[str, Any] = {name: getattr(result, name) for name in ("passed", "failed", "skipped")}
+    counts["not_ours"] = dict(result.not_ours)
+    return counts | ({"unavailable": result.unavailable} if result.unavailable else {})
 
 
 def _check(client: Any, family: Any, folder: Path) -> Any:

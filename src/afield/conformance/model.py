@@ -61,7 +61,7 @@ TEMPLATE = """\
 """
 
 
-def write_model(directory: Path, template: str = TEMPLATE) -> Path:
+def write_model(directory: Path, template: str = TEMPLATE, control: tuple[str, ...] = CONTROL) -> Path:
     """Write the files a gateway reads; the same ones every time."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -70,7 +70,7 @@ def write_model(directory: Path, template: str = TEMPLATE) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(text, special=True, normalized=False) for text in CONTROL],
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in control],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -18,7 +18,11 @@ NPM = {
 PYTHON = {
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
     "strands": ("strands-agents[openai]==1.62.0", "openai==2.54.0"),
-    "langgraph": ("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
+    "langgraph": (  # LangChain's standard tests run in the same environment
+        *("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
+        *("langchain-tests==1.1.9", "langchain-anthropic==1.7.7", "anthropic==2.8.0"),
+        *("langchain-google-genai==4.4.2", "google-genai==2.34.0"),
+    ),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),
     "smolagents": ("smolagents[openai]==1.26.0", "openai==2.54.0"),

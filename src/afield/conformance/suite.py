@@ -91,14 +91,37 @@ async def gateway(
     scenario: Scenario, folder: Path, family: TemplateFamily = CHATML, template: str = TEMPLATE
 ) -> AsyncIterator[Up]:
     model = write_model(folder / "model", template)
-    tokenizer = model / "tokenizer.json"
-    vocabulary = wiring.load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
-    script = Script(scenario, vocabulary, family)
+    script = Script(scenario, vocabulary_of(model), family)
     engine = wiring.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
+    faults = Faults(scenario.faults, clean=scenario.clean)
+    async with serving(engine, model, folder) as up, faulty(up.address, faults) as port:
+        yield Up(up.gateway, engine.ledger, script, faults, port, Renderer(model, family))
+
+
+class Serving(Struct, frozen=True):
+    """A gateway that serves on loopback, as its trainer sees it."""
+
+    gateway: Gateway
+    address: tuple[str, int]
+    admin_key: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
+
+
+def vocabulary_of(model: Path) -> Any:
+    tokenizer = model / "tokenizer.json"
+    return wiring.load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
+
+
+@asynccontextmanager
+async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Serving]:
+    """A gateway on a free port in front of one engine; its store is in the folder."""
     pool = wiring.load("gateway.pool:Pool")({"scripted": engine}, tries=1)
     listener = wiring.load("sdk.listen:listen")("127.0.0.1", 0)
-    address = listener.getsockname()[:2]
-    url, admin_key = f"http://{address[0]}:{address[1]}", secrets.token_urlsafe(16)
+    host, port = listener.getsockname()[:2]
+    url, admin_key = f"http://{host}:{port}", secrets.token_urlsafe(16)
     local = wiring.load("gateway.service:LocalGateway")(
         tokens=wiring.load("tokens:ChatTokens").load(model),
         engine=pool,
@@ -106,15 +129,13 @@ async def gateway(
         admin_key=admin_key,
         public_url=url,
     )
-    faults = Faults(scenario.faults, clean=scenario.clean)
     ready = asyncio.Event()
     async with pool, local:
         server = asyncio.create_task(wiring.load("gateway.server:serve")(local, listener, ready.set))
         try:
             await asyncio.wait_for(ready.wait(), wiring.START_TIMEOUT_S)
-            client = wiring.load("gateway.client:HttpGateway")(url, admin_key)
-            async with client, faulty(address, faults) as port:
-                yield Up(client, engine.ledger, script, faults, port, Renderer(model, family))
+            async with wiring.load("gateway.client:HttpGateway")(url, admin_key) as client:
+                yield Serving(client, (host, port), admin_key)
         finally:
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)

@@ -1,0 +1,271 @@
+"""A deterministic model that follows rules: reads the prompt's tokens, answers in its template's own format.
+
+What it can do is what a small competent model does with plain requests:
+
+1. calls the tools that the user's message names or is about, with arguments out of the message, several at
+   once where several are asked for, one after another where the message says "then";
+2. answers with the results when they are there;
+3. counts, repeats, remembers what the conversation says, and talks otherwise;
+4. writes what a constraint demands: a JSON document, one of several choices, a forced tool call;
+5. thinks first, unless the prompt says that it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from afield import wiring
+from afield.conformance.families import hermes
+from afield.conformance.foreign.template import IMAGE, NO_THOUGHT, TOOLS
+from afield.conformance.foreign.values import QUOTED, Values, places
+from afield.conformance.model import CONTROL
+from afield.conformance.scenario import Reply, Use
+from afield.conformance.script import Sampler
+from afield.seams import Call
+
+COMMON = frozenset(
+    (
+        *("get", "my", "a", "an", "the", "tool", "tools", "function", "of", "for", "and", "to", "in", "with"),
+        *("is", "are", "call", "use", "using", "run", "do", "what", "value", "from", "any", "it", "this"),
+        *(
+            "that",
+            "on",
+            "you",
+            "your",
+            "returns",
+            "return",
+            "takes",
+            "given",
+            "current",
+            "new",
+            "user",
+            "some",
+        ),
+    )
+)
+LINES = (
+    "Here is what can be said about that, in a few words and without haste.",
+    "The first thing to know is that you are asking a model which only follows rules.",
+    "The second is that every one of its words is sampled token by token, and that is all there is to it.",
+)
+HELLO = "Hello! It is good to hear from you. How can I help you today?"
+COUNT = re.compile(r"\bcount\b.*?\b(?:from\s+)?(\d+)\s*(?:to|up to|through|-)\s*(\d+)", re.I | re.S)
+REPEAT = re.compile(
+    r"\b(?:say|repeat|reply with|respond with|answer with|output|write)\b[^.:\"']*?[:\s]+"
+    r"(?:exactly |only |just |the words? |the phrase |the text )*[\"'“]([^\"'”]+)[\"'”]",
+    re.I,
+)
+NAME = re.compile(r"\bmy name is (\w+)", re.I)
+SUM = re.compile(r"(-?\d+)\s*([+*x-])\s*(-?\d+)")
+
+
+class ToolSpec(Struct, frozen=True, kw_only=True):
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = {}
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """One message of the prompt; a user's entry may hold tool results instead of text."""
+
+    role: str
+    text: str = ""
+    uses: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+
+
+class Conversation(Struct, frozen=True, kw_only=True):
+    entries: tuple[Entry, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    thinks: bool = True
+    prefix: str = ""
+    """Beginning of the answer that the prompt already has."""
+
+    @property
+    def question(self) -> str:
+        """What the user said last."""
+        return next((e.text for e in reversed(self.entries) if e.role == "user" and not e.results), "")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Tool results since the last message with words of the user."""
+        found: list[str] = []
+        for entry in reversed(self.entries):
+            if entry.role == "user" and not entry.results:
+                break
+            found[:0] = entry.results
+        return tuple(found)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the tools called since the last message with words of the user."""
+        found: list[str] = []
+        for entry in reversed(self.entries):
+            if entry.role == "user" and not entry.results:
+                break
+            found[:0] = entry.uses
+        return tuple(found)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+_CALL = re.compile(r"<tool_call>\n?(.*?)\n?</tool_call>", re.S)
+_RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.S)
+_THOUGHT = re.compile(r"^<think>\n(.*?)\n?</think>\n*", re.S)
+
+
+def read_prompt(vocabulary: Any, ids: Sequence[int]) -> Conversation:
+    """The conversation in a prompt. Control tokens are told by their ids, so that text may spell them."""
+    start, end = vocabulary.id_of("<|im_start|>"), vocabulary.id_of("<|im_end|>")
+    blocks: list[list[int]] = []
+    for token in ids:
+        if token == start:
+            blocks.append([])
+        elif blocks and token != end:
+            blocks[-1].append(token)
+    if not blocks:
+        return Conversation(entries=(Entry(role="user", text=vocabulary.decode(ids)),))
+    texts = [vocabulary.decode(block).partition("\n") for block in blocks]
+    tools: tuple[ToolSpec, ...] = ()
+    entries: list[Entry] = []
+    for n, (role, _, text) in enumerate(texts[:-1]):
+        body = text.removesuffix("\n")
+        if role == "system" and not n and TOOLS in body:
+            body, _, listed = body.partition(TOOLS)
+            tools = tuple(_tools(listed.partition("\n</tools>")[0]))
+        entries.append(_entry(role, body))
+    last = texts[-1][2]
+    thinks = not last.startswith(NO_THOUGHT)
+    return Conversation(
+        entries=tuple(entries), tools=tools, thinks=thinks, prefix=last.removeprefix(NO_THOUGHT)
+    )
+
+
+def _tools(listed: str) -> Iterable[ToolSpec]:
+    for line in listed.strip().splitlines():
+        tool = json.loads(line)
+        function = tool.get("function", tool)
+        yield ToolSpec(
+            name=function["name"],
+            description=function.get("description") or "",
+            parameters=function.get("parameters") or {},
+        )
+
+
+def _entry(role: str, text: str) -> Entry:
+    if role == "user" and "<tool_response>" in text:
+        return Entry(role=role, results=tuple(_RESULT.findall(text)))
+    if role != "assistant":
+        return Entry(role=role, text=text)
+    text = _THOUGHT.sub("", text)
+    uses: list[str] = []
+    for call in _CALL.findall(text):
+        try:
+            uses.append(json.loads(call)["name"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return Entry(role=role, text=_CALL.sub("", text).strip(), uses=tuple(uses))
+
+
+# --- answering -----------------------------------------------------------------------------------
+
+
+def reply_to(talk: Conversation) -> Reply:
+    """The reply when nothing is demanded of its form."""
+    question = talk.question
+    thought = f"The user says: {question[:60].strip()!r}. I answer by the rules."
+    wanted = _wanted(question, talk.tools)
+    open_calls = [tool for tool in wanted if tool.name not in talk.called]
+    if open_calls and (not talk.called or _in_turn(question)):
+        first = open_calls[:1] if _in_turn(question) else open_calls
+        uses = tuple(use for tool in first for use in uses_of(tool, question, len(wanted) > 1))
+        return Reply(reasoning=thought, uses=uses)
+    if talk.results:
+        return Reply(reasoning=thought, text="The result is: " + "; ".join(talk.results))
+    return Reply(reasoning=thought, text=words(talk))
+
+
+def uses_of(tool: ToolSpec, question: str, several: bool = False) -> list[Use]:
+    """Calls of one tool: one for each place that the question names, else one."""
+    parameters = tool.parameters
+    takes_place = any(
+        place in name.lower() for name in parameters.get("properties", {}) for place in ("location", "city")
+    )
+    named = places(question) if takes_place else []
+    if several or len(named) < 2:
+        named = named[:1] or [""]
+    schema = {"type": "object", **parameters}
+    return [Use(tool.name, dict(Values(question, place).of(schema))) for place in named]
+
+
+def _in_turn(question: str) -> bool:
+    return bool(re.search(r"\bthen\b|\bafter that\b|\bone (?:at a time|after another)\b", question, re.I))
+
+
+def _wanted(question: str, tools: Sequence[ToolSpec]) -> list[ToolSpec]:
+    """Tools that the question names, else those it is about."""
+    named = [tool for tool in tools if re.search(rf"(?<!\w){re.escape(tool.name)}(?!\w)", question)]
+    if named:
+        return sorted(named, key=lambda tool: question.index(tool.name))
+    said = {_stem(word) for word in re.findall(r"[^\W_]+", question.lower())} - COMMON
+    return [tool for tool in tools if said & _subject(tool)]
+
+
+def _subject(tool: ToolSpec) -> set[str]:
+    spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", tool.name)
+    return {_stem(word) for word in re.findall(r"[^\W_]+", spelled.lower())} - COMMON
+
+
+def _stem(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+
+
+def words(talk: Conversation) -> str:
+    question = talk.question
+    if found := COUNT.search(question):
+        first, last = int(found[1]), int(found[2])
+        return ", ".join(str(n) for n in range(first, min(last, first + 500) + 1))
+    if found := REPEAT.search(question):
+        return found[1]
+    if re.search(r"\bmy name\b", question, re.I):
+        said = [found[1] for e in talk.entries if (found := NAME.search(e.text))]
+        if said:
+            return f"Your name is {said[-1]}."
+    if found := SUM.search(question):
+        a, sign, b = int(found[1]), found[2], int(found[3])
+        value = a + b if sign == "+" else a - b if sign == "-" else a * b
+        return f"{a} {sign} {b} = {value}"
+    if re.fullmatch(r"\W*(?:hi|hey|hello)\b.{0,20}", question.strip(), re.I | re.S):
+        return HELLO
+    if quoted := QUOTED.search(question):
+        return f"About {''.join(g or '' for g in quoted.groups())}: " + " ".join(LINES)
+    return " ".join(LINES)
+
+
+class RuleModel:
+    """A script for the scripted engine."""
+
+    def __init__(self, vocabulary: Any) -> None:
+        self._vocabulary = vocabulary
+        self._sampler = Sampler(vocabulary)
+        self._scripted: Callable[..., Any] = wiring.load("engines.scripted:Scripted")
+
+    def __call__(self, call: Call) -> Any:
+        talk = read_prompt(self._vocabulary, call.prompt_ids)
+        reply = reply_to(talk)
+        if not talk.thinks:
+            reply = Reply(text=reply.text, uses=reply.uses)
+        chance = random.Random(call.id)
+        text = hermes(reply)
+        for control in (*CONTROL, IMAGE):  # words of the user's that are no tokens here either
+            text = text.replace(control, control.strip("<|>"))
+        return self._scripted(
+            token_ids=(*self._sampler.sample(text, chance), *call.stop_ids[:1]),
+            chunks=tuple(chance.randint(1, 4) for _ in range(12)),
+        )

@@ -1,0 +1,169 @@
+"""A test suite of another project: how it is installed and run, and how its outcomes are judged.
+
+A suite runs in variants (one per provider, thinking on or off, ...), each a command with a session of its
+own. The command appends one JSON line per test to the file `$AFIELD_SUITE_RESULTS`, `{"test", "outcome",
+"detail"}`, and a last line `{"finished": true}`. A command that ends without that line has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from afield import wiring
+from afield.conformance.client import Command, Stage, run
+from afield.conformance.foreign.rule_model import RuleModel
+from afield.conformance.foreign.template import IMAGE, TEMPLATE
+from afield.conformance.model import CONTROL, write_model
+from afield.conformance.suite import Serving, serving, vocabulary_of
+from afield.errors import Unavailable
+from afield.seams import SessionSpec
+from afield.types import Sampling
+
+RESULTS = "AFIELD_SUITE_RESULTS"
+MAX_CONTEXT = 32_768
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+class CaseResult(Struct, frozen=True):
+    """One test as the suite reports it."""
+
+    test: str
+    outcome: Outcome
+    detail: str = ""
+
+
+class ForeignSuite(Struct, frozen=True, kw_only=True):
+    """A suite of other people's tests."""
+
+    name: str
+    """Name on the command line and in results."""
+    install: Callable[[Path], Path]
+    """The folder of its programs, installed into the cache on demand."""
+    command: Callable[[Stage, str], Command]
+    """How one variant is run."""
+    variants: tuple[str, ...] = ("",)
+    """Runs of the suite, each with a session of its own; names its tests unless empty."""
+    not_ours: Mapping[str, str] = {}
+    """Tests that fail for a reason that is not the gateway's: the test and the reason."""
+    optional: bool = False
+    """Whether the suite may be left out where its source cannot be reached."""
+    inspect: Callable[[Sequence[str]], list[CaseResult]] = lambda sessions: []
+    """Further tests, of the sessions that the gateway has afterwards."""
+    timeout_s: float = 300.0
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """What came of one suite. `problems` are failures that are the gateway's, or the suite's own."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    not_ours: Mapping[str, str] = {}
+    problems: tuple[str, ...] = ()
+    skips: Mapping[str, str] = {}
+    unavailable: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and not self.problems
+
+
+def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> Result:
+    """Count outcomes. A test that is not ours and does not fail is a stale entry, which is a failure."""
+    by_name = {tested.test: tested for tested in outcomes}
+    counts = Counter(tested.test for tested in outcomes)
+    problems = [f"{name}: reported {count} times" for name, count in counts.items() if count > 1]
+    problems += [
+        f"{tested.test}: {tested.detail.strip() or 'failed'}"
+        for tested in by_name.values()
+        if tested.outcome == "failed" and tested.test not in not_ours
+    ]
+    for name in not_ours:
+        if name not in by_name:
+            problems.append(f"{name}: listed as not ours, but there is no such test; remove the entry")
+        elif by_name[name].outcome != "failed":
+            problems.append(f"{name}: listed as not ours, but it {by_name[name].outcome}; remove the entry")
+    passed = sum(tested.outcome == "passed" for tested in by_name.values())
+    if not passed:
+        problems.append("no test passed")
+    return Result(
+        passed=passed,
+        failed=len(problems),
+        skipped=sum(tested.outcome == "skipped" for tested in by_name.values()),
+        not_ours={name: not_ours[name] for name in not_ours if name in by_name},
+        problems=tuple(problems),
+        skips={t.test: t.detail for t in by_name.values() if t.outcome == "skipped"},
+    )
+
+
+async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str) -> Result:
+    """Install and run one suite; keep everything it leaves in the folder."""
+    try:
+        programs = await asyncio.to_thread(suite.install, cache)
+    except Unavailable as error:
+        if suite.optional:
+            return Result(skipped=1, unavailable=str(error))
+        return Result(failed=1, problems=(f"not installed: {error}",), unavailable=str(error))
+    model = write_model(folder / "model", TEMPLATE, (*CONTROL, IMAGE))
+    vocabulary = vocabulary_of(model)
+    engine = wiring.load("engines.scripted:ScriptedEngine")(
+        RuleModel(vocabulary),
+        max_context=MAX_CONTEXT,
+        vocab_size=vocabulary.size,
+        image_id=vocabulary.id_of(IMAGE),
+    )
+    outcomes: list[CaseResult] = []
+    async with serving(engine, model, folder) as up:
+        for variant in suite.variants:
+            outcomes += await _variant(suite, variant, up, programs, folder / (variant or "run"), path)
+    return judge(outcomes, suite.not_ours)
+
+
+async def _variant(
+    suite: ForeignSuite, variant: str, up: Serving, programs: Path, folder: Path, path: str
+) -> list[CaseResult]:
+    ticket = await up.gateway.open(
+        SessionSpec(id=f"{suite.name}-{variant or 'run'}", sampling=Sampling(max_tokens=4096))
+    )
+    stage = Stage(
+        home=folder / "home",
+        work=folder / "work",
+        programs=programs,
+        base_url=ticket.base_url,
+        api_key=ticket.api_key,
+        model="m",
+        path=path,
+    )
+    stage.home.mkdir(parents=True)
+    stage.work.mkdir()
+    results = folder / "results.jsonl"
+    results.touch()
+    command = suite.command(stage, variant)
+    own = Command(command.argv, {**command.environment, RESULTS: str(results)})
+    problem = await run(own, stage, path, folder / "suite.log", suite.timeout_s)
+    prefix = f"{variant}/" if variant else ""
+    outcomes, finished = _read(results, prefix)
+    if not finished:
+        outcomes.append(
+            CaseResult(f"{prefix}the whole run", "failed", problem or "ended before its last test")
+        )
+    return outcomes
+
+
+def _read(results: Path, prefix: str) -> tuple[list[CaseResult], bool]:
+    outcomes: list[CaseResult] = []
+    finished = False
+    for line in results.read_text(encoding="utf-8").splitlines():
+        row: dict[str, Any] = json.loads(line)
+        if row.get("finished"):
+            finished = True
+            continue
+        outcomes.append(CaseResult(prefix + row["test"], row["outcome"], row.get("detail", "")))
+    return outcomes, finished

@@ -1,0 +1,58 @@
+"""Every foreign suite, by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from afield.conformance.client import SCRIPTS, Command, Stage, from_pypi
+from afield.conformance.foreign.suite import ForeignSuite
+from afield.errors import UsageError
+
+FILES = SCRIPTS / "suites"
+PYTEST = ("-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "report_outcomes")
+# Clients that are kept between tests need the event loop that they were made in.
+ASYNC = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session")
+
+
+def _pytest(file: str, *options: str) -> Callable[[Stage, str], Command]:
+    """pytest over one file of ours, with the session in the environment."""
+
+    def command(stage: Stage, variant: str) -> Command:
+        argv = (str(stage.programs / "python"), "-m", "pytest", *PYTEST, *options, str(FILES / file))
+        return Command(argv, session(stage, variant) | {"PYTHONPATH": str(FILES)})
+
+    return command
+
+
+def session(stage: Stage, variant: str) -> dict[str, str]:
+    return {
+        "SUITE_BASE_URL": stage.base_url,
+        "SUITE_API_KEY": stage.api_key,
+        "SUITE_MODEL": stage.model,
+        "SUITE_VARIANT": variant,
+    }
+
+
+# --- LangChain -----------------------------------------------------------------------------------
+
+LANGCHAIN = ForeignSuite(
+    name="langchain",
+    install=from_pypi("langgraph"),
+    command=_pytest("test_langchain.py", *ASYNC),
+    variants=tuple(
+        f"{provider}{thinking}"
+        for provider in ("openai-chat", "openai-responses", "anthropic", "google")
+        for thinking in ("", ".thinking")
+    ),
+)
+
+SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in (LANGCHAIN,)}
+
+
+def chosen_suites(names: list[str]) -> list[ForeignSuite]:
+    """These suites, or all."""
+    for name in names:
+        if name not in SUITES:
+            raise UsageError(f"unknown suite {name!r}; choose from: {', '.join(SUITES)}")
+    return [SUITES[name] for name in names] if names else list(SUITES.values())

@@ -1,0 +1,156 @@
+"""Values for a JSON schema, taken from what the user says where the schema leaves a choice.
+
+Tool arguments and structured answers of the rule-following model come from here. The values are made in the
+order of the schema's properties: each number and quoted word of the user's text is used once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+PLACE = re.compile(
+    r"\b(?:in|for|at|of|to|from)\s+((?:[A-Z][\w.'-]*)(?:(?:,?\s+)(?:[A-Z][\w.'-]*))*)"
+    r"((?:,\s+(?:and\s+)?[A-Z][\w.'-]*)*(?:\s+and\s+(?:[A-Z][\w.'-]*)(?:\s+[A-Z][\w.'-]*)*)*)"
+)
+PLACES = ("location", "city", "place", "town", "country", "capital", "destination", "region", "area")
+QUOTED = re.compile(r"\"([^\"]+)\"|'([^']+)'|“([^”]+)”|`([^`]+)`")
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])")
+TEXTS = {
+    "date": "2026-01-31",
+    "date-time": "2026-01-31T12:00:00Z",
+    "time": "12:00:00Z",
+    "email": "someone@example.com",
+    "uri": "https://example.com/",
+    "uuid": "5f0c7a2e-8f1d-4c3b-9a6e-2d4b8c1e7f90",
+    "ipv4": "192.0.2.1",
+}
+DEEP = 12  # levels after which an optional property of a recursive schema is left out
+
+
+def places(text: str) -> list[str]:
+    """Names of places in the order of the text: "in Paris and Rome" has two, "in Oslo, Norway" one."""
+    found: list[str] = []
+    for match in PLACE.finditer(text):
+        found.append(match[1].rstrip(".,?!'"))
+        found += [name.rstrip(".,?!'") for name in re.split(r",\s+(?:and\s+)?|\s+and\s+", match[2]) if name]
+    return found
+
+
+class Values:
+    """Values for one request, from the user's text. `place` stands for every place that a schema asks for."""
+
+    def __init__(self, text: str, place: str = "") -> None:
+        self._text = text
+        self._numbers = [float(n) if "." in n else int(n) for n in NUMBER.findall(text)]
+        self._quoted = ["".join(groups) for groups in QUOTED.findall(text)]
+        self._place = place or next(iter(places(text)), "")
+
+    def of(self, schema: Mapping[str, Any], name: str = "", root: Mapping[str, Any] | None = None) -> Any:
+        root = schema if root is None else root
+        return self._value(schema, name, root, 0)
+
+    def _value(self, schema: Any, name: str, root: Mapping[str, Any], depth: int) -> Any:
+        if not isinstance(schema, Mapping):
+            return f"some {name or 'text'}"
+        if "$ref" in schema:
+            return self._value(_resolved(schema["$ref"], root), name, root, depth + 1)
+        if "const" in schema:
+            return schema["const"]
+        if schema.get("enum"):
+            return self._choice(schema["enum"])
+        for key in ("anyOf", "oneOf"):
+            if schema.get(key):
+                return self._value(self._variant(schema[key], name), name, root, depth + 1)
+        if schema.get("allOf"):
+            merged: dict[str, Any] = {}
+            for part in schema["allOf"]:
+                merged |= dict(_resolved(part["$ref"], root) if "$ref" in part else part)
+            return self._value(merged, name, root, depth + 1)
+        return self._typed(schema, name, root, depth)
+
+    def _typed(self, schema: Mapping[str, Any], name: str, root: Mapping[str, Any], depth: int) -> Any:
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            kind = next((one for one in kind if one != "null"), "null")
+        kind = str(kind or ("object" if "properties" in schema else "string")).lower()
+        if kind == "object":
+            return self._object(schema, root, depth)
+        if kind == "array":
+            items = schema.get("items", {})
+            first = schema.get("prefixItems", [])
+            least = max(int(schema.get("minItems", 0)), min(2, int(schema.get("maxItems", 2))))
+            count = max(least, len(first))
+            return [
+                self._value(first[n] if n < len(first) else items, name, root, depth + 1)
+                for n in range(count)
+            ]
+        if kind in ("integer", "number"):
+            return self._number(schema, kind == "integer")
+        if kind == "boolean":
+            return True
+        if kind == "null":
+            return None
+        return self._string(schema, name)
+
+    def _object(self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        required = schema.get("required", [])
+        known = schema.get("properties", {})
+        wanted = [name for name in known if name in required or depth < DEEP]
+        return {name: self._value(known[name], name, root, depth + 1) for name in wanted}
+
+    def _choice(self, values: list[Any]) -> Any:
+        said = self._text.lower()
+        return next((value for value in values if str(value).lower() in said), values[0])
+
+    def _variant(self, variants: list[Any], name: str) -> Any:
+        """The first that is not null; null where the text does without it ("no punchline")."""
+        spelled = name.replace("_", " ").lower()
+        if any(f"{word} {spelled}" in self._text.lower() for word in ("no", "without")):
+            for variant in variants:
+                if variant.get("type") == "null":
+                    return variant
+        return next((variant for variant in variants if variant.get("type") != "null"), variants[0])
+
+    def _number(self, schema: Mapping[str, Any], whole: bool) -> int | float:
+        low = schema.get("minimum", schema.get("exclusiveMinimum", -(10**9)))
+        high = schema.get("maximum", schema.get("exclusiveMaximum", 10**9))
+        if isinstance(low, bool):
+            low = -(10**9)
+        for n, value in enumerate(self._numbers):
+            if low <= value <= high and (not whole or value == int(value)):
+                del self._numbers[n]
+                return int(value) if whole else value
+        least = low + ("exclusiveMinimum" in schema)
+        default = 1 if low <= 1 <= high else least
+        return int(default) if whole else default
+
+    def _string(self, schema: Mapping[str, Any], name: str) -> str:
+        if "pattern" in schema:
+            from afield.conformance.foreign.patterns import example
+
+            return example(str(schema["pattern"]))
+        if schema.get("format") in TEXTS:
+            return TEXTS[str(schema["format"])]
+        lower = name.lower()
+        if self._place and any(place in lower for place in PLACES):
+            return self._place
+        if self._quoted:
+            return self._quoted.pop(0)
+        text = f"{name.replace('_', ' ') or 'text'} of {_topic(self._text)}".strip()
+        text += " " * max(0, int(schema.get("minLength", 0)) - len(text))
+        return text[: int(schema.get("maxLength", len(text)))]
+
+
+def _topic(text: str) -> str:
+    words = re.findall(r"\w+", text)
+    return " ".join(words[-2:]) or "it"
+
+
+def _resolved(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        if part != "#":
+            found = found[part.replace("~1", "/").replace("~0", "~")]
+    return found

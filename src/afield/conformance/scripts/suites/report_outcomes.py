@@ -1,0 +1,53 @@
+"""pytest plugin: appends the outcome of every test to the file $AFIELD_SUITE_RESULTS."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(os.environ["AFIELD_SUITE_RESULTS"])
+WORST = ("passed", "skipped", "failed")
+outcomes: dict[str, tuple[str, str]] = {}
+
+
+def _write(row: dict[str, Any]) -> None:
+    with FILE.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _short(problem: object) -> str:
+    return " ".join(str(problem).split())[:300]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test is as bad as the worst of its setup, call and teardown."""
+    detail = ""
+    if report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        detail = _short(crash.message if crash else report.longrepr)
+    elif report.skipped:
+        longrepr: Any = report.longrepr
+        detail = getattr(report, "wasxfail", "") or (str(longrepr[2]) if isinstance(longrepr, tuple) else "")
+    name = report.nodeid.rpartition("::")[2] if "::" in report.nodeid else report.nodeid
+    known, told = outcomes.get(name, ("passed", ""))
+    worst = max(known, report.outcome, key=WORST.index)
+    outcomes[name] = (worst, detail if worst != known or not told else told)
+    if report.when == "teardown":
+        outcome, text = outcomes[name]
+        _write({"test": name, "outcome": outcome, "detail": text})
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _write(
+            {"test": f"collect {report.nodeid}", "outcome": "failed", "detail": str(report.longrepr)[-300:]}
+        )
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    if exitstatus in (0, 1):
+        _write({"finished": True})
