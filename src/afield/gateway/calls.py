@@ -24,6 +24,7 @@ from afield.gateway.partial import Partial
 from afield.gateway.refusal import Refusal, bad_request, engine_down
 from afield.gateway.repeats import RETRY
 from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
+from afield.gateway.scores import Scores, Spoken
 from afield.gateway.session import ENGINE_FAILED, Reservation, Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.stops import StopStrings, sampled
@@ -37,6 +38,14 @@ MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read
 RULE = "render:"  # tag of a turn whose new messages were changed by a rule to suit the chat template
 LAST = 1 << 62  # calls that never ended sort behind those that did
 LEAVING_S = 5.0
+# What asks for the likeliest tokens in each dialect.
+LOGPROBS = {
+    "chat": "top_logprobs",
+    "completions": "logprobs",
+    "responses": "top_logprobs",
+    "gemini": "generationConfig.logprobs",
+    "anthropic": "top_logprobs",
+}
 
 
 class Calls:
@@ -67,6 +76,10 @@ class Calls:
         tokens = self._tokens_of(session)
         place = await placing.place(session, tokens, request, self._info.max_context)
         limit = placing.limit(session, request, place, self._info.max_context)
+        if request.only_score:
+            for item in await self._score(session, request, place):
+                yield item
+            return
         if items := await self._again(session, tokens, request, place, limit):
             for item in items:
                 yield item
@@ -100,12 +113,28 @@ class Calls:
         return self._tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render)
 
     def _check(self, session: Session, request: ModelRequest) -> None:
+        if request.top_logprobs or request.prompt_logprobs is not None:
+            self._check_logprobs(request)
         if request.tools and not self._reads_calls(session):
             raise self._unsupported(session)
         if request.images and not self._info.images:
             raise bad_request(
                 f"the engine ({self._info.kind}) takes no images",
                 "send text, or serve a model and an engine that take images",
+            )
+
+    def _check_logprobs(self, request: ModelRequest) -> None:
+        name, most, kind = LOGPROBS[request.dialect], self._info.max_top_logprobs, self._info.kind
+        if request.prompt_logprobs is not None and not self._info.prompt_logprobs:
+            asks = "echo with logprobs" if request.dialect == "completions" else "prompt_logprobs"
+            raise bad_request(
+                f"{asks} asks for the log-probabilities of the prompt, which the engine ({kind}) does not tell",
+                "ask without it",
+            )
+        if (asked := max(request.top_logprobs, request.prompt_logprobs or 0)) > most:
+            raise bad_request(
+                f"{name}={asked}: the engine ({kind}) tells at most the {most} likeliest tokens at each place",
+                f"ask for {most}, or use an engine that tells more",
             )
 
     def _reads_calls(self, session: Session) -> bool:
@@ -138,6 +167,9 @@ class Calls:
         for turn in reversed(session.forest.asked(place.asked)):
             if not _repeatable(session, turn, key, (place.parent, place.delta_ids, limit)):
                 continue
+            scores = self._scores_again(session, request, turn)
+            if _asks_scores(request) and scores is None:
+                continue
             parser, stops = self._readers(tokens, request)
             _, events = stops.feed(turn.token_ids)
             events += stops.finish()
@@ -149,11 +181,22 @@ class Calls:
                 session.unsure.discard(turn.id)
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
-                started = Started(session.id, turn.id, place.prompt_ids, turn.started, owed=missed)
-                piece = Piece(turn.token_ids, turn.logprobs, self._named(events, turn.id))
+                started = Started(
+                    session.id, turn.id, place.prompt_ids, turn.started, owed=missed, sampling=turn.sampling
+                )
+                shown = scores or Scores()
+                piece = Piece(turn.token_ids, turn.logprobs, self._named(events, turn.id), shown.top)
+                piece = structs.replace(piece, prompt_logprobs=shown.prompt, spoken=shown.spoken or ())
                 thought = await _thought(tokens, turn, reply)
-                return [started, piece, Done(turn, reply, len(place.prompt_ids), stops.found, thought)]
+                end = Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
+                return [started, piece, end]
         return []
+
+    def _scores_again(self, session: Session, request: ModelRequest, turn: Turn) -> Scores | None:
+        """What was told with a turn, if this request asks for no more."""
+        scores = session.rows[int(turn.id[1:])].scores
+        asked = (request.top_logprobs, request.prompt_logprobs, request.by_token)
+        return scores if scores and scores.answers(*asked) else None
 
     def _readers(self, tokens: ChatTokens, request: ModelRequest) -> tuple[Parser, StopStrings]:
         if request.prompt is not None:
@@ -162,6 +205,34 @@ class Calls:
             # Calls are shown when they are closed: a client never sees one that turns out malformed.
             parser = tokens.parser(tools=request.tools if request.may_call else (), hold_calls=True)
         return parser, StopStrings(request.stop, parser)
+
+    # --- prompts that are scored and not answered ------------------------------------------------
+
+    async def _score(self, session: Session, request: ModelRequest, place: lineage.Place) -> list[Item]:
+        """The log-probabilities of a prompt. It takes a call from the budget and leaves no turn: there is
+        nothing that anybody sampled, but for the one token that engines want to be asked for."""
+        n = session.charge(self._clock())
+        intent = self._intent(session, request, place, 0, n)
+        scored = None
+        if request.prompt_logprobs is not None:
+            call = structs.replace(
+                self._call(session, request, place, 1, intent.id, n), stream=False, stop=()
+            )
+            try:
+                async with aclosing(self._engine.generate(call)) as chunks:
+                    async for chunk in chunks:
+                        scored = chunk.prompt_logprobs if scored is None else scored
+            except ValueError as error:
+                raise bad_request(f"the engine refuses this prompt: {error}") from error
+            except Unavailable as error:
+                session.charged -= 1
+                raise engine_down(str(error)) from error
+        turn = structs.replace(intent, status=TurnStatus.COMMITTED, finish_reason=FinishReason.LENGTH)
+        scores = Scores(prompt_count=request.prompt_logprobs, prompt=scored)
+        reply = Message(role="assistant")
+        started = Started(session.id, turn.id, place.prompt_ids, turn.started, False, turn.sampling)
+        piece = Piece((), (), [], prompt_logprobs=scored)
+        return [started, piece, Done(turn, reply, len(place.prompt_ids), scores=scores)]
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -179,6 +250,7 @@ class Calls:
         intent = self._intent(session, request, place, limit, n)
         partial = Partial()
         parser, stops = self._readers(tokens, request)
+        spoken = Spoken(parser.size) if request.by_token else None
         if request.images:
             await self._store.put_images(session.id, request.images.values())
         call = self._call(session, request, place, reserved.left, intent.id, n)
@@ -190,16 +262,20 @@ class Calls:
         self._metrics.began(intent)
         try:
             await self._note_intent(session, intent, n)
-            yield Started(session.id, intent.id, place.prompt_ids, intent.started)
+            yield Started(session.id, intent.id, place.prompt_ids, intent.started, sampling=intent.sampling)
             async for chunk in chunks:
                 now, before = self._clock(), len(partial.ids)
                 partial.fold(chunk, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
-                piece = self._piece(chunk, partial, stops, intent.id)
+                if spoken is None:
+                    pieces = [self._piece(chunk, partial, stops, intent.id, before)]
+                else:
+                    pieces = self._single_pieces(chunk, partial, stops, intent.id, before, spoken)
                 reserved.spend(len(partial.ids) - before, now)
                 if not partial.finish:
-                    yield piece
+                    for piece in pieces:
+                        yield piece
                     continue
                 if partial.finish is FinishReason.ABORTED:
                     raise Unavailable("the engine gave the call up")
@@ -208,12 +284,14 @@ class Calls:
                 session.check_unsealed()
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, spoilt)
                 # From here on, whatever comes, the commit is carried through.
-                await self._record(session, request, turn, n)
+                scores = _scores(request, partial, spoken) if _asks_scores(request) else None
+                await self._record(session, request, turn, n, scores)
                 if not turn.sent_ids:
                     session.forest.keep(turn.id, place.prompt_ids)
                 thought = await _thought(tokens, turn, reply)
-                yield piece
-                yield Done(turn, reply, len(place.prompt_ids), stops.found, thought)
+                for piece in pieces:
+                    yield piece
+                yield Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
                 return
             raise Unavailable("the engine's stream ended without a finish")
         except ValueError as error:
@@ -264,8 +342,37 @@ class Calls:
         delta = tuple(prompt_ids[len(before) :])
         return structs.replace(intent, delta_ids=delta, sent_ids=intent.sent_ids or intent.delta_ids)
 
-    def _piece(self, chunk: Chunk, partial: Partial, stops: StopStrings, turn_id: str) -> Piece:
-        """What a chunk tells. What was sampled after a stop string is not recorded."""
+    def _single_pieces(
+        self,
+        chunk: Chunk,
+        partial: Partial,
+        stops: StopStrings,
+        turn_id: str,
+        before: int,
+        spoken: Spoken,
+    ) -> list[Piece]:
+        """A chunk token by token, each with the places of the tokens whose text it tells."""
+        pieces: list[Piece] = []
+        last = len(chunk.token_ids) - 1
+        for n, token in enumerate(chunk.token_ids):
+            one = structs.replace(
+                chunk,
+                token_ids=(token,),
+                logprobs=chunk.logprobs[n : n + 1],
+                top_logprobs=chunk.top_logprobs[n : n + 1],
+                prompt_logprobs=chunk.prompt_logprobs if n == 0 else None,
+                finish=chunk.finish if n == last else None,
+            )
+            piece = self._piece(one, partial, stops, turn_id, before + n)
+            pieces.append(structs.replace(piece, spoken=spoken.feed(token, piece.events)))
+        if not chunk.token_ids:
+            piece = self._piece(chunk, partial, stops, turn_id, before)
+            pieces.append(structs.replace(piece, spoken=spoken.tell(piece.events)))
+        return pieces
+
+    def _piece(self, chunk: Chunk, partial: Partial, stops: StopStrings, turn_id: str, before: int) -> Piece:
+        """What a chunk tells, `before` tokens after the first. What was sampled after a stop string is not
+        recorded."""
         kept, events = stops.feed(chunk.token_ids)
         if chunk.finish or stops.hit:
             events += stops.finish()
@@ -273,7 +380,12 @@ class Calls:
             partial.trim(len(chunk.token_ids) - kept)
             partial.trim(stops.beyond(partial.ids))
             partial.finish = FinishReason.STOP
-        return Piece(chunk.token_ids[:kept], chunk.logprobs[:kept], self._named(events, turn_id))
+        logprobs = tuple(partial.logprobs[before : before + kept])
+        piece = Piece(chunk.token_ids[:kept], logprobs, self._named(events, turn_id))
+        if chunk.top_logprobs or chunk.prompt_logprobs is not None:
+            top, prompt = chunk.top_logprobs[:kept], chunk.prompt_logprobs
+            return structs.replace(piece, top_logprobs=top, prompt_logprobs=prompt)
+        return piece
 
     def _images(self, session: Session, place: lineage.Place) -> tuple[Image, ...]:
         """All images of the conversation, in the order of their places in the prompt."""
@@ -299,6 +411,8 @@ class Calls:
             images=self._images(session, place) if self._info.images else (),
             # A call that a gateway died under is asked again, and is not to be drawn anew.
             draw=f"{spec.draw or session.id}/t{n - session.dangling}",
+            top_logprobs=request.top_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _intent(
@@ -332,9 +446,11 @@ class Calls:
         session.check_unsealed()
         await self._write(session, TurnRow(n, LAST, intent), session.intend)
 
-    async def _record(self, session: Session, request: ModelRequest, turn: Turn, n: int) -> None:
+    async def _record(
+        self, session: Session, request: ModelRequest, turn: Turn, n: int, scores: Scores | None = None
+    ) -> None:
         session.commits += 1
-        row = TurnRow(n, session.commits, turn, request.idempotency_key, request.thread)
+        row = TurnRow(n, session.commits, turn, request.idempotency_key, request.thread, scores)
         await self._write(session, row, session.record)
 
     async def _write(self, session: Session, row: TurnRow, then: Callable[[TurnRow], None]) -> None:
@@ -404,6 +520,20 @@ def _repeatable(
     if asked != (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens):
         return False
     return bool(key) or turn.id in session.row.withheld or turn.id in session.unsure
+
+
+def _asks_scores(request: ModelRequest) -> bool:
+    return request.top_logprobs > 0 or request.prompt_logprobs is not None or request.by_token
+
+
+def _scores(request: ModelRequest, partial: Partial, spoken: Spoken | None) -> Scores:
+    return Scores(
+        count=request.top_logprobs,
+        top=tuple(partial.tops),
+        prompt_count=request.prompt_logprobs,
+        prompt=partial.prompt_tops,
+        spoken=None if spoken is None else tuple(spoken.all),
+    )
 
 
 async def _thought(tokens: ChatTokens, turn: Turn, reply: Message) -> int:

@@ -6,6 +6,7 @@ import math
 
 from afield.errors import Unavailable
 from afield.seams import Chunk
+from afield.seams.engine import TopLogprobs
 from afield.types import FinishReason, VersionSpan, check_cover
 
 CERTAIN = -5e-324
@@ -15,6 +16,8 @@ class Partial:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
+        self.tops: list[TopLogprobs] = []
+        self.prompt_tops: tuple[TopLogprobs, ...] | None = None
         self.first_token: float | None = None
         self.finish: FinishReason | None = None
         self._spans: list[tuple[int, int, int, int]] = []
@@ -22,6 +25,11 @@ class Partial:
     def fold(self, chunk: Chunk, now: float) -> None:
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
+        if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.token_ids):
+            told = len(chunk.top_logprobs)
+            raise Unavailable(
+                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {told} places"
+            )
         if not all(map(math.isfinite, chunk.logprobs)):
             raise Unavailable("the engine gave a log-probability that is not a finite number")
         if chunk.versions is not None:
@@ -40,6 +48,9 @@ class Partial:
                 chunk.logprobs if 0.0 not in chunk.logprobs else map(_marked, chunk.logprobs)
             )
             self._span(start, len(self.ids), chunk.low, chunk.high)
+            self.tops.extend(chunk.top_logprobs)
+        if chunk.prompt_logprobs is not None:
+            self.prompt_tops = chunk.prompt_logprobs
         self.finish = chunk.finish
         if chunk.versions is not None:
             self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
@@ -49,7 +60,7 @@ class Partial:
         if count < 1:
             return
         end = len(self.ids) - count
-        del self.ids[end:], self.logprobs[end:]
+        del self.ids[end:], self.logprobs[end:], self.tops[end:]
         self._spans = [(s[0], min(s[1], end), *s[2:]) for s in self._spans if s[0] < end]
 
     def _span(self, start: int, end: int, low: int, high: int) -> None:

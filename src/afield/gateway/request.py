@@ -11,9 +11,11 @@ from typing import Literal
 
 from msgspec import Struct
 
+from afield.gateway.scores import Scores
 from afield.seams import Image
+from afield.seams.engine import TopLogprobs
 from afield.tokens import Event, Tool
-from afield.types import Message, Turn
+from afield.types import Message, Sampling, Turn
 
 NO_WISHES: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
@@ -53,7 +55,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     With `must_call` the reply is a tool call; `callable_tools` are the names it may call (all if empty),
     and without `parallel_calls` it makes one call at most. `names` says by which parameter of the dialect a
     field was asked for, for whoever has to refuse it. `top_logprobs` asks for that many of the likeliest
-    tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too.
+    tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too. Pieces
+    `by_token` have one token each and say which of them are text. With `only_score` nothing is sampled.
     """
 
     dialect: str
@@ -69,6 +72,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     names: Mapping[str, str] = NO_NAMES
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
+    by_token: bool = False
+    only_score: bool = False
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -91,12 +96,18 @@ class Started(Struct, frozen=True):
     prompt_ids: tuple[int, ...]
     created: float
     owed: bool = True
+    sampling: Sampling = Sampling()
+    """What the call is sampled with."""
 
 
 class Piece(Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     events: list[Event]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[TopLogprobs, ...] | None = None
+    spoken: tuple[int, ...] = ()
+    """Places in the turn of the tokens whose text the events tell, where `by_token` asks for it."""
 
 
 class Done(Struct, frozen=True):
@@ -108,6 +119,7 @@ class Done(Struct, frozen=True):
     prompt_tokens: int
     stop: str | None = None
     thought: int = 0
+    scores: Scores | None = None
 
 
 Item = Started | Piece | Done

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
+from afield.gateway.scores import Scores
 from afield.private_files import private_database, private_directory
 from afield.seams import Image, SessionSpec
 from afield.types import Failure, Turn
@@ -122,6 +123,8 @@ class TurnRow(Struct, frozen=True):
     """The client's own name for the request, the same in all tries of it."""
     thread: str = ""
     """The client's own name for the conversation, where it has several."""
+    scores: Scores | None = None
+    """Log-probabilities of other tokens that the client asked for."""
 
 
 T = TypeVar("T")

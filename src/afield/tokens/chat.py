@@ -278,6 +278,14 @@ class ChatTokens:
         """For reading."""
         return self._vocab.decode(ids)
 
+    def piece(self, token: int) -> bytes:
+        """What a token spells, control tokens too; a part of a character for a token that is one."""
+        return self._vocab.piece(token)
+
+    def shown(self, token: int) -> bytes:
+        """The same as it is shown in a reply: nothing for control tokens that end it or belong to nobody."""
+        return self._spellings[token]
+
     def encode_text(self, text: str) -> list[int]:
         """Plain text: whatever it spells, no control ids come of it (unless the policy says otherwise)."""
         try:
