@@ -38,14 +38,6 @@ MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read
 RULE = "render:"  # tag of a turn whose new messages were changed by a rule to suit the chat template
 LAST = 1 << 62  # calls that never ended sort behind those that did
 LEAVING_S = 5.0
-# What asks for the likeliest tokens in each dialect.
-LOGPROBS = {
-    "chat": "top_logprobs",
-    "completions": "logprobs",
-    "responses": "top_logprobs",
-    "gemini": "generationConfig.logprobs",
-    "anthropic": "top_logprobs",
-}
 
 
 class Calls:
@@ -124,18 +116,15 @@ class Calls:
             )
 
     def _check_logprobs(self, request: ModelRequest) -> None:
-        name, most, kind = LOGPROBS[request.dialect], self._info.max_top_logprobs, self._info.kind
-        if request.prompt_logprobs is not None and not self._info.prompt_logprobs:
-            asks = "echo with logprobs" if request.dialect == "completions" else "prompt_logprobs"
-            raise bad_request(
-                f"{asks} asks for the log-probabilities of the prompt, which the engine ({kind}) does not tell",
-                "ask without it",
-            )
-        if (asked := max(request.top_logprobs, request.prompt_logprobs or 0)) > most:
-            raise bad_request(
-                f"{name}={asked}: the engine ({kind}) tells at most the {most} likeliest tokens at each place",
-                f"ask for {most}, or use an engine that tells more",
-            )
+        info, names = self._info, request.names
+        if request.prompt_logprobs is not None and not info.prompt_logprobs:
+            name = names.get("prompt_logprobs", "prompt_logprobs")
+            told = f"the engine ({info.kind}) does not tell the log-probabilities of prompts"
+            raise bad_request(f"{name}: {told}", "ask without it")
+        name = names.get("top_logprobs", "top_logprobs")
+        if (asked := max(request.top_logprobs, request.prompt_logprobs or 0)) > info.max_top_logprobs:
+            told = f"the engine ({info.kind}) tells the {info.max_top_logprobs} likeliest tokens at most"
+            raise bad_request(f"{name}={asked}: {told}", "ask for fewer, or use an engine that tells more")
 
     def _reads_calls(self, session: Session) -> bool:
         certificate = self._tokens.certificate
@@ -212,12 +201,10 @@ class Calls:
         """The log-probabilities of a prompt. It takes a call from the budget and leaves no turn: there is
         nothing that anybody sampled, but for the one token that engines want to be asked for."""
         n = session.charge(self._clock())
-        intent = self._intent(session, request, place, 0, n)
+        intent = self._intent(session, request, place, 1, n)
         scored = None
         if request.prompt_logprobs is not None:
-            call = structs.replace(
-                self._call(session, request, place, 1, intent.id, n), stream=False, stop=()
-            )
+            call = self._call(session, request, place, 1, intent.id, n)
             try:
                 async with aclosing(self._engine.generate(call)) as chunks:
                     async for chunk in chunks:
@@ -250,7 +237,7 @@ class Calls:
         intent = self._intent(session, request, place, limit, n)
         partial = Partial()
         parser, stops = self._readers(tokens, request)
-        spoken = Spoken(parser.size) if request.by_token else None
+        spoken = _spoken(request, parser)
         if request.images:
             await self._store.put_images(session.id, request.images.values())
         call = self._call(session, request, place, reserved.left, intent.id, n)
@@ -268,30 +255,24 @@ class Calls:
                 partial.fold(chunk, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
-                if spoken is None:
-                    pieces = [self._piece(chunk, partial, stops, intent.id, before)]
-                else:
-                    pieces = self._single_pieces(chunk, partial, stops, intent.id, before, spoken)
+                pieces = self._pieces(chunk, partial, stops, intent.id, before, spoken)
                 reserved.spend(len(partial.ids) - before, now)
                 if not partial.finish:
                     for piece in pieces:
                         yield piece
                     continue
-                if partial.finish is FinishReason.ABORTED:
-                    raise Unavailable("the engine gave the call up")
+                _check_ended(partial.finish)
                 reply = self._with_ids(stops.cut(parser.reply), intent.id)
                 spoilt = (MALFORMED,) if parser.malformed else ()
                 session.check_unsealed()
                 turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, spoilt)
                 # From here on, whatever comes, the commit is carried through.
-                scores = _scores(request, partial, spoken) if _asks_scores(request) else None
-                await self._record(session, request, turn, n, scores)
-                if not turn.sent_ids:
-                    session.forest.keep(turn.id, place.prompt_ids)
+                scores = _scores(request, partial, spoken)
+                await self._commit(session, request, place, turn, n, scores)
                 thought = await _thought(tokens, turn, reply)
-                for piece in pieces:
-                    yield piece
-                yield Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
+                end = Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
+                for item in (*pieces, end):
+                    yield item
                 return
             raise Unavailable("the engine's stream ended without a finish")
         except ValueError as error:
@@ -342,16 +323,18 @@ class Calls:
         delta = tuple(prompt_ids[len(before) :])
         return structs.replace(intent, delta_ids=delta, sent_ids=intent.sent_ids or intent.delta_ids)
 
-    def _single_pieces(
+    def _pieces(
         self,
         chunk: Chunk,
         partial: Partial,
         stops: StopStrings,
         turn_id: str,
         before: int,
-        spoken: Spoken,
+        spoken: Spoken | None,
     ) -> list[Piece]:
-        """A chunk token by token, each with the places of the tokens whose text it tells."""
+        """A chunk, or its tokens one by one, each with the places of the tokens whose text it tells."""
+        if spoken is None:
+            return [self._piece(chunk, partial, stops, turn_id, before)]
         pieces: list[Piece] = []
         last = len(chunk.token_ids) - 1
         for n, token in enumerate(chunk.token_ids):
@@ -446,6 +429,19 @@ class Calls:
         session.check_unsealed()
         await self._write(session, TurnRow(n, LAST, intent), session.intend)
 
+    async def _commit(
+        self,
+        session: Session,
+        request: ModelRequest,
+        place: lineage.Place,
+        turn: Turn,
+        n: int,
+        scores: Scores | None,
+    ) -> None:
+        await self._record(session, request, turn, n, scores)
+        if not turn.sent_ids:
+            session.forest.keep(turn.id, place.prompt_ids)
+
     async def _record(
         self, session: Session, request: ModelRequest, turn: Turn, n: int, scores: Scores | None = None
     ) -> None:
@@ -522,11 +518,22 @@ def _repeatable(
     return bool(key) or turn.id in session.row.withheld or turn.id in session.unsure
 
 
+def _check_ended(finish: FinishReason) -> None:
+    if finish is FinishReason.ABORTED:
+        raise Unavailable("the engine gave the call up")
+
+
 def _asks_scores(request: ModelRequest) -> bool:
     return request.top_logprobs > 0 or request.prompt_logprobs is not None or request.by_token
 
 
-def _scores(request: ModelRequest, partial: Partial, spoken: Spoken | None) -> Scores:
+def _spoken(request: ModelRequest, parser: Parser) -> Spoken | None:
+    return Spoken(parser.size) if request.by_token else None
+
+
+def _scores(request: ModelRequest, partial: Partial, spoken: Spoken | None) -> Scores | None:
+    if not _asks_scores(request):
+        return None
     return Scores(
         count=request.top_logprobs,
         top=tuple(partial.tops),

@@ -52,6 +52,10 @@ class Wish(Struct, frozen=True, kw_only=True):
     reasoning: bool = True
     """Whether the reasoning is shown; it is recorded in any case."""
     token_ids: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    tokens_as_ids: bool = False
+    """Whether tokens are named by their ids in place of their text (vLLM's `return_tokens_as_token_ids`)."""
     echo: Mapping[str, Any] = {}
 
 

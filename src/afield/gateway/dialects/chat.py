@@ -18,12 +18,15 @@ from msgspec import Struct
 
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, encode, read
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
 from afield.gateway.dialects.tool_choice import checked, openai_choice
 from afield.gateway.memo import Memo
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, OutputFormat, Piece, Started
+from afield.gateway.scores import Scores
 from afield.gateway.wishes import Wishing, wishes
+from afield.seams.engine import TopLogprobs
 from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
 
@@ -125,6 +128,9 @@ class Body(Structured, kw_only=True):
     stop: str | list[str] | None = None
     n: int | None = 1
     logprobs: bool | None = False
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
@@ -157,6 +163,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
+        top_logprobs=wire.top_logprobs or 0,
+        prompt_logprobs=wire.prompt_logprobs,
         wishes=wishes(wire),
         retry=asks_again(asked),
         tags=(*_unenforced(wire), *left_out),
@@ -167,6 +175,9 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         model=wire.model,
         usage=bool(options and options.include_usage),
         logprobs=bool(wire.logprobs),
+        top_logprobs=wire.top_logprobs or 0,
+        prompt_logprobs=wire.prompt_logprobs is not None,
+        tokens_as_ids=bool(wire.return_tokens_as_token_ids),
         token_ids=bool(wire.return_token_ids),
     )
     return request, wish
@@ -181,10 +192,20 @@ def _check(wire: Body) -> None:
         raise bad_request("functions is not served", "send them as tools")
     if "audio" in (wire.modalities or ()):
         raise bad_request("modalities asks for audio, which is not served", "ask for text")
+    if wire.top_logprobs is not None or wire.prompt_logprobs is not None:
+        _check_logprobs(wire)
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(wire, name)
         if value is not None and value < 1:
             raise bad_request(f"{name}={value} must be at least 1")
+
+
+def _check_logprobs(wire: Body) -> None:
+    if check_count(wire.top_logprobs, "top_logprobs") and not wire.logprobs:
+        raise bad_request(f"top_logprobs={wire.top_logprobs} needs logprobs", "set logprobs to true")
+    check_count(wire.prompt_logprobs, "prompt_logprobs")
+    if wire.prompt_logprobs is not None and wire.stream:
+        raise bad_request("prompt_logprobs is not told in a stream", "ask without stream")
 
 
 def _unenforced(wire: Body) -> tuple[str, ...]:
@@ -320,9 +341,12 @@ class Chat:
         if reply.tool_calls:
             message["tool_calls"] = [_wire_call(call) for call in reply.tool_calls]
         choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason(done)}
-        sampled = (done.turn.token_ids, done.turn.logprobs)
-        choice["logprobs"] = logprobs(*sampled, self._tokens) if wish.logprobs else None
+        scores = done.scores or Scores()
+        sampled = (done.turn.token_ids, done.turn.logprobs, scores.top)
+        choice["logprobs"] = logprobs(*sampled, self._tokens, wish) if wish.logprobs else None
         answer = envelope("chat.completion", started, wish) | {"choices": [choice], "usage": usage(done)}
+        if wish.prompt_logprobs and scores.prompt is not None:
+            answer["prompt_logprobs"] = TokenText(self._tokens, wish).prompt(scores.prompt)
         if wish.token_ids:
             choice["token_ids"] = done.turn.token_ids
             answer["prompt_token_ids"] = started.prompt_ids
@@ -384,7 +408,8 @@ class ChatView:
     def _extra(self, piece: Piece) -> bytes:
         extra = b""
         if self._wish.logprobs and piece.token_ids:
-            extra += b',"logprobs":' + encode(logprobs(piece.token_ids, piece.logprobs, self._tokens))
+            sampled = (piece.token_ids, piece.logprobs, piece.top_logprobs)
+            extra += b',"logprobs":' + encode(logprobs(*sampled, self._tokens, self._wish))
         if self._wish.token_ids and piece.token_ids:
             extra += b',"token_ids":' + encode(piece.token_ids)
         return extra
@@ -406,10 +431,12 @@ def _delta(event: Event) -> dict[str, Any] | None:
     return None
 
 
-def logprobs(ids: Sequence[int], values: Sequence[float], tokens: ChatTokens) -> dict[str, Any]:
-    content = []
-    for token_id, logprob in zip(ids, values, strict=True):
-        text = tokens.decode([token_id])
-        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        content.append({**entry, "top_logprobs": []})
+def logprobs(
+    ids: Sequence[int],
+    values: Sequence[float],
+    tops: Sequence[TopLogprobs],
+    tokens: ChatTokens,
+    wish: Wish,
+) -> dict[str, Any]:
+    content = TokenText(tokens, wish).entries(ids, values, tops, wish.top_logprobs)
     return {"content": content, "refusal": None}

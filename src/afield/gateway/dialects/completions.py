@@ -1,26 +1,32 @@
 """OpenAI Completions: a prompt of text or ids, and everything sampled after it as text.
 
 Nothing is parsed: what looks like a tool call or reasoning stays in the text. Several prompts, several
-choices and `suffix` are refused. With `echo` the prompt comes first; nobody sampled it, so it has no
-log-probabilities. A client that asks for `logprobs` or `return_token_ids` gets exactly what is recorded;
-of other candidates nothing is recorded, so `top_logprobs` holds the sampled token alone.
+choices and `suffix` are refused. With `echo` the prompt comes first, and with `logprobs` its own
+log-probabilities, which are the model's without temperature; with `max_tokens` 0 nothing is sampled. A client
+that asks for `logprobs` or `return_token_ids` gets exactly what is recorded, and `top_logprobs` of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, read
+from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.gateway.scores import Scores
 from afield.gateway.wishes import wishes
+from afield.seams.engine import TopLogprobs
 from afield.tokens import ChatTokens, TextDelta
 
 Json = dict[str, Any]
+NAMES = {"top_logprobs": "logprobs", "prompt_logprobs": "echo with logprobs"}
+REPLACEMENT = "\ufffd"
 
 
 class Body(chat.Structured, kw_only=True):
@@ -31,6 +37,8 @@ class Body(chat.Structured, kw_only=True):
     stream: bool | None = False
     stream_options: chat.StreamOptions | None = None
     logprobs: int | bool | None = None
+    prompt_logprobs: int | None = None
+    return_tokens_as_token_ids: bool | None = False
     echo: bool | None = False
     n: int | None = 1
     best_of: int | None = 1
@@ -50,13 +58,16 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         dialect="completions",
         model=wire.model,
         prompt=prompt,
-        max_tokens=wire.max_tokens,
+        max_tokens=wire.max_tokens or None,
+        only_score=wire.max_tokens == 0,
+        top_logprobs=int(wire.logprobs or 0),
+        prompt_logprobs=_scores_prompt(wire),
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
         wishes=wishes(wire),
         retry=asks_again(asked),
         output=output,
-        names={"output": form} if output else {},
+        names=NAMES | {"output": form} if output else NAMES,
         tags=("unenforced:response_format",) if output else (),
     )
     wish = Wish(
@@ -64,6 +75,9 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         usage=bool(wire.stream_options and wire.stream_options.include_usage),
         logprobs=wire.logprobs is not None and wire.logprobs is not False,
         token_ids=bool(wire.return_token_ids),
+        top_logprobs=int(wire.logprobs or 0),
+        prompt_logprobs=wire.prompt_logprobs is not None,
+        tokens_as_ids=bool(wire.return_tokens_as_token_ids),
         echo={"prompt": prompt} if wire.echo else {},
     )
     return request, wish
@@ -77,8 +91,20 @@ def _check(wire: Body) -> None:
             )
     if wire.suffix:
         raise bad_request("suffix is not served", "put what follows into the prompt")
-    if wire.max_tokens is not None and wire.max_tokens < 1:
-        raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1")
+    if wire.max_tokens is not None and wire.max_tokens < (0 if wire.echo else 1):
+        raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1", "or 0 with echo")
+    check_count(int(wire.logprobs or 0), "logprobs")
+    check_count(wire.prompt_logprobs, "prompt_logprobs")
+    if wire.prompt_logprobs is not None and wire.stream:
+        raise bad_request("prompt_logprobs is not told in a stream", "ask without stream, or with echo")
+
+
+def _scores_prompt(wire: Body) -> int | None:
+    """How many of the likeliest tokens are wanted at each place of the prompt."""
+    repeated = int(wire.logprobs) if wire.echo and wire.logprobs not in (None, False) else None
+    if wire.prompt_logprobs is None or repeated is None:
+        return wire.prompt_logprobs if repeated is None else repeated
+    return max(wire.prompt_logprobs, repeated)
 
 
 def _prompt(given: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
@@ -113,12 +139,13 @@ class Completions:
 
     def answer(self, started: Started, done: Done, wish: Wish) -> Json:
         shape = Shape(started, wish, self._tokens)
-        before = shape.before()
-        given = shape.logprobs(started.prompt_ids, None) if wish.echo else None
-        sampled = shape.logprobs(done.turn.token_ids, done.turn.logprobs)
-        choice = shape.choice(
-            before + done.reply.content, _joined(given, sampled), finish=str(done.turn.finish_reason)
-        )
+        scores = done.scores or Scores()
+        given = shape.prompt_logprobs(scores.prompt) if wish.echo else None
+        sampled = shape.logprobs(done.turn.token_ids, done.turn.logprobs, scores.top)
+        text, finish = shape.before() + done.reply.content, str(done.turn.finish_reason)
+        choice = shape.choice(text, _joined(given, sampled), finish=finish)
+        if wish.prompt_logprobs and scores.prompt is not None:
+            choice["prompt_logprobs"] = shape.texts.prompt(scores.prompt)
         if wish.token_ids:
             choice |= {"prompt_token_ids": started.prompt_ids, "token_ids": done.turn.token_ids}
         return shape.envelope | {"choices": [choice], "usage": chat.usage(done)}
@@ -137,9 +164,12 @@ class Shape:
             "created": int(started.created),
             "model": wish.model,
         }
+        self.texts = TokenText(tokens, wish)
+        self._started = started
         self._wish = wish
         self._tokens = tokens
         self._offset = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def before(self) -> str:
         """The prompt's text, where the client wants it repeated."""
@@ -149,21 +179,55 @@ class Shape:
     def choice(self, text: str, logprobs: Json | None, finish: str | None = None) -> Json:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, ids: Sequence[int], values: Sequence[float] | None) -> Json | None:
+    def prompt_logprobs(self, scored: Sequence[TopLogprobs] | None) -> Json | None:
+        """Of a prompt that is repeated: nothing comes before its first token, so that has none."""
         if not self._wish.logprobs:
             return None
-        texts = [self._tokens.decode([token]) for token in ids]
+        given = self._started.prompt_ids
+        tops = scored if scored is not None else [()] * len(given)
+        ids = [top[0][0] if top else given[n] for n, top in enumerate(tops)]
+        own = [top[0][1] if top else None for top in tops]
+        return self._listed(ids, own, [top[1:] for top in tops], self._tokens.piece)
+
+    def logprobs(
+        self, ids: Sequence[int], values: Sequence[float], tops: Sequence[TopLogprobs]
+    ) -> Json | None:
+        if not self._wish.logprobs:
+            return None
+        return self._listed(ids, values, tops or [()] * len(ids), self._tokens.shown)
+
+    def _listed(
+        self,
+        ids: Sequence[int],
+        values: Sequence[float | None],
+        tops: Sequence[TopLogprobs],
+        spelled: Callable[[int], bytes],
+    ) -> Json:
         offsets: list[int] = []
-        for text in texts:
+        for token in ids:
             offsets.append(self._offset)
-            self._offset += len(text)
-        known = list(values) if values is not None else [None] * len(texts)
+            self._offset += len(self._utf8.decode(spelled(token)))
+        places = zip(ids, values, tops, strict=True)
         return {
-            "tokens": texts,
-            "token_logprobs": known,
-            "top_logprobs": [None if p is None else {text: p} for text, p in zip(texts, known, strict=True)],
+            "tokens": [self._name(token) for token in ids],
+            "token_logprobs": list(values),
+            "top_logprobs": [None if p is None else self._top(token, p, top) for token, p, top in places],
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, logprob: float, top: TopLogprobs) -> dict[str, float]:
+        """The token itself, then as many of the likeliest as were asked for."""
+        named = {self._name(token): logprob}
+        for other, p in top[: self._wish.top_logprobs]:
+            named.setdefault(self._name(other), p)
+        return named
+
+    def _name(self, token: int) -> str:
+        """The token's text; its bytes where it is a part of a character, so that no two are the same."""
+        text = self.texts.text(token)
+        if REPLACEMENT not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._tokens.piece(token))
 
 
 def _joined(given: Json | None, sampled: Json | None) -> Json | None:
@@ -179,24 +243,32 @@ class CompletionsView:
         self._started = started
         self._wish = wish
         self._shape = Shape(started, wish, tokens)
+        self._repeated = not wish.echo
 
     def opening(self) -> bytes:
-        """The prompt, for a client that wants it repeated as text or as ids."""
-        if not (self._wish.echo or self._wish.token_ids):
+        """The prompt, for a client that wants it repeated as text or as ids; scored it comes with a piece."""
+        if self._wish.echo and not self._wish.logprobs:
+            return self._repeat(None)
+        if not self._wish.token_ids or self._wish.echo:
             return b""
-        given = self._shape.logprobs(self._started.prompt_ids, None) if self._wish.echo else None
-        choice = self._shape.choice(self._shape.before(), given)
-        return self._chunk(
-            choice | ({"prompt_token_ids": self._started.prompt_ids} if self._wish.token_ids else {})
-        )
+        return self._chunk(self._shape.choice("", None) | {"prompt_token_ids": self._started.prompt_ids})
 
     def piece(self, piece: Piece) -> bytes:
+        before = b"" if self._repeated else self._repeat(piece.prompt_logprobs)
         text = "".join(event.text for event in piece.events if isinstance(event, TextDelta))
         asked = self._wish.logprobs or self._wish.token_ids
         if not text and not (asked and piece.token_ids):
-            return b""
-        choice = self._shape.choice(text, self._shape.logprobs(piece.token_ids, piece.logprobs))
-        return self._chunk(choice | ({"token_ids": piece.token_ids} if self._wish.token_ids else {}))
+            return before
+        logprobs = self._shape.logprobs(piece.token_ids, piece.logprobs, piece.top_logprobs)
+        choice = self._shape.choice(text, logprobs)
+        return before + self._chunk(choice | ({"token_ids": piece.token_ids} if self._wish.token_ids else {}))
+
+    def _repeat(self, scores: Sequence[TopLogprobs] | None) -> bytes:
+        """The prompt, before what was sampled after it."""
+        self._repeated = True
+        scored = self._shape.prompt_logprobs(scores)
+        ids = {"prompt_token_ids": self._started.prompt_ids} if self._wish.token_ids else {}
+        return self._chunk(self._shape.choice(self._shape.before(), scored) | ids)
 
     def closing(self, done: Done) -> bytes:
         out = self._chunk(self._shape.choice("", None, finish=str(done.turn.finish_reason)))

@@ -14,6 +14,7 @@ from msgspec import Raw
 
 from afield.gateway.dialects import gemini_request
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, data, encode
+from afield.gateway.dialects.logprobs import recorded
 from afield.gateway.dialects.objects import as_object
 from afield.gateway.marks import item_id, seal
 from afield.gateway.refusal import Refusal, bad_request
@@ -117,13 +118,23 @@ def ending(done: Done, wish: Wish, tokens: ChatTokens) -> dict[str, Any]:
     end: dict[str, Any] = {"finishReason": "STOP" if stopped else "MAX_TOKENS"}
     if wish.logprobs:
         sampled = zip(done.turn.token_ids, done.turn.logprobs, strict=True)
-        chosen = [
-            {"token": tokens.decode([token_id]), "tokenId": token_id, "logProbability": logprob}
-            for token_id, logprob in sampled
-        ]
-        end["avgLogprobs"] = sum(done.turn.logprobs) / max(1, len(done.turn.logprobs))
-        end["logprobsResult"] = {"chosenCandidates": chosen}
+        total = sum(done.turn.logprobs)
+        result: dict[str, Any] = {"logProbabilitySum": total}
+        result["chosenCandidates"] = [_candidate(*pair, tokens) for pair in sampled]
+        if wish.top_logprobs and done.scores:
+            places = zip(done.turn.token_ids, done.turn.logprobs, done.scores.top, strict=True)
+            tops = [recorded(top[: wish.top_logprobs], token, p) for token, p, top in places]
+            result["topCandidates"] = [
+                {"candidates": [_candidate(*pair, tokens) for pair in top]} for top in tops
+            ]
+        end["avgLogprobs"] = total / max(1, len(done.turn.logprobs))
+        end["logprobsResult"] = result
     return end
+
+
+def _candidate(token: int, logprob: float, tokens: ChatTokens) -> dict[str, Any]:
+    text = tokens.piece(token).decode(errors="replace")
+    return {"token": text, "tokenId": token, "logProbability": logprob}
 
 
 class GeminiView:

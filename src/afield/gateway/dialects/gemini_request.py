@@ -30,6 +30,7 @@ from afield.gateway.dialects.gemini_wire import (
     camel_name,
 )
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.logprobs import check_count
 from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.dialects.output_format import JSON_OBJECT, choice, json_schema
 from afield.gateway.dialects.tool_choice import ToolChoice, checked
@@ -62,6 +63,7 @@ SCHEMA_NAMES = {
     "defs": "$defs",
     "ref": "$ref",
 }
+LOGPROBS = "generationConfig.logprobs"
 CALLING = "toolConfig.functionCallingConfig"
 URL_SAFE = str.maketrans("-_", "+/")
 
@@ -85,7 +87,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         must_call=calling.must_call,
         callable_tools=calling.callable_tools,
         output=output,
-        names={"must_call": CALLING, "output": form},
+        names={"must_call": CALLING, "output": form, "top_logprobs": LOGPROBS},
+        top_logprobs=config.logprobs or 0,
         max_tokens=config.max_output_tokens,
         stop=tuple(config.stop_sequences or ()),
         stream=asked.parts.get("method") == "streamGenerateContent",
@@ -97,7 +100,11 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     )
     echo = {"sse": asked.query.get("alt") == "sse"}
     wish = Wish(
-        model=model, logprobs=bool(config.response_logprobs), token_ids=bool(wire.return_token_ids), echo=echo
+        model=model,
+        logprobs=bool(config.response_logprobs),
+        top_logprobs=config.logprobs or 0,
+        token_ids=bool(wire.return_token_ids),
+        echo=echo,
     )
     return request, wish
 
@@ -112,6 +119,8 @@ def _check(wire: Body, config: GenerationConfig) -> None:
         )
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
         raise bad_request(f"maxOutputTokens={config.max_output_tokens} must be at least 1")
+    if check_count(config.logprobs, LOGPROBS) and not config.response_logprobs:
+        raise bad_request(f"{LOGPROBS}={config.logprobs} needs responseLogprobs", "set it to true")
     if wire.cached_content:
         raise bad_request(
             f"cachedContent {wire.cached_content!r} is not known here", "send the contents themselves"

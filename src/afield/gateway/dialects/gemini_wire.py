@@ -76,6 +76,7 @@ class GenerationConfig(Wishing, kw_only=True, rename="camel"):
     response_json_schema: Any = None
     response_modalities: list[str] | None = None
     response_logprobs: bool | None = False
+    logprobs: int | None = None
     # Named again, so that they are renamed too.
     top_p: float | None = None
     top_k: float | None = None

@@ -1,0 +1,80 @@
+"""Log-probabilities as clients are shown them: a token's text and bytes, and the likeliest others.
+
+The sampled token's is always the recorded one, also among the likeliest. A token that is part of a character
+has the bytes of its own, and the replacement character as its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+from afield.gateway.dialects.base import Wish
+from afield.gateway.refusal import bad_request
+from afield.seams.engine import TopLogprobs
+from afield.tokens import ChatTokens
+
+MOST = 20
+Json = dict[str, Any]
+
+
+def check_count(count: int | None, name: str, most: int = MOST) -> int:
+    if count is not None and not 0 <= count <= most:
+        raise bad_request(f"{name}={count} must be between 0 and {most}")
+    return count or 0
+
+
+class TokenText:
+    """How tokens are written in an answer."""
+
+    def __init__(self, tokens: ChatTokens, wish: Wish) -> None:
+        self._tokens = tokens
+        self._as_ids = wish.tokens_as_ids
+
+    def text(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._tokens.piece(token).decode(errors="replace")
+
+    def entry(self, token: int, logprob: float) -> Json:
+        """As Chat and Responses have it."""
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._tokens.piece(token))}
+
+    def entries(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs] = (),
+        count: int = MOST,
+    ) -> list[Json]:
+        """With the likeliest tokens of each place, at most `count`."""
+        return [
+            {
+                **self.entry(token, logprob),
+                "top_logprobs": [self.entry(*pair) for pair in recorded(top[:count], token, logprob)],
+            }
+            for token, logprob, top in zip(ids, logprobs, tops or repeat(()), strict=False)
+        ]
+
+    def prompt(self, scored: Sequence[TopLogprobs]) -> list[Json | None]:
+        """As vLLM shows prompts: by token id, nothing for the first token."""
+        return [self._ranked(top) if top else None for top in scored]
+
+    def _ranked(self, top: TopLogprobs) -> Json:
+        """A rank is told where it is known: among the likeliest that were asked for."""
+        ordered = sorted(top, key=lambda pair: -pair[1])
+        ranks = {token: rank for rank, (token, _) in enumerate(ordered, 1)}
+        if ranks[top[0][0]] == len(top) > 1:
+            del ranks[top[0][0]]
+        return {
+            str(token): {
+                "logprob": logprob,
+                "rank": ranks.get(token) if len(top) > 1 else None,
+                "decoded_token": self._tokens.piece(token).decode(errors="replace"),
+            }
+            for token, logprob in top
+        }
+
+
+def recorded(top: TopLogprobs, token: int, logprob: float) -> TopLogprobs:
+    """The likeliest tokens with what is recorded for the one that was sampled."""
+    return tuple((other, logprob if other == token else p) for other, p in top)
