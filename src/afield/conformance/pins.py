@@ -14,6 +14,10 @@ NPM = {
         "@qwen-code/qwen-code@0.24.4",
         "node@22.22.0",
     ),  # it needs a newer node than most machines have
+    "vercel": (
+        *("ai@7.0.169", "@ai-sdk/openai@4.0.114", "@ai-sdk/anthropic@4.0.102", "@ai-sdk/google@4.0.117"),
+        "zod@4.6.7",
+    ),
 }
 PYTHON = {
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from afield.conformance.client import SCRIPTS, Command, Stage, from_pypi
+from afield.conformance.client import SCRIPTS, Command, Stage, from_npm, from_pypi
 from afield.conformance.foreign.suite import ForeignSuite
 from afield.errors import UsageError
 
@@ -47,7 +47,22 @@ LANGCHAIN = ForeignSuite(
     ),
 )
 
-SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in (LANGCHAIN,)}
+# --- Vercel AI SDK -------------------------------------------------------------------------------
+
+
+def _vercel(stage: Stage, variant: str) -> Command:
+    argv = ("node", str(FILES / "vercel.mjs"), str(stage.programs.parent))
+    return Command(argv, session(stage, variant))
+
+
+VERCEL = ForeignSuite(
+    name="vercel",
+    install=from_npm("vercel"),
+    command=_vercel,
+    variants=("openai-chat", "openai-responses", "anthropic", "google"),
+)
+
+SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in (LANGCHAIN, VERCEL)}
 
 
 def chosen_suites(names: list[str]) -> list[ForeignSuite]:
