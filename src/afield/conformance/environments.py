@@ -12,6 +12,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,28 @@ def wheel_files(cache: Path, package: str, prefix: str) -> Path:
         wheel.unlink()
 
     return _made_once(cache, package.partition("=")[0], [package, prefix], install)
+
+
+def git_files(cache: Path, name: str, url: str, commit: str, paths: Sequence[str]) -> Path:
+    """A folder with these paths of a repository at a commit: from a clone at `sources/NAME` in the cache if
+    there is one, else from the address."""
+    clone = cache / "sources" / name
+
+    def install(home: Path) -> None:
+        home.mkdir(parents=True)
+        repository = clone
+        if not clone.exists():
+            repository = home / "repository"
+            _run(["git", "init", "-q", "--bare", str(repository)])
+            _run(["git", "-C", str(repository), "fetch", "-q", "--depth", "1", url, commit])
+        archive = home / "files.tar"
+        _run(["git", "-C", str(repository), "archive", "-o", str(archive), commit, *paths])
+        with tarfile.open(archive) as files:
+            files.extractall(home / "files", filter="data")
+        archive.unlink()
+        shutil.rmtree(home / "repository", ignore_errors=True)
+
+    return _made_once(cache, name, [url, commit, *paths], install) / "files"
 
 
 def _made_once(cache: Path, name: str, what: Sequence[str], install: Callable[[Path], None]) -> Path:

