@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from afield.config import Environment
-from afield.conformance.environments import python_environment
+from afield.conformance.client import from_pypi
+from afield.conformance.foreign.suites import GENAI
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable
 from afield.seams import SessionSpec
@@ -40,12 +41,10 @@ async def asked(python: Path, folder: Path) -> tuple[dict[str, Any], Any, str]:
         return json.loads(out), record, up.gateway.tokens.decode(engine.ledger[0].prompt_ids)
 
 
-@pytest.mark.parametrize("version", ["2.34.0", "3.1.0"])
+@pytest.mark.parametrize("version", GENAI)
 def test_what_the_client_says_reaches_the_model(version: str, tmp_path: Path) -> None:
     try:
-        python = python_environment(
-            Environment.read().envs, f"google-genai-{version}", [f"google-genai=={version}"]
-        )
+        python = from_pypi(GENAI[version])(Environment.read().envs) / "python"
     except Unavailable as error:
         pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
     told, record, prompt = asyncio.run(asked(python, tmp_path))

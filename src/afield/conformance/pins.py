@@ -18,7 +18,7 @@ NPM = {
         *("ai@7.0.169", "@ai-sdk/openai@4.0.114", "@ai-sdk/anthropic@4.0.102", "@ai-sdk/google@4.0.117"),
         "zod@4.6.7",
     ),
-    "openresponses": ("tsx@4.23.15", "zod@3.25.76"),
+    "openresponses": ("tsx@4.23.15", "zod@3.25.76", "ws@8.22.2"),
 }
 PYTHON = {
     "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "openai==2.54.0", "mcp==2.3.0"),
@@ -27,6 +27,10 @@ PYTHON = {
         *("langgraph==1.2.20", "langchain-core==1.7.2", "langchain-openai==1.7.3", "openai==3.49.0"),
         *("langchain-tests==1.1.9", "langchain-anthropic==1.7.7", "anthropic==2.8.0"),
         *("langchain-google-genai==4.4.2", "google-genai==2.34.0"),
+    ),
+    "inspect": (  # and google-genai's newer line
+        *("inspect_ai==0.3.285", "openai==3.49.0", "anthropic==2.8.0", "google-genai==3.1.0"),
+        *("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     ),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
+
+from msgspec import structs
 
 from afield.conformance.client import SCRIPTS, Command, Stage, from_npm, from_pypi
 from afield.conformance.environments import git_files, npm_environment
@@ -73,8 +74,10 @@ def _install_openresponses(cache: Path) -> Path:
     """The tests need nothing but zod, which they find beside them."""
     source = git_files(cache, "openresponses", *OPENRESPONSES, ("bin", "src/lib", "src/generated"))
     modules = npm_environment(cache, "openresponses", NPM["openresponses"]).parent
-    with suppress(FileExistsError):
-        (source / "node_modules").symlink_to(modules)
+    link = source / "node_modules"
+    if not (link.is_symlink() and link.readlink() == modules):
+        link.unlink(missing_ok=True)
+        link.symlink_to(modules)
     return source / "node_modules" / ".bin"
 
 
@@ -84,14 +87,42 @@ def _openresponses(stage: Stage, variant: str) -> Command:
     return Command(argv, session(stage, variant))
 
 
+WEBSOCKET_TESTS = (
+    *("websocket-response", "websocket-sequential-responses", "websocket-continuation"),
+    *("websocket-reconnect-store-false-recovery", "websocket-previous-response-not-found"),
+    *("websocket-failed-continuation-evicts-cache", "websocket-compact-new-chain"),
+)
 OPEN_RESPONSES = ForeignSuite(
     name="openresponses",
     install=_install_openresponses,
     command=_openresponses,
+    not_ours=dict.fromkeys(WEBSOCKET_TESTS, "WebSocket mode, which the gateway refuses"),
     optional=True,
 )
 
-SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in (LANGCHAIN, VERCEL, OPEN_RESPONSES)}
+# --- google-genai --------------------------------------------------------------------------------
+
+GENAI = {"2.34.0": "langgraph", "3.1.0": "inspect"}  # the environments that have these versions
+
+
+def _install_genai(cache: Path) -> Path:
+    for name in GENAI.values():
+        from_pypi(name)(cache)
+    return cache
+
+
+def _genai(stage: Stage, variant: str) -> Command:
+    programs = from_pypi(GENAI[variant])(stage.programs)
+    return _pytest("test_google_genai.py", *ASYNC)(structs.replace(stage, programs=programs), variant)
+
+
+GOOGLE_GENAI = ForeignSuite(
+    name="google-genai", install=_install_genai, command=_genai, variants=tuple(GENAI)
+)
+
+SUITES: dict[str, ForeignSuite] = {
+    suite.name: suite for suite in (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI)
+}
 
 
 def chosen_suites(names: list[str]) -> list[ForeignSuite]:
