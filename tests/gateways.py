@@ -75,6 +75,7 @@ async def running(
     listener: socket.socket | None = None,
     limits: Limits = USUAL,
     connections: ConnectionLimits | None = None,
+    path_keys: bool = False,
 ) -> AsyncIterator[Running]:
     """A gateway that is served. `tries` is how often a call may break before it fails."""
     listener = listener or listen("127.0.0.1", 0)
@@ -90,6 +91,7 @@ async def running(
         secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
         outlet=outlet,
         limits=limits,
+        path_keys=path_keys,
     )
     async with pool, gateway:
         ready = asyncio.Event()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,9 @@ class Place:
 
 
 @asynccontextmanager
-async def place(store: Path, engine: Engine, limits: Limits = USUAL) -> AsyncIterator[Place]:
+async def place(
+    store: Path, engine: Engine, limits: Limits = USUAL, clock: Callable[[], float] = time.time
+) -> AsyncIterator[Place]:
     ledger = Ledger(engine)
     pool = Pool({"engine": ledger}, tries=1)
     gateway = LocalGateway(
@@ -104,6 +107,7 @@ async def place(store: Path, engine: Engine, limits: Limits = USUAL) -> AsyncIte
         public_url="http://gateway",
         secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
         limits=limits,
+        clock=clock,
     )
     async with pool, gateway:
         yield Place(gateway, ledger)

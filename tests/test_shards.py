@@ -40,10 +40,10 @@ def hello(call: Call) -> Scripted:
 
 
 @asynccontextmanager
-async def gateway(store: Path, engine_url: str) -> AsyncIterator[tuple[str, int]]:
+async def gateway(store: Path, engine_url: str, *more: str) -> AsyncIterator[tuple[str, int]]:
     """Its address and the id of its front process."""
     arguments = ["gateway", "--model", str(POLICY), "--engine", f"vllm={engine_url}", "--port", "0"]
-    arguments += ["--processes", "2", "--store", str(store), "--json", "--exit-with-parent"]
+    arguments += ["--processes", "2", "--store", str(store), "--json", "--exit-with-parent", *more]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

@@ -86,6 +86,7 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
     command += ["--max-submission-mb", str(config.max_submission_mb)]
     command += ["--keep-sessions-h", str(config.keep_sessions_h or 0)]
     command += ["--durable"] if config.durable else []
+    command += ["--path-keys"] if config.path_keys else []
     if config.gateway_url:
         command += ["--public-url", config.gateway_url]
     environment = agent_environment()

@@ -114,6 +114,11 @@ def add(commands: Any) -> None:
         metavar="H",
         help="hours after which a session that is over leaves the store; 0 keeps all (default: 72)",
     )
+    command.add_argument(
+        "--path-keys",
+        action="store_true",
+        help="put the session's key into its base URL, for clients that cannot send one",
+    )
     command.add_argument("--durable", action="store_true", help="survive power cuts too (fsync per commit)")
     command.add_argument("--log-format", choices=FORMATS, default="text", help="default: text")
     command.add_argument("--json", action="store_true", help="print the address as one line of JSON")
@@ -151,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
         max_rewards=args.max_rewards,
         max_connections=args.max_connections,
         keep_sessions_h=args.keep_sessions_h,
+        path_keys=args.path_keys,
         durable=args.durable,
         log_format=args.log_format,
     )
@@ -273,6 +279,7 @@ async def serve(
             admin_key=settings.admin_key,
             public_url=settings.public_url,
             durable=settings.durable,
+            path_keys=settings.path_keys,
             keep_sessions_s=settings.keep_sessions_h * 3600,
             shard=shard,
             outlet=outlet,

@@ -10,7 +10,7 @@ import logging
 import re
 
 FORMATS = ("text", "json")
-_KEY = re.compile(r"afk-([A-Za-z0-9._-]+)~[a-z.]*~[0-9a-f]*~[0-9a-f]+|(?i:bearer)\s+\S+")
+_KEY = re.compile(r"(af[hk]-[A-Za-z0-9._-]+)~[a-z0-9.-]*~[0-9a-f]*~[0-9a-f]+|(?i:bearer)\s+\S+")
 _SESSION = re.compile(r"\bsession ([A-Za-z0-9._-]+)|/s/([A-Za-z0-9._-]+)")
 
 
@@ -21,7 +21,7 @@ def start_logging(format: str) -> None:
 
 
 def without_keys(text: str) -> str:
-    return _KEY.sub(lambda found: f"afk-{found[1]}~..." if found[1] else "Bearer ...", text)
+    return _KEY.sub(lambda found: f"{found[1]}~..." if found[1] else "Bearer ...", text)
 
 
 class Lines(logging.Formatter):

@@ -54,6 +54,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     """Connections from one address at once, in each process (default: 16,384)."""
     keep_sessions_h: float = 72.0
     """Hours after which a session that is over leaves the store; 0 keeps all (default: 72)."""
+    path_keys: bool = False
+    """Whether base URLs carry the session's key, for clients that cannot send one (default: no)."""
     durable: bool = False
     """Whether every commit survives a power cut (fsync per commit)."""
     log_format: str = "text"

@@ -147,6 +147,7 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     float32 on a CPU and bfloat16 on a GPU."""
     max_submission_mb: int = 16  # of one outcome or reward at our gateway
     max_rewards: int = 10_000  # of one session
+    path_keys: bool = False  # whether base URLs carry the session's key
     engine_ledger: bool = False
     # what each kind of place is told
     sandbox: SandboxOptions = SandboxOptions()

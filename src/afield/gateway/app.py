@@ -2,7 +2,7 @@
 
 Paths under `/s/{session}/` and the bare dialect paths are for agents, with the session's key; the rest
 is for trainers and collectors, with the admin key (see `control`). A wrong or missing key is always
-401, and nothing but `POST /sessions` ever makes a session.
+401. Sessions are made by `POST /sessions`, and by requests with a header key that its owner created.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from afield.gateway.bodies import BodyBytes, ClientGone, read_body
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
 from afield.gateway.dialects.base import PREFILL, idempotency_key
 from afield.gateway.dialects.models import models
-from afield.gateway.http import Receive, Scope, Send, headers, key_of, query, send_json
+from afield.gateway.http import KEYED, Receive, Scope, Send, headers, key_of, path_key, query, send_json
+from afield.gateway.keys import HEADER_PREFIX, PREFIX, Grant
 from afield.gateway.keys import Scope as KeyScope
 from afield.gateway.refusal import (
     Refusal,
@@ -36,6 +37,7 @@ from afield.gateway.refusal import (
 from afield.gateway.request import ModelRequest
 from afield.gateway.service import LocalGateway
 from afield.gateway.session import Session
+from afield.gateway.shards import session_of
 from afield.types import Failure, FailureKind, Reason
 
 log = logging.getLogger("afield.gateway")
@@ -48,6 +50,8 @@ _BARE = re.compile(
 _DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
 LARGE = 512 * 1024  # bytes of a body that are read off the event loop
 _AGENT = ("/v1/", "/v1beta/")
+PATH_KEY = "afield.path_key"
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"x-goog-api-key"})
 HAND_IN_LESS = (
     "keep large files elsewhere and hand in their names, or start the gateway with --max-submission-mb,"
     " or a run with --set max_submission_mb=N"
@@ -80,6 +84,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the gateway serves http, not {scope['type']}")
+        if scope["path"].startswith(KEYED):
+            scope = without_path_key(scope)
         broken: list[Failure] = []
         answer = _Answer(send)
         with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, broken.append):
@@ -100,6 +106,8 @@ class App:
         session_id, path = split_path(scope["path"])
         spoken = path.startswith(_AGENT)
         try:
+            if scope.get(PATH_KEY) and not self._gateway.path_keys:
+                raise unauthorized("keys in paths are off", "start the gateway with --path-keys")
             if self._gateway.shard is not None:
                 here = await self._gateway.shard.elsewhere(scope, receive, send, self._admits)
                 if here is None:
@@ -124,7 +132,7 @@ class App:
         method, limits = scope["method"], self._gateway.limits
         match = self._dialects.match(path) if method == "POST" else None
         if match is not None:
-            session = self._session(session_id, scope, KeyScope.INFER)
+            session = await self._session(session_id, scope, KeyScope.INFER)
             with BodyBytes(session, limits.session_bytes) as held:
                 body = await read_body(scope, receive, limits.request_bytes, held=held)
                 asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo, session.id)
@@ -137,20 +145,25 @@ class App:
         elif method == "GET" and (
             listed := models(self._gateway.tokens.name, path, headers(scope), query(scope))
         ):
-            self._session(session_id, scope, KeyScope.INFER)
+            await self._check(session_id, scope, KeyScope.INFER)
             await send_json(send, 200, listed)
         elif (method, path) in control.REPORTS:
-            session = self._session(session_id, scope, control.REPORTS[method, path].needs)
-            grant = self._gateway.keys.check(key_of(scope))
+            session = await self._session(session_id, scope, control.REPORTS[method, path].needs)
+            grant = self._grant(key_of(scope))
             with BodyBytes(session, limits.session_bytes) as held:
                 body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, held)
                 told = await control.report(self._gateway, session, grant, scope, path, body)
             await send_json(send, 200, told)
         else:
-            self._session(session_id, scope, None)
+            await self._check(session_id, scope, None)
             raise not_found(f"{method} {path} is not served", "POST v1/chat/completions is, for one")
 
-    def _session(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> Session:
+    async def _check(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> None:
+        """Whether the key is good for something that concerns no session; opens none."""
+        if self._gateway.header_keys.check(key_of(scope)) is None:
+            await self._session(session_id, scope, needs)
+
+    async def _session(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> Session:
         """The session a request may use; the key decides, the path must agree."""
         key = key_of(scope)
         if not key:
@@ -160,11 +173,14 @@ class App:
                 raise bad_request("an admin key names no session", "use /s/{session}/..., or a session key")
             return self._gateway.sessions.get(session_id)
         grant = self._gateway.keys.check(key)
+        if grant is None and (row := self._gateway.header_keys.check(key)) is not None:
+            if needs is not None and needs not in row.grant.scopes:
+                raise _out_of_scope(row.grant, needs, f"header key {row.id}")
+            return await self._gateway.header_keys.session(row, session_id, scope)
         if grant is None or session_id not in (None, grant.session_id):
             raise unauthorized()
         if needs is not None and needs not in grant.scopes:
-            log.warning("session %s: a key without the scope %s was used for it", grant.session_id, needs)
-            raise forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
+            raise _out_of_scope(grant, needs, f"session {grant.session_id}")
         try:
             session = self._gateway.sessions.get(grant.session_id)
         except Missing as gone:
@@ -173,9 +189,20 @@ class App:
             raise unauthorized("the session of this key was deleted; another has its id now")
         return session
 
+    def _grant(self, key: str) -> Grant | None:
+        """What a key that was checked may do; None stands for the admin key."""
+        if self._gateway.keys.is_admin(key):
+            return None
+        row = self._gateway.header_keys.check(key)
+        grant = row.grant if row else self._gateway.keys.check(key)
+        if grant is None:
+            raise unauthorized()
+        return grant
+
     def _admits(self, key: str) -> bool:
         """Whether a key is one of this gateway's, for whatever it may do."""
-        return self._gateway.keys.is_admin(key) or self._gateway.keys.check(key) is not None
+        keys = self._gateway.keys
+        return keys.is_admin(key) or bool(keys.check(key) or self._gateway.header_keys.check(key))
 
     # --- trainers and collectors -----------------------------------------------------------------
 
@@ -214,12 +241,28 @@ async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
     return request, wish
 
 
+def _out_of_scope(grant: Grant, needs: KeyScope, whose: str) -> Refusal:
+    log.warning("%s: a key without the scope %s was used for it", whose, needs)
+    return forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
+
+
 def as_refusal(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OverflowError):
         return bad_request(f"a number is too large: {error}")
     return not_found(str(error)) if isinstance(error, Missing) else engine_down(str(error))
+
+
+def without_path_key(scope: Scope) -> Scope:
+    """A request to `/k/KEY/...` as it would be with the key in a header: a path is logged, a key is not."""
+    key, rest = path_key(scope["path"]) or ("", "")
+    key = key if key.startswith((PREFIX, HEADER_PREFIX)) else ""  # the admin key is taken from no path
+    kept = [(name, value) for name, value in scope["headers"] if name not in KEY_HEADERS]
+    kept.append((b"authorization", f"Bearer {key}".encode()))
+    session_id = session_of("", scope, key)
+    path = f"/s/{session_id}{rest}" if session_id else rest
+    return {**scope, "path": path, "raw_path": path.encode(), "headers": kept, PATH_KEY: True}
 
 
 def split_path(path: str) -> tuple[str | None, str]:

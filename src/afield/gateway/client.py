@@ -10,12 +10,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
 from msgspec import Struct
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError
+from afield.gateway.header_keys import HeaderKeySpec, HeaderKeyTicket
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket
 from afield.types import Policy
 from afield.wire import Submission
@@ -24,11 +26,16 @@ T = TypeVar("T")
 TIMEOUT_S = 120.0
 HEALTH_S = 10.0
 MANY = 5_000  # states that one request may ask for
+PAGE = 1_000  # sessions that one request lists
 LOADING_S = 1800.0  # weights may be large
 
 
 class _States(Struct):
     sessions: dict[str, SessionState]
+
+
+class _Listed(Struct):
+    sessions: list[SessionState]
 
 
 class _Health(Struct):
@@ -87,6 +94,25 @@ class HttpGateway:
 
     async def open(self, spec: SessionSpec) -> SessionTicket:
         return await self._ask("POST", "/sessions", SessionTicket, spec)
+
+    async def create_key(self, spec: HeaderKeySpec) -> HeaderKeyTicket:
+        """A key that opens a session for each value of a header. The same id and spec give the same key."""
+        return await self._ask("POST", "/keys", HeaderKeyTicket, spec)
+
+    async def delete_key(self, key_id: str) -> None:
+        """Its requests are refused from now on, and its open sessions completed. Repeating is harmless."""
+        await self._ask("DELETE", f"/keys/{key_id}", dict[str, Any])
+
+    async def sessions(self, *, key_id: str = "", phase: str = "") -> list[SessionState]:
+        """All sessions by id, in a phase if given; with `key_id` those of a header key."""
+        found: list[SessionState] = []
+        while True:
+            asked = {"limit": PAGE, "after": found[-1].id if found else "", "key": key_id, "phase": phase}
+            words = urlencode({name: value for name, value in asked.items() if value})
+            page = (await self._ask("GET", f"/sessions?{words}", _Listed)).sessions
+            found += page
+            if len(page) < PAGE:
+                return found
 
     async def state(self, session_id: str) -> SessionState:
         return await self._ask("GET", f"/sessions/{session_id}", SessionState)

@@ -12,6 +12,7 @@ from msgspec import Struct, to_builtins
 
 from afield import assembly
 from afield.gateway import outcomes
+from afield.gateway.header_keys import HeaderKeySpec, told
 from afield.gateway.http import Scope, Text, json_body, query
 from afield.gateway.keys import Grant
 from afield.gateway.keys import Scope as KeyScope
@@ -117,7 +118,22 @@ async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[st
         raise bad_request(f"limit={asked['limit']} must be at least 1")
     if phase is not None and phase not in list(Phase):
         raise bad_request(f"unknown phase {phase!r}", f"choose one of: {', '.join(Phase)}")
-    return 200, {"sessions": await gateway.listed(phase, int(min(limit, 1000)), asked.get("after", ""))}
+    after, key_id = asked.get("after", ""), asked.get("key", "")
+    return 200, {"sessions": await gateway.listed(phase, int(min(limit, 1000)), after, key_id)}
+
+
+async def create_key(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    row, new = await gateway.header_keys.create(json_body(body, HeaderKeySpec))
+    return (201 if new else 200), gateway.header_key_ticket(row)
+
+
+async def list_keys(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, {"keys": [told(row) for row in gateway.header_keys.list()]}
+
+
+async def delete_key(gateway: LocalGateway, key_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    await gateway.header_keys.delete(key_id)
+    return 200, {"id": key_id, "deleted": True}
 
 
 async def get_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
@@ -268,6 +284,9 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
         ("POST", "/sessions", open_session),
         ("GET", "/sessions", list_sessions),
         ("POST", "/sessions/states", session_states),
+        ("POST", "/keys", create_key),
+        ("GET", "/keys", list_keys),
+        ("DELETE", "/keys/(?P<id>[^/]+)", delete_key),
         ("GET", SESSION, get_session),
         ("DELETE", SESSION, delete_session),
         ("POST", f"{SESSION}/reward", reward),

@@ -18,6 +18,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 T = TypeVar("T")
+KEYED = "/k/"
 MAX_BODY = 64 * 1024 * 1024
 ENCODER = msgspec.json.Encoder()
 
@@ -40,6 +41,14 @@ def key_of(scope: Scope) -> str:
     bearer = token.strip() if scheme.lower() == "bearer" else ""
     found = bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
     return found or ("" if b"key=" not in scope.get("query_string", b"") else query(scope).get("key", ""))
+
+
+def path_key(path: str) -> tuple[str, str] | None:
+    """The key in a path of `/k/KEY/...`, and the rest of the path."""
+    if not path.startswith(KEYED):
+        return None
+    key, slash, rest = path[len(KEYED) :].partition("/")
+    return key, slash + rest
 
 
 def json_body(body: bytes, into: type[T]) -> T:

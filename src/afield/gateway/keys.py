@@ -1,18 +1,24 @@
 """Session keys: capabilities that name their session and what they may do, signed by the gateway.
 
 A key is `afk-SESSION~SCOPES~NONCE~MAC`. It needs no table, survives a restart (see
-`signing_secret`), opens nothing but its own session, and ends with it.
+`signing_secret`), opens nothing but its own session, and ends with it. A header key (see `header_keys`) is
+`afh-ID~HEADER~NONCE~MAC`: it says which header of a request names the session.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from enum import StrEnum
 
 from msgspec import Struct
 
 PREFIX = "afk-"
+HEADER_PREFIX = "afh-"
+PLAIN_VALUE = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,63})")
+UNUSUAL = re.compile(r"[^A-Za-z0-9_-]")
+SHOWN = 40  # characters of a header's value that are shown in an id which cannot hold all of it
 REMEMBERED = 8192
 
 
@@ -36,6 +42,31 @@ class Grant(Struct, frozen=True):
 def session_named_by(key: str) -> str | None:
     """Which session a key is for, whether or not it is a good one."""
     return key[len(PREFIX) :].partition("~")[0] or None if key.startswith(PREFIX) else None
+
+
+class HeaderKeyParts(Struct, frozen=True):
+    """What a header key says of itself, whether or not it is a good one."""
+
+    id: str
+    header: str
+    nonce: str
+
+
+def split_header_key(key: str) -> HeaderKeyParts | None:
+    if not key.startswith(HEADER_PREFIX):
+        return None
+    parts = key[len(HEADER_PREFIX) :].split("~")
+    return HeaderKeyParts(*parts[:3]) if len(parts) == 4 else None
+
+
+def header_session_id(key_id: str, value: str) -> str:
+    """The session that a header's value names: the value itself where it can be an id, else what can be shown
+    of it and a digest.
+    """
+    if not PLAIN_VALUE.fullmatch(value):
+        digest = hashlib.sha256(value.encode("utf-8", "surrogateescape")).hexdigest()[:20]
+        value = f"{UNUSUAL.sub('_', value[:SHOWN])}-{digest}"
+    return f"{key_id}.{value}"
 
 
 class Keys:
@@ -62,6 +93,17 @@ class Keys:
             self._known.clear()
         self._known.setdefault(session_id, {})[key] = grant
         return grant
+
+    def issue_header_key(self, key_id: str, header: str, nonce: str) -> str:
+        body = f"{key_id}~{header}~{nonce}"
+        return f"{HEADER_PREFIX}{body}~{self._header_mac(body)}"
+
+    def signed_header_key(self, key: str) -> bool:
+        body, _, mac = key.removeprefix(HEADER_PREFIX).rpartition("~")
+        return hmac.compare_digest(mac.encode(), self._header_mac(body).encode())
+
+    def _header_mac(self, body: str) -> str:
+        return self._mac(f"{HEADER_PREFIX}\n{body}")  # no session's key has a line break
 
     def forget(self, session_id: str) -> None:
         """Its keys stay good; they are looked at anew."""

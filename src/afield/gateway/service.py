@@ -17,6 +17,7 @@ from afield.errors import Conflict, Unavailable, UsageError
 from afield.exclusions import ExclusionReason
 from afield.gateway import outcomes
 from afield.gateway.calls import Calls
+from afield.gateway.header_keys import HeaderKeyRow, HeaderKeys, HeaderKeyTicket
 from afield.gateway.keys import Keys, Scope
 from afield.gateway.metrics import Metrics, Snapshot, exposition
 from afield.gateway.outbox import Outbox
@@ -43,7 +44,8 @@ class LocalGateway:
     """`async with` opens the store; the engine is started by whoever made it.
 
     With an `outlet`, which is entered by whoever made it too, outcomes of sessions that say their
-    experiment go on to it. `ending_s` is how long calls may take to end when their session does.
+    experiment go on to it. `ending_s` is how long calls may take to end when their session does. With
+    `path_keys`, base URLs carry the session's key, for clients that cannot send one.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class LocalGateway:
         outlet: Transport | None = None,
         limits: Limits = USUAL,
         ending_s: float = ENDING_S,
+        path_keys: bool = False,
         secret: SecretPlace = SecretPlace(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -74,6 +77,7 @@ class LocalGateway:
         self.limits = limits
         self._ending_s = ending_s
         self._admin_key = admin_key
+        self.path_keys = path_keys
         self._secret_place = secret
         self._clock = clock
         self._stack = AsyncExitStack()
@@ -94,6 +98,8 @@ class LocalGateway:
             limits=self.limits,
             ending_s=self._ending_s,
         )
+        owns = self.shard.owns if self.shard else lambda _: True
+        self.header_keys = HeaderKeys(store, self.keys, self.sessions, self._clock, owns)
         if self.shard:
             await self._stack.enter_async_context(self.shard)
         self.calls = Calls(
@@ -107,7 +113,6 @@ class LocalGateway:
         )
         await self._serve_published()
         if self._outlet is not None:
-            owns = self.shard.owns if self.shard else lambda _: True
             outbox = Outbox(self._outlet, store, self.sessions, self._invocation, owns)
             self._outbox = await self._stack.enter_async_context(outbox)
         chores = [asyncio.create_task(self._reap()), asyncio.create_task(self._watch_lag())]
@@ -139,7 +144,6 @@ class LocalGateway:
         self.engine.forget(session_id)
 
     def ticket(self, session: Session) -> SessionTicket:
-        base = f"{self.public_url}/s/{session.id}"
         spec = session.row.spec
         judged = spec.reward_from == "verifier"
         scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
@@ -148,12 +152,25 @@ class LocalGateway:
             return self.keys.issue(session.id, scopes, session.row.nonce)
 
         verifier = frozenset({Scope.REWARD, Scope.OUTCOME, Scope.READ})
+        key = issue(frozenset(scopes - {Scope.REWARD} if judged else scopes))
+        base = f"{self.public_url}/k/{key}" if self.path_keys else f"{self.public_url}/s/{session.id}"
         return SessionTicket(
             id=session.id,
-            api_key=issue(frozenset(scopes - {Scope.REWARD} if judged else scopes)),
+            api_key=key,
             base_url=base,
             openai_base_url=f"{base}/v1",
             verifier_key=issue(verifier) if judged else None,
+        )
+
+    def header_key_ticket(self, row: HeaderKeyRow) -> HeaderKeyTicket:
+        key = self.header_keys.token(row)
+        base = f"{self.public_url}/k/{key}" if self.path_keys else self.public_url
+        return HeaderKeyTicket(
+            id=row.id,
+            api_key=key,
+            base_url=base,
+            openai_base_url=f"{base}/v1",
+            header=row.spec.header,
         )
 
     async def health(self) -> tuple[int, dict[str, Any]]:
@@ -190,12 +207,14 @@ class LocalGateway:
         while True:
             await asyncio.sleep(REAP_EVERY_S)
             try:
-                ended = await self.sessions.reap()
+                ended, idle = await self.sessions.reap(), await self.header_keys.close_idle()
             except Unavailable as error:
                 log.error("sessions that have outlived their time are not ended yet: %s", error)
                 continue
             if ended:
                 log.info("%d sessions had outlived their time and were ended", ended)
+            if idle:
+                log.info("%d sessions of header keys were idle and are completed", idle)
 
     async def _prune(self) -> None:
         """Not at once: a collector that starts with this gateway may still want sessions of before."""
@@ -229,9 +248,9 @@ class LocalGateway:
             states |= msgspec.json.decode(answer, type=dict[str, dict[str, SessionState]])["sessions"]
         return states
 
-    async def listed(self, phase: str | None, limit: int, after: str) -> list[SessionState]:
-        """Of all processes, by id."""
-        states = await self.states(self._store.session_ids(phase, limit, after))
+    async def listed(self, phase: str | None, limit: int, after: str, key_id: str = "") -> list[SessionState]:
+        """Of all processes, by id; with `key_id` those that this header key named."""
+        states = await self.states(self._store.session_ids(phase, limit, after, key_id))
         return [states[session_id] for session_id in sorted(states)]
 
     async def version(self) -> int:

@@ -131,6 +131,11 @@ class Session:
             tokens[exclusion.reason] += exclusion.tokens
         return dict(+tokens)
 
+    @property
+    def quiet_s(self) -> float:
+        """How long no call has run; time in which no gateway ran does not count."""
+        return 0.0 if self.in_flight else max(0.0, self._clock() - self._quiet_since)
+
     def alive(self) -> None:
         """The agent's SDK gave a sign of life."""
         self._seen = self._clock()

@@ -83,17 +83,17 @@ class Sessions:
         """How many are held in memory: the open ones."""
         return len(self._live)
 
-    async def open(self, spec: SessionSpec) -> tuple[Session, bool]:
-        """The session, and whether it is new."""
+    async def open(self, spec: SessionSpec, opened_by: str = "") -> tuple[Session, bool]:
+        """The session, and whether it is new. `opened_by` is the header key that it is opened by."""
         session_id = spec.id or (self._shard.own_id(_new_id) if self._shard else _new_id())
         check_id(session_id, "session id")
         if session_id == RESERVED:
             raise ValueError(f"session id {session_id!r} is the name of a route; choose another")
         while session_id in self._opening:
             await asyncio.wait([self._opening[session_id]])
-        known = self._find(session_id)
+        known = self.find(session_id)
         if known is not None:
-            if known.row.spec != structs.replace(spec, id=session_id):
+            if (known.row.spec, known.row.opened_by) != (structs.replace(spec, id=session_id), opened_by):
                 raise Conflict(f"session {session_id} exists with another specification")
             return known, False
         row = SessionRow(
@@ -102,6 +102,7 @@ class Sessions:
             phase=Phase.OPEN,
             created=self._clock(),
             nonce=secrets.token_hex(4),
+            opened_by=opened_by,
         )
         opening = self._opening[session_id] = asyncio.create_task(self._create(row))
         return await to_its_end(opening), True
@@ -117,7 +118,7 @@ class Sessions:
             del self._opening[row.id]
 
     def get(self, session_id: str) -> Session:
-        session = self._find(session_id)
+        session = self.find(session_id)
         if session is None:
             raise Missing(f"there is no session {session_id!r}; POST /sessions makes one")
         return session
@@ -136,7 +137,7 @@ class Sessions:
                 states[session_id] = self.get(session_id).state()
         return states
 
-    def _find(self, session_id: str) -> Session | None:
+    def find(self, session_id: str) -> Session | None:
         if session := self._known.get(session_id):
             return session
         row = self._store.session(session_id)

@@ -20,8 +20,8 @@ import msgspec
 
 from afield.errors import Unavailable
 from afield.gateway.bodies import decompressed, read_raw
-from afield.gateway.http import Receive, Scope, Send, header, key_of
-from afield.gateway.keys import session_named_by
+from afield.gateway.http import Receive, Scope, Send, header, key_of, path_key
+from afield.gateway.keys import header_session_id, session_named_by, split_header_key
 from afield.gateway.refusal import Refusal, engine_down, unauthorized
 
 _SESSION = re.compile(r"/(?:s|sessions)/(?!states$)([^/]+)")
@@ -31,7 +31,9 @@ _TO_ALL = {
     ("POST", "/policy/resume"),
     ("POST", "/engines"),
     ("DELETE", "/engines"),
+    ("DELETE", "/keys"),
 }
+_PART = re.compile(r"^/(engines|keys)/.*")
 _HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"host", b"content-length"}
 TIMEOUT_S = 900.0
 PASSED = "passed"
@@ -41,10 +43,13 @@ def owner(session_id: str, count: int) -> int:
     return zlib.crc32(session_id.encode()) % count
 
 
-def session_of(path: str, key: str) -> str | None:
-    """The session a request is about, by its path or its key."""
+def session_of(path: str, scope: Scope, key: str) -> str | None:
+    """The session a request is about, by its path, its key, or the header that its key names."""
     found = _SESSION.match(path)
-    return found[1] if found else session_named_by(key)
+    if found or not (parts := split_header_key(key)):
+        return found[1] if found else session_named_by(key)
+    value = header(scope, parts.header.encode("latin-1", "replace"))
+    return header_session_id(parts.id, value) if value else None
 
 
 def socket_path(folder: Path, index: int) -> Path:
@@ -93,7 +98,7 @@ class Shard:
         if not _passed(scope):  # it came over the private socket: it is where it belongs
             return receive
         key = key_of(scope)
-        session_id = session_of(scope["path"], key)
+        session_id = session_of(scope["path"], scope, key)
         opens = (scope["method"], scope["path"].rstrip("/")) == ("POST", "/sessions")
         if not opens and (session_id is None or self.owns(session_id)):
             return receive
@@ -110,7 +115,7 @@ class Shard:
 
     async def tell_others(self, scope: Scope, body: bytes) -> None:
         """What is true for all is told to all; those who answer with an error fail the request."""
-        path = "/engines" if scope["path"].startswith("/engines/") else scope["path"].rstrip("/")
+        path = _PART.sub(r"/\1", scope["path"]).rstrip("/")
         if _passed(scope) and (scope["method"], path) in _TO_ALL:
             # Weights one after the other: all share the engines, and who is first to be done sets them going.
             if path == "/policy":
@@ -225,7 +230,8 @@ def route(head: bytes, count: int) -> int:
     path = [*lines[0].split(b" "), b"", b""][1].decode("latin-1").partition("?")[0]
     pairs = [line.partition(b":") for line in lines[1:] if b":" in line]
     scope: Scope = {"headers": [(name.lower(), value.strip()) for name, _, value in pairs]}
-    session_id = session_of(path, key_of(scope))
+    key, rest = path_key(path) or (key_of(scope), path)
+    session_id = session_of(rest, scope, key)
     if session_id is None:
         session_id = header(scope, b"user-agent")
     return owner(session_id, count)

@@ -40,6 +40,8 @@ CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, 
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
 CREATE INDEX IF NOT EXISTS ended ON sessions (created) WHERE phase IN ('finalized', 'aborted');
+CREATE INDEX IF NOT EXISTS opened ON sessions (id) WHERE phase = 'open';
+CREATE TABLE IF NOT EXISTS header_keys (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS undelivered (session_id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 DELETED_AT_ONCE = 64
@@ -91,6 +93,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     phase: str
     created: float
     nonce: str
+    opened_by: str = ""
+    """The header key that opened it; empty for `POST /sessions`."""
     rewards: tuple[dict[str, Any], ...] = ()
     metrics: dict[str, float] = {}
     reason: str = ""
@@ -238,9 +242,38 @@ class Store:
         sql = "SELECT body FROM turns WHERE session_id=? ORDER BY seq, n"
         return self._read(sql, (session_id,), TurnRow)
 
-    def session_ids(self, phase: str | None, limit: int, after: str) -> list[str]:
-        sql = "SELECT id FROM sessions WHERE id > ? AND (? IS NULL OR phase = ?) ORDER BY id LIMIT ?"
-        return [row[0] for row in self._reader.execute(sql, (after, phase, phase, limit))]
+    def session_ids(self, phase: str | None, limit: int, after: str, key_id: str = "") -> list[str]:
+        """Those after an id, in their order; with `key_id` those that this header key named."""
+        first, end = _named_by(key_id) if key_id else ("", "\x7f")
+        sql = (
+            "SELECT id FROM sessions WHERE id > ? AND id < ? AND (? IS NULL OR phase = ?) ORDER BY id LIMIT ?"
+        )
+        return [row[0] for row in self._reader.execute(sql, (max(after, first), end, phase, phase, limit))]
+
+    # --- header keys -----------------------------------------------------------------------------
+
+    async def put_header_key(self, key_id: str, row: Struct) -> None:
+        body = msgspec.msgpack.encode(row)
+        await self._write([("INSERT OR REPLACE INTO header_keys VALUES (?,?)", (key_id, body))])
+
+    async def delete_header_key(self, key_id: str) -> None:
+        await self._write([("DELETE FROM header_keys WHERE id=?", (key_id,))])
+
+    def header_key(self, key_id: str, into: type[T]) -> T | None:
+        rows = self._read("SELECT body FROM header_keys WHERE id=?", (key_id,), into)
+        return rows[0] if rows else None
+
+    def header_keys(self, into: type[T]) -> list[T]:
+        return self._read("SELECT body FROM header_keys ORDER BY id", (), into)
+
+    def open_ids(self, key_id: str) -> list[str]:
+        """Open sessions that a header key named."""
+        sql = "SELECT id FROM sessions WHERE phase = 'open' AND id > ? AND id < ?"
+        return [row[0] for row in self._reader.execute(sql, _named_by(key_id))]
+
+    def count_open(self, key_id: str) -> int:
+        sql = "SELECT COUNT(*) FROM sessions WHERE phase = 'open' AND id > ? AND id < ?"
+        return self._reader.execute(sql, _named_by(key_id)).fetchone()[0]
 
     def _read(self, sql: str, values: Sequence[str], into: type[T]) -> list[T]:
         try:
@@ -320,6 +353,11 @@ class Store:
         connection = sqlite3.connect(self._path, timeout=30, check_same_thread=False, isolation_level=None)
         connection.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
         return connection
+
+
+def _named_by(key_id: str) -> tuple[str, str]:
+    """Between which two ids the sessions of a header key lie: `KEY_ID.VALUE`."""
+    return f"{key_id}.", f"{key_id}/"  # "/" comes after "."
 
 
 def remove_ended(path: Path) -> int:

@@ -114,7 +114,7 @@ def _asked_a_gateway(error: BaseException) -> bool:
         url = str(getattr(error, "request").url)  # noqa: B009
     except (AttributeError, RuntimeError):  # httpx raises when a request was never attached
         return False
-    return "/s/" in url and "/v1/" in url
+    return ("/s/" in url or "/k/" in url) and "/v1/" in url
 
 
 def _from_engine(error: BaseException) -> bool:

@@ -1,0 +1,239 @@
+"""Header keys: one key, and one session for each value of a request header.
+
+For clients that send a session's name in a header, such as `X-Session-ID`, to one base URL with one key:
+
+1. The key's owner fixes the header, the specification of the sessions, how many may be open at once, and
+   after how much idle time one is completed.
+2. The first request with a value opens the session `KEY_ID.VALUE`; later ones continue it.
+3. The definitions lie in the store, so that every process of a gateway and the next one know them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct, structs
+
+from afield.errors import Conflict
+from afield.gateway.http import Scope as HttpScope
+from afield.gateway.http import header
+from afield.gateway.keys import Grant, Keys, Scope, header_session_id, split_header_key
+from afield.gateway.refusal import Refusal, bad_request, conflict, unauthorized
+from afield.gateway.session import Phase, Session
+from afield.gateway.sessions import Sessions
+from afield.gateway.store import Store
+from afield.seams import SessionSpec
+
+log = logging.getLogger("afield.gateway")
+KEY_ID = re.compile(r"[A-Za-z0-9_-]{1,48}")
+LONGEST_VALUE = 512
+HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
+RESERVED = frozenset({"authorization", "x-api-key", "x-goog-api-key", "content-type", "host"})
+NOT_SHARED = ("id", "rollout_id", "attempt", "exp_id", "input_id", "draw")
+RETRY_S = 5.0
+
+
+class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a header key is made with; the body of `POST /keys`."""
+
+    id: str | None = None
+    """Name of the key, and the beginning of its sessions' ids; made up if None."""
+    header: str = "x-session-id"
+    """Header whose values name sessions (default: x-session-id)."""
+    session: SessionSpec = SessionSpec()
+    """Specification of every session that the key opens; ids of one attempt do not belong here."""
+    max_open: int = 1024
+    """Sessions of the key that may be open at once (default: 1024)."""
+    idle_s: float | None = 3600.0
+    """Seconds without a call after which a session is completed; None for never (default: 3600)."""
+
+    def __post_init__(self) -> None:
+        if self.id is not None and not KEY_ID.fullmatch(self.id):
+            raise ValueError(f"key id {self.id[:80]!r} must be 1 to 48 characters of A-Z a-z 0-9 _ -")
+        name = self.header.lower()
+        if not HEADER_NAME.fullmatch(name) or name in RESERVED:
+            raise ValueError(
+                f"header {self.header[:80]!r} must be the name of a header, such as x-session-id"
+            )
+        structs.force_setattr(self, "header", name)
+        if self.max_open < 1:
+            raise ValueError(f"max_open {self.max_open} must be at least 1")
+        if self.idle_s is not None and not self.idle_s > 0:
+            raise ValueError(f"idle_s {self.idle_s} must be positive, or null for never")
+        for field in NOT_SHARED:
+            if getattr(self.session, field) is not None:
+                raise ValueError(
+                    f"session.{field} is that of one session; a header key opens many: leave it out"
+                )
+
+
+class HeaderKeyTicket(Struct, frozen=True, kw_only=True):
+    """What clients of a header key need."""
+
+    id: str
+    api_key: str
+    base_url: str
+    openai_base_url: str
+    header: str
+
+
+class HeaderKeyRow(Struct, frozen=True, kw_only=True):
+    """A header key as stored. `nonce` is its own: another key of the same id has another one."""
+
+    id: str
+    spec: HeaderKeySpec
+    nonce: str
+    created: float
+
+    @property
+    def opener(self) -> str:
+        """The mark of the sessions that it opened."""
+        return f"{self.id}~{self.nonce}"
+
+    @property
+    def grant(self) -> Grant:
+        spec = self.spec.session
+        scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
+        judged = {Scope.REWARD} if spec.reward_from == "verifier" else set[Scope]()
+        return Grant("", frozenset(scopes - judged), self.nonce)
+
+
+class HeaderKeys:
+    """All header keys of a store. `owns` says which sessions are this process's."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        sessions: Sessions,
+        clock: Callable[[], float],
+        owns: Callable[[str], bool],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._sessions = sessions
+        self._clock = clock
+        self._owns = owns
+        self._known: dict[str, tuple[str, HeaderKeyRow]] = {}  # by id: keys that were good once
+        self._opening: dict[str, set[str]] = {}  # by key: sessions that are not in the store yet
+
+    async def create(self, spec: HeaderKeySpec) -> tuple[HeaderKeyRow, bool]:
+        """The key, and whether it is new. The same id with another specification is a Conflict."""
+        key_id = spec.id or f"k-{secrets.token_hex(8)}"
+        spec = structs.replace(spec, id=key_id)
+        known = self._store.header_key(key_id, HeaderKeyRow)
+        if known is not None:
+            if known.spec != spec:
+                raise Conflict(f"key {key_id} exists with another specification")
+            return known, False
+        row = HeaderKeyRow(id=key_id, spec=spec, nonce=secrets.token_hex(8), created=self._clock())
+        await self._store.put_header_key(key_id, row)
+        return row, True
+
+    def token(self, row: HeaderKeyRow) -> str:
+        return self._keys.issue_header_key(row.id, row.spec.header, row.nonce)
+
+    def list(self) -> list[HeaderKeyRow]:
+        return self._store.header_keys(HeaderKeyRow)
+
+    def check(self, token: str) -> HeaderKeyRow | None:
+        """The key that this is; None for one that is not ours, or was deleted."""
+        parts = split_header_key(token)
+        if parts is None:
+            return None
+        if known := self._known.get(parts.id):
+            return known[1] if hmac.compare_digest(known[0].encode(), token.encode()) else None
+        if not self._keys.signed_header_key(token):
+            return None
+        row = self._store.header_key(parts.id, HeaderKeyRow)
+        if row is None or not hmac.compare_digest(row.nonce, parts.nonce):
+            return None
+        self._known[parts.id] = token, row
+        return row
+
+    async def session(self, row: HeaderKeyRow, named: str | None, scope: HttpScope) -> Session:
+        """The session of a request: by its header, or one of this key's that its path names."""
+        value = header(scope, row.spec.header.encode())
+        if not value:
+            if named is None:
+                raise bad_request(
+                    f"this key opens a session for each value of the header {row.spec.header}; none came",
+                    "send the same value with all requests of a rollout",
+                )
+            known = self._sessions.find(named)
+            if known is None or known.row.opened_by != row.opener:
+                raise unauthorized()
+            return known
+        if len(value) > LONGEST_VALUE:
+            raise bad_request(
+                f"the header {row.spec.header} has {len(value)} characters", f"send at most {LONGEST_VALUE}"
+            )
+        session_id = header_session_id(row.id, value)
+        if named not in (None, session_id):
+            raise bad_request(
+                f"the path names session {named!r}, the header {row.spec.header} session {session_id!r}",
+                "leave one of them out",
+            )
+        known = self._sessions.find(session_id)
+        return self._own(row, known) if known else await self._open(row, session_id, value)
+
+    def _own(self, row: HeaderKeyRow, session: Session) -> Session:
+        if session.row.opened_by != row.opener:
+            raise conflict(f"session {session.id} was not opened by this key", "choose another header value")
+        return session
+
+    async def _open(self, row: HeaderKeyRow, session_id: str, value: str) -> Session:
+        opening = self._opening.setdefault(row.id, set())
+        opened = self._store.count_open(row.id) + len(opening - {session_id})
+        if opened >= row.spec.max_open:
+            refusal = Refusal(
+                429,
+                "too_many_sessions",
+                f"key {row.id} has {opened} open sessions, as many as it may",
+                "complete or finalize some, or create the key with a larger max_open",
+            )
+            refusal.retry_after_s = RETRY_S
+            raise refusal
+        metadata = {**row.spec.session.metadata, "header": {row.spec.header: value}}
+        spec = structs.replace(row.spec.session, id=session_id, metadata=metadata)
+        opening.add(session_id)
+        try:
+            session, _ = await self._sessions.open(spec, opened_by=row.opener)
+        except Conflict as error:
+            raise conflict(str(error), "choose another header value") from error
+        finally:
+            opening.discard(session_id)
+        return session
+
+    async def delete(self, key_id: str) -> int:
+        """No request is taken any more; its open sessions of this process are completed, and counted."""
+        await self._store.delete_header_key(key_id)
+        self._known.pop(key_id, None)  # not before: a request in between would load it again
+        return await self._complete(key_id, f"{key_id}~", 0.0)
+
+    async def close_idle(self) -> int:
+        """Complete the sessions of this process that had no call for the idle time of their key."""
+        bounded = [(row, row.spec.idle_s) for row in self.list()]
+        return sum([await self._complete(row.id, row.opener, s) for row, s in bounded if s is not None])
+
+    async def _complete(self, key_id: str, opener: str, idle_s: float) -> int:
+        """Those whose opener begins like this and that were idle for so long."""
+        completed = 0
+        for session_id in filter(self._owns, self._store.open_ids(key_id)):
+            session = self._sessions.find(session_id)
+            if session is None or session.phase is not Phase.OPEN:
+                continue
+            if session.row.opened_by.startswith(opener) and session.quiet_s >= idle_s:
+                await self._sessions.complete(session, {})
+                completed += 1
+        return completed
+
+
+def told(row: HeaderKeyRow) -> dict[str, Any]:
+    """As `GET /keys` shows it: everything but the key."""
+    return {"id": row.id, "created": row.created, **structs.asdict(row.spec)}
