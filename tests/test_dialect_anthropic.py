@@ -196,7 +196,7 @@ async def test_every_way_to_ask_records_the_same_forest(tmp_path: Path) -> None:
 async def test_the_client_reads_text_calls_and_usage(tmp_path: Path, stream: bool) -> None:
     engine = ScriptedEngine(list(SCRIPT))
     async with running(engine, tmp_path) as up, client_of(up) as client:
-        reply = await ask(client, [USER], stream, tools=TOOLS)
+        reply = await ask(client, [USER], stream, tools=TOOLS, thinking={"type": "adaptive"})
         thinking, text, *calls = reply.content
         assert (thinking.thinking, thinking.signature) == ("hm", seal("t1"))
         assert text.text == "Let me see."

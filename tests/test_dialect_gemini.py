@@ -350,7 +350,10 @@ async def test_a_chat_of_the_client_records_what_chat_completions_records(
 
 async def gemini_session(up: Running, stream: bool) -> None:
     async with client_of(up) as client:
-        chat = client.chats.create(model="m", config=config(system_instruction="Be brief."))
+        thoughts = types.ThinkingConfig(include_thoughts=True)
+        chat = client.chats.create(
+            model="m", config=config(system_instruction="Be brief.", thinking_config=thoughts)
+        )
         parts = await ask(chat, "How much are x and y?", stream)
         assert "".join(part.text for part in parts if part.thought) == "hm"
         assert "".join(part.text or "" for part in parts if not part.thought) == "Let me see."

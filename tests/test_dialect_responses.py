@@ -263,7 +263,10 @@ def shown(reply: Message, cuts: list[int], **body: Any) -> tuple[list[dict[str, 
     return read_events(stream), json.loads(answer)
 
 
-@given(replies(), sizes, st.sampled_from([{}, SEALED, {"reasoning": {"summary": "auto"}}]))
+SHOWN: list[dict[str, Any]] = [{}, SEALED, {"reasoning": {"summary": "auto"}}, {"include_reasoning": True}]
+
+
+@given(replies(), sizes, st.sampled_from(SHOWN))
 def test_the_stream_folds_to_the_answer(reply: Message, cuts: list[int], body: dict[str, Any]) -> None:
     events, answer = shown(reply, cuts, **body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -286,7 +289,7 @@ def test_the_stream_folds_to_the_answer(reply: Message, cuts: list[int], body: d
 
 @given(replies(), st.booleans())
 def test_an_echoed_answer_is_the_reply_again(reply: Message, through_the_sdk: bool) -> None:
-    _, answer = shown(reply, [])
+    _, answer = shown(reply, [], include_reasoning=True)
     output = answer["output"]
     if through_the_sdk:
         output = [item.model_dump(mode="json") for item in Response.model_validate(answer).output]
@@ -319,9 +322,12 @@ def test_custom_and_namespaced_calls_come_as_what_the_client_knows() -> None:
     assert (third["type"], third["name"], third["namespace"]) == ("function_call", "spawn", "agents")
 
 
-def test_reasoning_is_content_or_the_summary_that_was_asked_for() -> None:
+def test_reasoning_is_shown_as_the_client_asked() -> None:
     reply = Message(role="assistant", content="Yes", reasoning="hm")
-    _, plain = shown(reply, [])
+    events, hidden = shown(reply, [])
+    assert hidden["output"][0]["summary"] == [] and "content" not in hidden["output"][0]
+    assert "hm" not in json.dumps(events)
+    _, plain = shown(reply, [], include_reasoning=True)
     assert plain["output"][0]["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert "encrypted_content" not in plain["output"][0]
     _, summary = shown(reply, [], reasoning={"summary": "auto"}, **SEALED)

@@ -307,11 +307,21 @@ async def test_bad_requests_get_a_native_error_and_leave_no_trace(up: Running, b
     assert (await up.client.state("a.1")).calls == 0
 
 
-async def test_unknown_fields_are_tolerated(up: Running) -> None:
+async def test_unknown_parameters_are_refused_by_name_or_ignored_with_a_tag(up: Running) -> None:
     a, _ = await open_two(up)
-    body = {**CHAT, "metadata": {"x": 1}, "frobnicate": True}
+    body = {**CHAT, "metadata": {"x": 1}}
     body["messages"] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}], "cache_control": {}}]
     assert (await up.ask("POST", "/s/a.1/v1/chat/completions", body, a.api_key))[0] == 200
+    status, refused = await up.ask("POST", "/s/a.1/v1/chat/completions", {**body, "frobnicate": 1}, a.api_key)
+    assert status == 400
+    assert "frobnicate" in refused["error"]["message"] and "unsupported" in refused["error"]["message"]
+    ticket = await up.client.open(SessionSpec(id="i.1", unsupported="ignore"))
+    status, _ = await up.ask(
+        "POST", "/s/i.1/v1/chat/completions", {**body, "frobnicate": 1, "n": 2}, ticket.api_key
+    )
+    assert status == 200
+    (turn,) = (await up.client.finalize("i.1")).turns
+    assert set(turn.tags) == {"ignored:frobnicate", "ignored:n"}
 
 
 def test_time_in_line_is_not_taken_from_a_budget_of_seconds_up_to_as_much_again() -> None:

@@ -118,7 +118,11 @@ async def test_text_and_calls_of_one_turn_may_come_back_as_two_messages(tmp_path
     ],
 )
 async def test_a_version_that_a_base_url_had_already_is_forgiven(tmp_path: Path, path: str) -> None:
-    body = {"messages": [HI], "input": "Hi", "contents": [{"parts": [{"text": "Hi"}]}], "max_tokens": 9}
+    body: dict[str, Any] = {"messages": [HI], "max_tokens": 9}
+    if "generateContent" in path:
+        body = {"contents": [{"parts": [{"text": "Hi"}]}]}
+    elif "responses" in path:
+        body = {"input": "Hi"}
     async with running(ScriptedEngine([said("Hello.")]), tmp_path) as up:
         assert (await up.ask("POST", path, body, await opened(up)))[0] == 200
 

@@ -135,7 +135,16 @@ class App:
             session = await self._session(session_id, scope, KeyScope.INFER)
             with BodyBytes(session, limits.session_bytes) as held:
                 body = await read_body(scope, receive, limits.request_bytes, held=held)
-                asked = Asked(path, body, match.parts, query(scope), headers(scope), session.memo, session.id)
+                asked = Asked(
+                    path,
+                    body,
+                    match.parts,
+                    query(scope),
+                    headers(scope),
+                    session.memo,
+                    session.id,
+                    session.row.spec.unsupported == "ignore",
+                )
                 request, wish = await _decode(match.dialect, asked)
                 if match.verb == "count":
                     tokens = await self._gateway.calls.count(session, request)

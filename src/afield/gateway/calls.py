@@ -23,12 +23,13 @@ from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
 from afield.gateway.refusal import Refusal, bad_request, engine_down
 from afield.gateway.repeats import RETRY
-from afield.gateway.request import Done, Item, ModelRequest, Piece, Started
+from afield.gateway.request import NO_REASONING, Done, Item, ModelRequest, Piece, Started
 from afield.gateway.scores import Scores, Spoken
 from afield.gateway.session import ENGINE_FAILED, Reservation, Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.stops import StopStrings, sampled
 from afield.gateway.store import Store, TurnRow, to_its_end
+from afield.gateway.thinking import template_arguments
 from afield.seams import Call, Chunk, Engine, EngineInfo, Image
 from afield.tokens import ChatTokens, Event, Parser, ToolStart
 from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
@@ -65,7 +66,7 @@ class Calls:
         session.check_open(self._clock())
         self._check(session, request)
         self._sampling(session, request)
-        tokens = self._tokens_of(session)
+        tokens, request = await self._rendered_by(session, request)
         place = await placing.place(session, tokens, request, self._info.max_context)
         limit = placing.limit(session, request, place, self._info.max_context)
         if request.only_score:
@@ -89,7 +90,7 @@ class Calls:
     async def count(self, session: Session, request: ModelRequest) -> int:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(session, request)
-        tokens = self._tokens_of(session)
+        tokens, request = await self._rendered_by(session, request)
         place = await placing.place(session, tokens, request, self._info.max_context)
         return len(place.prompt_ids)
 
@@ -100,9 +101,16 @@ class Calls:
         except (ValueError, OverflowError) as error:
             raise bad_request(str(error)) from error
 
-    def _tokens_of(self, session: Session) -> ChatTokens:
-        spec = session.row.spec
-        return self._tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render)
+    async def _rendered_by(self, session: Session, request: ModelRequest) -> tuple[ChatTokens, ModelRequest]:
+        """The tokens with the session's policies and the thinking that the request asks for."""
+        tokens, spec = self._tokens, session.row.spec
+        if request.reasoning is not NO_REASONING:
+            ignore = spec.unsupported == "ignore"
+            arguments, tags = template_arguments(tokens, request, ignore=ignore)
+            tokens = tokens.variant(arguments) or await asyncio.to_thread(tokens.make_variant, arguments)
+            if tags:
+                request = structs.replace(request, tags=(*request.tags, *tags))
+        return tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render), request
 
     def _check(self, session: Session, request: ModelRequest) -> None:
         if request.top_logprobs or request.prompt_logprobs is not None:

@@ -13,6 +13,8 @@ class Refusal(AfieldError):
 
     sizes: tuple[int, int] | None = None
     retry_after_s: float | None = None
+    parameter: str | None = None
+    """The parameter of the request that is wrong, where it is one."""
 
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from afield.tokens.formats import FORMATS, HARMONY, REASONING
 from afield.tokens.harmony import MARKERS, HarmonyReader
 from afield.tokens.modeldir import ModelFiles
 from afield.tokens.parser import Parser, Spellings
+from afield.tokens.probes import Switches, find_switches
 from afield.tokens.reply import Reader, ReplyReader
 from afield.tokens.rule_probes import as_taken, unchanged, with_rules
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
@@ -35,6 +37,10 @@ from afield.types import Message
 
 THINKING = ("preserve", "template", "per_turn")
 RENDER = ("fold", "strict")
+
+
+def _key(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, sort_keys=True)
 
 
 class ChatTokens:
@@ -71,6 +77,8 @@ class ChatTokens:
         self._tags = next((tags for tags in REASONING if tags.name == self.certificate.reasoning), None)
         self.thinking, self.escape, self.render_policy = THINKING[0], POLICIES[0], RENDER[0]
         self._others = {(self.thinking, self.escape, self.render_policy): self}
+        self._variants: dict[str, ChatTokens] = {}
+        self._make: Callable[[Mapping[str, Any]], ChatTokens] | None = None
         markers = {vocab.control.get(text) for text in self._markers()}
         hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
         self._spellings = Spellings(vocab, hidden)
@@ -93,24 +101,52 @@ class ChatTokens:
         """
         model_dir = Path(model_dir)
         files = modeldir.read(model_dir)
-        given = dict(arguments or {})
-        variables = {**files.special, **given}
-        template = ChatTemplate(files.sources, variables, now or datetime.now(), files.vocab.control)
-        template = as_taken(template)
-        known = [template.hash, files.vocab.hash, files.stop_ids, variables, rules]
+        printed = now or datetime.now()
 
-        def found() -> Certificate:
-            prepared = with_rules(template) if rules else unchanged(template)
-            return certify(prepared, files.vocab, files.stop_ids, given)
+        def made(given: Mapping[str, Any]) -> ChatTokens:
+            variables = {**files.special, **given}
+            template = ChatTemplate(files.sources, variables, printed, files.vocab.control)
+            template = as_taken(template)
+            known = [template.hash, files.vocab.hash, files.stop_ids, variables, rules]
 
-        certificate = remembered(cache, known, found)
-        return cls(
-            name=name or model_dir.resolve().name,
-            files=files,
-            template=template.with_rules(certificate.rules, last_resort=rules),
-            arguments=given,
-            certificate=certificate,
-        )
+            def found() -> Certificate:
+                prepared = with_rules(template) if rules else unchanged(template)
+                return certify(prepared, files.vocab, files.stop_ids, given)
+
+            certificate = remembered(cache, known, found)
+            tokens = cls(
+                name=name or model_dir.resolve().name,
+                files=files,
+                template=template.with_rules(certificate.rules, last_resort=rules),
+                arguments=given,
+                certificate=certificate,
+            )
+            tokens._make = made
+            return tokens
+
+        return made(dict(arguments or {}))
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """What the chat template is told beside the conversation."""
+        return self._arguments
+
+    @cached_property
+    def switches(self) -> Switches:
+        """How the chat template turns thinking on and off, found out by rendering."""
+        return find_switches(self._template, self._arguments)
+
+    def variant(self, arguments: Mapping[str, Any]) -> ChatTokens | None:
+        """The same model with more arguments for its template; None while it has not been made."""
+        return self._variants.get(_key(arguments)) if arguments else self
+
+    def make_variant(self, arguments: Mapping[str, Any]) -> ChatTokens:
+        """Certifies the template with these arguments, which takes a while; made once for each."""
+        if (known := self.variant(arguments)) is not None:
+            return known
+        if self._make is None:
+            raise UsageError("only a model that was loaded from its directory has variants")
+        return self._variants.setdefault(_key(arguments), self._make({**self._arguments, **arguments}))
 
     def _markers(self) -> set[str]:
         """What structures a reply: read, not hidden, even where the tokenizer calls it special."""

@@ -6,8 +6,10 @@ A tool format is a template's when its reader gives back, kind by kind, the call
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from msgspec import Struct
 
 from afield.tokens.battery import ARGUMENTS, QUESTION, TOOL, call
 from afield.tokens.escape import BREAK, Escape
@@ -18,6 +20,8 @@ from afield.tokens.template import ChatTemplate, TemplateRefusal
 from afield.tokens.vocab import Vocabulary
 from afield.types import Message
 
+# The variables by which templates turn thinking on and off.
+SWITCHES = ("enable_thinking", "thinking")
 # What ids look like: ours, those of nine characters, those that hold the name.
 _IDS = ("call_{n}_abcd", "call0000{n}", "functions.forecast:{n}")
 
@@ -103,6 +107,32 @@ def starts_thinking(template: ChatTemplate, tags: ReasoningFormat | None) -> boo
         return False
     tail = prompt[prompt.rfind(QUESTION.content) :]
     return tail.rfind(tags.opening) > tail.rfind(tags.closing)
+
+
+class Switches(Struct, frozen=True):
+    """How a template turns thinking on and off."""
+
+    name: str | None
+    """The variable that does; None where there is none."""
+    default: bool
+    """What the template does without it."""
+    effort: bool
+    """Whether it takes `reasoning_effort`."""
+
+
+def find_switches(template: ChatTemplate, arguments: Mapping[str, Any]) -> Switches:
+    def prompt(**more: Any) -> str | None:
+        return rendered(template.with_variables(more), [QUESTION], generation=True)
+
+    fixed = {name for name in SWITCHES if name in arguments}
+    plain = rendered(template.without_variables(fixed), [QUESTION], generation=True)
+    low, high = prompt(reasoning_effort="low"), prompt(reasoning_effort="high")
+    effort = low is not None and high is not None and low != high
+    for name in SWITCHES:
+        on, off = prompt(**{name: True}), prompt(**{name: False})
+        if on is not None and off is not None and on != off:
+            return Switches(name, off != plain, effort)
+    return Switches(None, True, effort)
 
 
 def call_ids(template: ChatTemplate) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
@@ -101,6 +101,17 @@ class ChatTemplate:
         other = copy(self)
         other.rules = frozenset(rules)
         other._last_resort = LAST_RESORT if last_resort else frozenset()
+        return other
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same template, told these variables too."""
+        other = copy(self)
+        other._variables = {**self._variables, **variables}
+        return other
+
+    def without_variables(self, names: Collection[str]) -> ChatTemplate:
+        other = copy(self)
+        other._variables = {name: value for name, value in self._variables.items() if name not in names}
         return other
 
     def with_text_arguments(self) -> ChatTemplate:

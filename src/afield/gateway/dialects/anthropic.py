@@ -1,9 +1,9 @@
 """Anthropic Messages, the answering half; `anthropic_request` reads what is asked.
 
-Reasoning is a thinking block whose signature names the turn. Blocks come in the order they were
-sampled. A call whose arguments are no JSON object has them as text under one key of its input. An
-overlong prompt is refused in the words that make clients compact. A client that asks for `logprobs` or
-`return_token_ids` gets exactly what is recorded, beside the message.
+Reasoning is a thinking block whose signature names the turn, for clients that ask for thinking. Blocks come
+in the order they were sampled. A call whose arguments are no JSON object has them as text under one key of
+its input. An overlong prompt is refused in the words that make clients compact. A client that asks for
+`logprobs` or `return_token_ids` gets exactly what is recorded, beside the message.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Anthropic:
     def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
         reply = done.reply
         content: list[dict[str, Any]] = []
-        if reply.reasoning:
-            content.append(thinking(reply.reasoning, seal(started.turn_id)))
+        if reply.reasoning and wish.reasoning:
+            text = "" if wish.echo.get("omitted") else reply.reasoning
+            content.append(thinking(text, seal(started.turn_id)))
         if reply.content:
             content.append({"type": "text", "text": reply.content})
         content += [_tool_use(call) for call in reply.tool_calls]
@@ -157,7 +158,11 @@ class AnthropicView:
             begun = self._begin("text", {"type": "text", "text": ""})
             return begun + self._delta({"type": "text_delta", "text": shown.text})
         if isinstance(shown, ReasoningDelta):
+            if not self._wish.reasoning:
+                return b""
             begun = self._begin("thinking", thinking("", ""))
+            if self._wish.echo.get("omitted"):
+                return begun
             return begun + self._delta({"type": "thinking_delta", "thinking": shown.text})
         if isinstance(shown, ToolStart):
             block = {"type": "tool_use", "id": shown.id, "name": shown.name, "input": {}}

@@ -16,20 +16,25 @@ import msgspec
 from msgspec import Raw, Struct
 
 from afield.gateway.dialects import tool_choice
-from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
+from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.dialects.output_format import one, response_format
+from afield.gateway.dialects.reading import Reading
+from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked
 from afield.gateway.marks import unseal
+from afield.gateway.parameters import check_within
 from afield.gateway.refusal import bad_request
-from afield.gateway.request import ModelRequest, OutputFormat
+from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.wishes import Wishing, wishes
 from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
 
 BILLING = "x-anthropic-billing-header:"
 SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "mcp_tool_listing", "fallback")
+OMITTED: Mapping[str, Any] = {"omitted": True}
+SHOWN: Mapping[str, Any] = {}
 NAMES = {
     "must_call": "tool_choice",
     "parallel_calls": "tool_choice.disable_parallel_tool_use",
@@ -98,19 +103,23 @@ class Body(Wishing, kw_only=True):
     stream: bool | None = False
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
-    mcp_servers: list[Any] | None = None
+    thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = False
     logprobs: bool | None = False
 
 
-DECODER = msgspec.json.Decoder(Body)
+BODY = Reading("anthropic", Body, "a Messages request")
 
 
 # --- the request ---------------------------------------------------------------------------------
 
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
-    wire = read(DECODER, asked.body, "a Messages request")
+    wire, tags = BODY.read(asked)
+    for name in ("thinking", "output_config", "chat_template_kwargs"):
+        if held := getattr(wire, name):
+            tags += tuple(check_within("anthropic", name, held, ignore=asked.ignore))
     if not wire.messages:
         raise bad_request("messages is empty", "send at least one message")
     if wire.max_tokens is not None and wire.max_tokens < 1:
@@ -118,6 +127,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     toolbox = _Toolbox(wire.tools or [])
     choice = checked(_choice(wire.tool_choice, toolbox), toolbox.callable, "tool_choice")
     output, form = _output(wire)
+    reasoning, names = _reasoning(wire)
     reader = _Reader(toolbox)
     request = ModelRequest(
         dialect="anthropic",
@@ -129,7 +139,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         callable_tools=choice.callable_tools,
         parallel_calls=not (wire.tool_choice and wire.tool_choice.disable_parallel_tool_use),
         output=output,
-        names=NAMES if form == "output_config.format" else {**NAMES, "output": form},
+        reasoning=reasoning,
+        names=NAMES if form == "output_config.format" and not names else {**NAMES, "output": form, **names},
         max_tokens=wire.max_tokens,
         stop=tuple(wire.stop_sequences or ()),
         stream=bool(wire.stream),
@@ -137,11 +148,32 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         hints=frozenset(reader.hints),
         retry=asks_again(asked),
         thread=asked.headers.get("x-claude-code-agent-id", ""),
-        tags=tuple(dict.fromkeys([*_unenforced(wire, toolbox), *reader.tags])),
+        tags=tuple(dict.fromkeys([*_unenforced(wire, toolbox), *reader.tags, *tags])),
         images=reader.gallery.images,
     )
-    wish = Wish(model=wire.model, logprobs=bool(wire.logprobs), token_ids=bool(wire.return_token_ids))
+    thinking = wire.thinking or {}
+    wish = Wish(
+        model=wire.model,
+        logprobs=bool(wire.logprobs),
+        token_ids=bool(wire.return_token_ids),
+        reasoning=thinking.get("type") in ("enabled", "adaptive"),
+        echo=OMITTED if thinking.get("display") == "omitted" else SHOWN,
+    )
     return request, wish
+
+
+def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
+    effort = (wire.output_config or {}).get("effort")
+    if not (wire.thinking or effort or wire.chat_template_kwargs):
+        return NO_REASONING, {}
+    asked = AskedReasoning()
+    thinking = wire.thinking or {}
+    asked.kind(thinking.get("type"), "thinking.type")
+    asked.budget(thinking.get("budget_tokens"), "thinking.budget_tokens")
+    if asked.enabled is not False:  # how hard to think, not whether
+        asked.effort(effort, "output_config.effort", turns_on=False)
+    asked.kwargs(wire.chat_template_kwargs)
+    return asked.made()
 
 
 def _choice(given: ToolChoice | None, toolbox: _Toolbox) -> tool_choice.ToolChoice:
@@ -177,8 +209,6 @@ def _unenforced(wire: Body, toolbox: _Toolbox) -> list[str]:
         tags.append("unenforced:disable_parallel_tool_use")
     if _output(wire)[0] is not None:
         tags.append("unenforced:output_format")
-    if wire.mcp_servers:
-        tags.append("unenforced:mcp_servers")
     if wire.messages[-1].role == "assistant":
         tags.append("unenforced:prefill")
     return tags

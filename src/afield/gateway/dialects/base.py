@@ -1,10 +1,10 @@
 """What a dialect is: a way to ask, and a view of what comes.
 
 A dialect decodes a request into a `ModelRequest` and a `Wish`, and shows the items of the call as one
-answer (`answer`) or as a stream of bytes (`view`). It tolerates unknown fields. What it cannot honour
-without changing the meaning it refuses (`bad_request`), or passes on with a tag `unenforced:NAME`, so
-that it shows in the turn. It keeps no state: everything a later request may refer to is in the ids
-and marks that it hands out (see `marks`).
+answer (`answer`) or as a stream of bytes (`view`). The table in `parameters` says what becomes of each
+parameter; of a conversation's parts, those that only a provider understands are left out with a tag
+`unenforced:NAME`. It keeps no state: everything a later request may refer to is in the ids and marks
+that it hands out (see `marks`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Asked(Struct, frozen=True):
     headers: Mapping[str, str]
     memo: Memo | None = None
     session_id: str = ""
+    ignore: bool = False
+    """Whether the session goes on without parameters that would be refused."""
 
 
 class Wish(Struct, frozen=True, kw_only=True):

@@ -1,9 +1,7 @@
 """OpenAI Chat Completions.
 
-Unknown fields are tolerated; several choices are refused. Temperature and the like belong to the
-trainer and are ignored here; `max_tokens` may only lower what the session allows. A forced tool choice
-and structured output are not enforced, and the turn says so. A client that asks for `logprobs` or
-`return_token_ids` gets exactly what is recorded.
+`parameters` says what becomes of each parameter. A client that asks for `logprobs` or `return_token_ids`
+gets exactly what is recorded.
 """
 
 from __future__ import annotations
@@ -20,10 +18,13 @@ from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, 
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
+from afield.gateway.dialects.reading import Reading
+from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked, openai_choice
 from afield.gateway.memo import Memo
+from afield.gateway.parameters import check_within
 from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import Done, ModelRequest, OutputFormat, Piece, Started
+from afield.gateway.request import NO_REASONING, Done, ModelRequest, OutputFormat, Piece, Reasoning, Started
 from afield.gateway.scores import Scores
 from afield.gateway.wishes import Wishing, wishes
 from afield.seams.engine import TopLogprobs
@@ -90,10 +91,6 @@ class WireTool(Struct):
     type: str = "function"
 
 
-class StreamOptions(Struct):
-    include_usage: bool | None = False
-
-
 class Structured(Wishing, kw_only=True):
     """The fields of OpenAI and vLLM for the form of a reply."""
 
@@ -122,29 +119,38 @@ class Body(Structured, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | dict[str, Any] | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
-    n: int | None = 1
     logprobs: bool | None = False
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget: int | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
-DECODER = msgspec.json.Decoder(Body)
+BODY = Reading("chat", Body, "a chat completion request")
 MESSAGES = msgspec.json.Decoder(list[WireMessage])
 TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
-    wire = read(DECODER, asked.body, "a chat completion request")
+    wire, tags = BODY.read(asked)
     _check(wire)
+    for name in ("stream_options", "reasoning", "thinking", "chat_template_kwargs", "structured_outputs"):
+        if held := getattr(wire, name):
+            tags += tuple(check_within("chat", name, held, ignore=asked.ignore))
+    reasoning, names = _reasoning(wire)
     gallery = Gallery()
     tools, left_out = _tools(bytes(wire.tools))
     choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
@@ -159,7 +165,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         callable_tools=choice.callable_tools,
         parallel_calls=wire.parallel_tool_calls is not False,
         output=output,
-        names=NAMES if form == "response_format" else {**NAMES, "output": form},
+        reasoning=reasoning,
+        names=NAMES if form == "response_format" and not names else {**NAMES, "output": form, **names},
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
@@ -167,31 +174,60 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         prompt_logprobs=wire.prompt_logprobs,
         wishes=wishes(wire),
         retry=asks_again(asked),
-        tags=(*_unenforced(wire), *left_out),
+        tags=(*_unenforced(wire), *left_out, *tags),
         images=gallery.images,
     )
-    options = wire.stream_options
     wish = Wish(
         model=wire.model,
-        usage=bool(options and options.include_usage),
+        usage=wants_usage(wire.stream_options),
         logprobs=bool(wire.logprobs),
         top_logprobs=wire.top_logprobs or 0,
         prompt_logprobs=wire.prompt_logprobs is not None,
         tokens_as_ids=bool(wire.return_tokens_as_token_ids),
+        reasoning=wire.include_reasoning is not False and not (wire.reasoning or {}).get("exclude"),
         token_ids=bool(wire.return_token_ids),
     )
     return request, wish
 
 
+def wants_usage(options: dict[str, Any] | None) -> bool:
+    return bool(options and options.get("include_usage"))
+
+
+_THINKING = attrgetter(
+    "reasoning_effort",
+    "reasoning",
+    "thinking",
+    "enable_thinking",
+    "thinking_token_budget",
+    "thinking_budget",
+    "chat_template_kwargs",
+)
+_SILENT = (None,) * 7
+
+
+def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
+    if _THINKING(wire) == _SILENT:
+        return NO_REASONING, {}
+    asked = AskedReasoning()
+    asked.kwargs(wire.chat_template_kwargs)
+    asked.switch(wire.enable_thinking, "enable_thinking")
+    asked.effort(wire.reasoning_effort, "reasoning_effort")
+    asked.budget(wire.thinking_token_budget, "thinking_token_budget")
+    asked.budget(wire.thinking_budget, "thinking_budget")
+    if wire.reasoning:
+        asked.switch(wire.reasoning.get("enabled"), "reasoning.enabled")
+        asked.effort(wire.reasoning.get("effort"), "reasoning.effort")
+        asked.budget(wire.reasoning.get("max_tokens"), "reasoning.max_tokens")
+    if wire.thinking:
+        asked.kind(wire.thinking.get("type"), "thinking.type")
+        asked.budget(wire.thinking.get("budget_tokens"), "thinking.budget_tokens")
+    return asked.made()
+
+
 def _check(wire: Body) -> None:
     if bytes(wire.messages).strip() in (b"[]", b"null"):
         raise bad_request("messages is empty", "send at least one message")
-    if (wire.n or 1) != 1:
-        raise bad_request(f"n={wire.n} is not served", "ask once per choice; each call is its own turn")
-    if wire.functions:
-        raise bad_request("functions is not served", "send them as tools")
-    if "audio" in (wire.modalities or ()):
-        raise bad_request("modalities asks for audio, which is not served", "ask for text")
     if wire.top_logprobs is not None or wire.prompt_logprobs is not None:
         _check_logprobs(wire)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -297,7 +333,8 @@ def _tools(raw: bytes) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
 def error(refusal: Refusal) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    return {"error": {"message": refusal.text, "type": kind, "param": None, "code": refusal.code}}
+    told = {"message": refusal.text, "type": kind, "param": refusal.parameter, "code": refusal.code}
+    return {"error": told}
 
 
 def finish_reason(done: Done) -> str:
@@ -336,7 +373,7 @@ class Chat:
     def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
         reply = done.reply
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
-        if reply.reasoning:
+        if reply.reasoning and wish.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
             message["tool_calls"] = [_wire_call(call) for call in reply.tool_calls]
@@ -388,6 +425,8 @@ class ChatView:
 
     def piece(self, piece: Piece) -> bytes:
         deltas = [delta for event in piece.events if (delta := _delta(event))]
+        if not self._wish.reasoning:
+            deltas = [delta for delta in deltas if "reasoning_content" not in delta]
         extra = self._extra(piece)
         if not deltas:
             return self._chunk(b"{}", extra) if extra else b""

@@ -12,11 +12,11 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, read
+from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data
 from afield.gateway.dialects.logprobs import TokenText, check_count
+from afield.gateway.dialects.reading import Reading
+from afield.gateway.parameters import check_within
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Piece, Started
 from afield.gateway.scores import Scores
@@ -35,23 +35,23 @@ class Body(chat.Structured, kw_only=True):
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
-    stream_options: chat.StreamOptions | None = None
+    stream_options: Json | None = None
     logprobs: int | bool | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = False
     echo: bool | None = False
-    n: int | None = 1
-    best_of: int | None = 1
-    suffix: str | None = None
     return_token_ids: bool | None = False
 
 
-DECODER = msgspec.json.Decoder(Body)
+BODY = Reading("completions", Body, "a completion request")
 
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
-    wire = read(DECODER, asked.body, "a completion request")
+    wire, tags = BODY.read(asked)
     _check(wire)
+    for name in ("stream_options", "structured_outputs"):
+        if held := getattr(wire, name):
+            tags += tuple(check_within("completions", name, held, ignore=asked.ignore))
     prompt = _prompt(wire.prompt)
     output, form = chat.asked_output(wire)
     request = ModelRequest(
@@ -68,11 +68,11 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         retry=asks_again(asked),
         output=output,
         names=NAMES | {"output": form} if output else NAMES,
-        tags=("unenforced:response_format",) if output else (),
+        tags=("unenforced:response_format", *tags) if output else tags,
     )
     wish = Wish(
         model=wire.model,
-        usage=bool(wire.stream_options and wire.stream_options.include_usage),
+        usage=chat.wants_usage(wire.stream_options),
         logprobs=wire.logprobs is not None and wire.logprobs is not False,
         token_ids=bool(wire.return_token_ids),
         top_logprobs=int(wire.logprobs or 0),
@@ -84,13 +84,6 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
 
 
 def _check(wire: Body) -> None:
-    for name in ("n", "best_of"):
-        if (asked := getattr(wire, name) or 1) != 1:
-            raise bad_request(
-                f"{name}={asked} is not served", "ask once per choice; each call is its own turn"
-            )
-    if wire.suffix:
-        raise bad_request("suffix is not served", "put what follows into the prompt")
     if wire.max_tokens is not None and wire.max_tokens < (0 if wire.echo else 1):
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1", "or 0 with echo")
     check_count(int(wire.logprobs or 0), "logprobs")

@@ -1,6 +1,7 @@
 """Gemini generateContent and streamGenerateContent, the answering half; `gemini_request` reads requests.
 
-Reasoning is a thought part; its signature, and that of each call, names the turn. A stream is of
+Reasoning is a thought part, for clients that ask for thoughts; its signature, and that of each call, names
+the turn. A stream is of
 server-sent events with `alt=sse`, else one JSON array. Calls come whole. A client that asks for
 `responseLogprobs` gets the ids and log-probabilities that are recorded.
 """
@@ -56,7 +57,7 @@ class Gemini:
     def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
         reply = done.reply
         signature = seal(started.turn_id)
-        parts = [thought(reply.reasoning, signature)] if reply.reasoning else []
+        parts = [thought(reply.reasoning, signature)] if reply.reasoning and wish.reasoning else []
         if reply.content or not reply.tool_calls:
             parts.append({"text": reply.content})
         parts += [function_call(call.id, call.name, call.arguments, signature) for call in reply.tool_calls]
@@ -180,7 +181,7 @@ class GeminiView:
         if isinstance(event, TextDelta):
             return {"text": event.text}
         if isinstance(event, ReasoningDelta):
-            return thought(event.text, self._signature)
+            return thought(event.text, self._signature) if self._wish.reasoning else None
         if isinstance(event, ToolStart):
             self._call, self._arguments = event, []
         elif isinstance(event, ToolArguments):

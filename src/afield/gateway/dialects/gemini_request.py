@@ -20,6 +20,7 @@ from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
 from afield.gateway.dialects.gemini_wire import (
     Blob,
     Body,
+    CallingConfig,
     Content,
     Declaration,
     FileData,
@@ -33,10 +34,12 @@ from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import check_count
 from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.dialects.output_format import JSON_OBJECT, choice, json_schema
+from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import ToolChoice, checked
 from afield.gateway.marks import unseal
+from afield.gateway.parameters import CALLING, check_within
 from afield.gateway.refusal import bad_request
-from afield.gateway.request import ModelRequest, OutputFormat
+from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.wishes import wishes
 from afield.tokens import Tool
 from afield.types import ImageRef, Message, ToolCall
@@ -64,14 +67,20 @@ SCHEMA_NAMES = {
     "ref": "$ref",
 }
 LOGPROBS = "generationConfig.logprobs"
-CALLING = "toolConfig.functionCallingConfig"
+THINKING = "generationConfig.thinkingConfig"
 URL_SAFE = str.maketrans("-_", "+/")
 
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
-    wire = body_of(asked.body)
-    config = wire.generation_config or GenerationConfig()
+    wire, config, ignored = body_of(asked)
     _check(wire, config)
+    given = wire.tool_config or {}
+    ignored += tuple(check_within("gemini", "toolConfig", given, ignore=asked.ignore))
+    calls = given.get("functionCallingConfig") or {}
+    ignored += tuple(check_within("gemini", CALLING, calls, ignore=asked.ignore))
+    thinking = config.thinking_config or {}
+    ignored += tuple(check_within("gemini", THINKING, thinking, ignore=asked.ignore))
+    reasoning, names = _reasoning(thinking)
     model = asked.parts.get("model", "")
     tools, tags = _tools(wire.tools or [])
     calling = checked(_choice(wire, tools), tools, CALLING)
@@ -87,7 +96,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         must_call=calling.must_call,
         callable_tools=calling.callable_tools,
         output=output,
-        names={"must_call": CALLING, "output": form, "top_logprobs": LOGPROBS},
+        reasoning=reasoning,
+        names={"must_call": CALLING, "output": form, "top_logprobs": LOGPROBS, **names},
         top_logprobs=config.logprobs or 0,
         max_tokens=config.max_output_tokens,
         stop=tuple(config.stop_sequences or ()),
@@ -95,7 +105,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         wishes=wishes(config),
         hints=frozenset(reader.hints),
         retry=asks_again(asked),
-        tags=tuple(dict.fromkeys([*tags, *_unenforced(wire, config), *reader.tags])),
+        tags=tuple(dict.fromkeys([*tags, *_unenforced(wire, config), *reader.tags, *ignored])),
         images=reader.gallery.images,
     )
     echo = {"sse": asked.query.get("alt") == "sse"}
@@ -104,6 +114,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         logprobs=bool(config.response_logprobs),
         top_logprobs=config.logprobs or 0,
         token_ids=bool(wire.return_token_ids),
+        reasoning=bool(thinking.get("includeThoughts")),
         echo=echo,
     )
     return request, wish
@@ -112,28 +123,36 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
 def _check(wire: Body, config: GenerationConfig) -> None:
     if not wire.contents:
         raise bad_request("contents is empty", "send at least one content")
-    if (config.candidate_count or 1) != 1:
-        count = config.candidate_count
-        raise bad_request(
-            f"candidateCount={count} is not served", "ask once per candidate; each call is its own turn"
-        )
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
         raise bad_request(f"maxOutputTokens={config.max_output_tokens} must be at least 1")
     if check_count(config.logprobs, LOGPROBS) and not config.response_logprobs:
         raise bad_request(f"{LOGPROBS}={config.logprobs} needs responseLogprobs", "set it to true")
-    if wire.cached_content:
-        raise bad_request(
-            f"cachedContent {wire.cached_content!r} is not known here", "send the contents themselves"
-        )
-    if odd := [kind for kind in config.response_modalities or () if kind.upper() != "TEXT"]:
-        raise bad_request(f"responseModalities {odd} are not served", "ask for TEXT")
+
+
+def _reasoning(thinking: Mapping[str, Any]) -> tuple[Reasoning, dict[str, str]]:
+    """A budget of 0 is none, one of -1 leaves it to the model."""
+    budget, level = thinking.get("thinkingBudget"), thinking.get("thinkingLevel")
+    if budget is None and level is None:
+        return NO_REASONING, {}
+    asked = AskedReasoning()
+    if budget == 0:
+        asked.switch(False, f"{THINKING}.thinkingBudget")
+    elif budget != -1:
+        asked.budget(budget, f"{THINKING}.thinkingBudget")
+    if level is not None and level != "THINKING_LEVEL_UNSPECIFIED":
+        asked.effort(level.lower() if isinstance(level, str) else level, f"{THINKING}.thinkingLevel")
+    return asked.made()
 
 
 def _choice(wire: Body, tools: Sequence[Tool]) -> ToolChoice:
     """VALIDATED leaves the choice to the model, and holds its calls to what is declared."""
-    config = wire.tool_config and wire.tool_config.function_calling_config
-    if not config:
+    given = (wire.tool_config or {}).get("functionCallingConfig")
+    if not given:
         return tool_choice.AUTO
+    try:
+        config = msgspec.convert(given, CallingConfig)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"{CALLING}: {error}") from error
     mode, names = (config.mode or "AUTO").upper(), tuple(config.allowed_function_names or ())
     if names and mode not in ("ANY", "VALIDATED"):
         raise bad_request(f"{CALLING}.allowedFunctionNames is for the modes ANY and VALIDATED, not {mode}")
@@ -147,6 +166,8 @@ def _choice(wire: Body, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _output(config: GenerationConfig) -> tuple[OutputFormat | None, str]:
+    if config.response_format is not None:
+        return _new_format(config.response_format)
     where, mime = "generationConfig", (config.response_mime_type or "text/plain").lower()
     if mime not in ("text/plain", "application/json", "text/x.enum"):
         raise bad_request(
@@ -171,6 +192,22 @@ def _output(config: GenerationConfig) -> tuple[OutputFormat | None, str]:
     return (
         choice(schema.get("enum"), f"{name}.enum") if mime == "text/x.enum" else json_schema(schema, name)
     ), name
+
+
+def _new_format(given: Any) -> tuple[OutputFormat | None, str]:
+    name = "generationConfig.responseFormat"
+    formats = given if isinstance(given, list) else [given]
+    texts = [form.get("text") for form in formats if isinstance(form, dict) and set(form) == {"text"}]
+    if len(texts) != len(formats) or len(texts) > 1 or not all(isinstance(text, dict) for text in texts):
+        raise bad_request(f"{name} is not one text format", "ask for one format of text")
+    text: dict[str, Any] = (texts[0] if texts else None) or {}
+    mime = str(text.get("mimeType") or "text/plain").lower().replace("_", "/")
+    if mime == "text/plain":
+        return None, name
+    if mime != "application/json":
+        raise bad_request(f"{name}: type {mime!r} is not served", "ask for text/plain or application/json")
+    schema = text.get("schema")
+    return (JSON_OBJECT if schema is None else json_schema(schema, f"{name}.schema")), name
 
 
 def _unenforced(wire: Body, config: GenerationConfig) -> list[str]:

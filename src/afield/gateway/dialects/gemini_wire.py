@@ -8,8 +8,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from afield.gateway.dialects.base import encode, read
+from afield.gateway.dialects.base import Asked, encode, read
+from afield.gateway.dialects.reading import Reading
+from afield.gateway.parameters import TABLE
 from afield.gateway.wishes import Wishing
+
+
+def snake_name(name: str) -> str:
+    return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
 
 
 class Wire(Struct, rename="camel"):
@@ -63,18 +69,20 @@ class CallingConfig(Wire):
     allowed_function_names: list[str] | None = None
 
 
-class ToolConfig(Wire):
-    function_calling_config: CallingConfig | None = None
+class ThinkingConfig(Wire):
+    include_thoughts: bool | None = None
+    thinking_budget: int | None = None
+    thinking_level: str | None = None
 
 
 class GenerationConfig(Wishing, kw_only=True, rename="camel"):
     max_output_tokens: int | None = None
     stop_sequences: list[str] | None = None
-    candidate_count: int | None = 1
     response_mime_type: str | None = None
     response_schema: Any = None
     response_json_schema: Any = None
-    response_modalities: list[str] | None = None
+    response_format: Any = None
+    thinking_config: dict[str, Any] | None = None
     response_logprobs: bool | None = False
     logprobs: int | None = None
     # Named again, so that they are renamed too.
@@ -91,10 +99,9 @@ class Body(Wire):
     contents: Content | list[Content] | None = None
     system_instruction: Content | str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_config: ToolConfig | None = None
-    generation_config: GenerationConfig | None = None
-    cached_content: str | None = None
-    generate_content_request: Body | None = None
+    tool_config: dict[str, Any] | None = None
+    generation_config: Raw = Raw(b"null")
+    generate_content_request: Raw = Raw(b"")
     return_token_ids: bool | None = False
 
 
@@ -105,7 +112,9 @@ class Declaration(Wire):
     parameters_json_schema: dict[str, Any] | None = None
 
 
-DECODER = msgspec.json.Decoder(Body)
+WHAT = "a generateContent request"
+BODY = Reading("gemini", Body, WHAT)
+CONFIG = Reading("gemini", GenerationConfig, f"{WHAT}: generationConfig", "generationConfig.")
 _TOOL = ("function_declarations",)  # the one name that is looked for in tools, which are read as they come
 _STRUCTS = (
     FunctionCall,
@@ -115,26 +124,34 @@ _STRUCTS = (
     Part,
     Content,
     CallingConfig,
-    ToolConfig,
+    ThinkingConfig,
     GenerationConfig,
     Body,
     Declaration,
 )
 # Every name of a field that has another spelling in snake case: no list to forget one in.
-_SNAKE_NAMES = sorted({n for struct in _STRUCTS for n in struct.__struct_fields__ if "_" in n} | {*_TOOL})
+_LISTED = {snake_name(word) for name in TABLE["gemini"] for word in name.split(".")}
+_FIELDS = {n for struct in _STRUCTS for n in struct.__struct_fields__}
+_SNAKE_NAMES = sorted(n for n in _LISTED | _FIELDS | {*_TOOL} if "_" in n)
 SNAKE = re.compile(rf'"(?:{"|".join(_SNAKE_NAMES)})"\s*:'.encode())
 ANY = msgspec.json.Decoder()
 # Below these lies the client's own data, whose keys are not ours to respell.
 OPAQUE = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
 
 
-def body_of(given: bytes) -> Body:
-    """A request; where it wraps another, as in counting tokens, the one inside."""
-    what = "a generateContent request"
+def body_of(asked: Asked) -> tuple[Body, GenerationConfig, tuple[str, ...]]:
+    """A request and its configuration, and the tags of what was ignored. Where it wraps another, as in
+    counting tokens, the one inside."""
+    given = asked.body
     if SNAKE.search(given):
-        given = encode(camel(read(ANY, given, what)))
-    wire = read(DECODER, given, what)
-    return wire.generate_content_request or wire
+        given = encode(camel(read(ANY, given, WHAT)))
+    wire, tags = BODY.read(asked, given)
+    if inner := bytes(wire.generate_content_request):
+        wire, tags = BODY.read(asked, inner)
+    if (raw := bytes(wire.generation_config)) == b"null":
+        return wire, GenerationConfig(), tags
+    config, more = CONFIG.read(asked, raw)
+    return wire, config, tags + more
 
 
 def camel(value: Any) -> Any:

@@ -11,18 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Raw, Struct
 
-from afield.gateway.dialects.base import Asked, Wish, asks_again, encode, read
+from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
 from afield.gateway.dialects.chat import ROLES
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.output_format import guided, one, response_format
+from afield.gateway.dialects.reading import Reading
 from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
+from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked, openai_choice
 from afield.gateway.marks import turn_of_id, turn_of_response, unseal
+from afield.gateway.parameters import check_within
 from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import ModelRequest, OutputFormat
+from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.wishes import Wishing, wishes
 from afield.types import ImageRef, Message, ToolCall
 
@@ -58,12 +60,6 @@ class Item(Struct):
     output: str | list[Part] | dict[str, Any] | None = None
 
 
-class Reasoning(Struct):
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-
-
 class Body(Wishing, kw_only=True):
     input: str | list[Item] | None = None
     model: str = ""
@@ -76,31 +72,39 @@ class Body(Wishing, kw_only=True):
     stream: bool | None = False
     store: bool | None = None
     include: list[str] | None = None
-    reasoning: Reasoning | None = None
+    reasoning: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
     return_token_ids: bool | None = False
 
 
 class Shown(Struct, frozen=True):
-    """How the answer is to be shown: `fields` are repeated in it, `sealed` reasoning names its turn."""
+    """How the answer is to be shown: `fields` are repeated in it, `sealed` reasoning names its turn. The text
+    of the reasoning is shown as its `summary`, as its `content`, or not at all."""
 
     toolbox: Toolbox
     fields: dict[str, Any]
     sealed: bool
     summary: bool
+    content: bool = False
 
 
-DECODER = msgspec.json.Decoder(Body)
+BODY = Reading("responses", Body, "a Responses request")
+NESTED = ("reasoning", "text", "stream_options", "chat_template_kwargs", "structured_outputs")
 
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
-    wire = read(DECODER, asked.body, "a Responses request")
-    _check(wire)
+    wire, tags = BODY.read(asked)
+    for name in NESTED:
+        if held := getattr(wire, name):
+            tags += tuple(check_within("responses", name, held, ignore=asked.ignore))
+    if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
+        raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
+    reasoning, names = _reasoning(wire)
     toolbox = read_tools(wire.tools)
     choice = checked(
         openai_choice(wire.tool_choice, nested=False, to_model=toolbox.to_model), toolbox.tools, "tool_choice"
@@ -125,7 +129,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         callable_tools=choice.callable_tools,
         parallel_calls=wire.parallel_tool_calls is not False,
         output=output,
-        names=NAMES if form == "text.format" else {**NAMES, "output": form},
+        reasoning=reasoning,
+        names=NAMES if form == "text.format" and not names else {**NAMES, "output": form, **names},
         max_tokens=wire.max_output_tokens,
         stream=bool(wire.stream),
         wishes=wishes(wire),
@@ -133,7 +138,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         hints=frozenset(talk.hints),
         retry=asks_again(asked),
         thread=_thread(asked),
-        tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags])),
+        tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags, *tags])),
         images=talk.gallery.images,
     )
     wish = Wish(
@@ -148,15 +153,13 @@ def _thread(asked: Asked) -> str:
     return asked.headers.get("thread-id", "") if spawned else ""
 
 
-def _check(wire: Body) -> None:
-    if wire.background:
-        raise bad_request("background=true is not served", "wait for the answer, or stream it")
-    if wire.conversation is not None:
-        raise bad_request("conversation is not served", "send the items, or previous_response_id")
-    if wire.prompt is not None:
-        raise bad_request("prompt templates are not served", "send their text as input")
-    if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
-        raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
+def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
+    if not wire.reasoning and not wire.chat_template_kwargs:
+        return NO_REASONING, {}
+    asked = AskedReasoning()
+    asked.effort((wire.reasoning or {}).get("effort"), "reasoning.effort")
+    asked.kwargs(wire.chat_template_kwargs)
+    return asked.made()
 
 
 def _output(wire: Body) -> tuple[OutputFormat | None, str]:
@@ -223,22 +226,22 @@ def mark(item: Item) -> str | None:
 
 
 def _shown(wire: Body, toolbox: Toolbox) -> Shown:
-    reasoning = wire.reasoning or Reasoning()
-    summary = reasoning.summary or reasoning.generate_summary
+    reasoning = wire.reasoning or {}
+    summary = reasoning.get("summary") or reasoning.get("generate_summary")
     fields = {
         "instructions": wire.instructions,
         "max_output_tokens": wire.max_output_tokens,
         "metadata": wire.metadata or {},
         "parallel_tool_calls": wire.parallel_tool_calls is not False,
         "previous_response_id": wire.previous_response_id,
-        "reasoning": {"effort": reasoning.effort, "summary": summary},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": summary},
         "store": wire.store is not False,
         "text": wire.text or {"format": {"type": "text"}},
         "tool_choice": wire.tool_choice or "auto",
         "tools": _on_one_line(wire.tools) if bytes(wire.tools) != b"null" else [],
     }
     sealed = wire.store is False or "reasoning.encrypted_content" in (wire.include or ())
-    return Shown(toolbox, fields, sealed, summary not in (None, "none"))
+    return Shown(toolbox, fields, sealed, summary not in (None, "none"), bool(wire.include_reasoning))
 
 
 def _on_one_line(raw: Raw) -> Raw:

@@ -1,8 +1,8 @@
 """OpenAI Responses: what was sampled, as output items, and as the events that build them.
 
 Items carry the turn in their ids (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that a client that echoes them
-names it. A call is shown when it is closed, never one that turns out malformed. Reasoning is shown as
-it was sampled: as the item's content, or as its summary where the client asked for one.
+names it. A call is shown when it is closed, never one that turns out malformed. The text of reasoning is
+shown, as it was sampled, where the client asked for a summary or for its content.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Items:
             return item | {"content": [text_part(text)], "status": status}
         if self.shown.summary:
             return item | {"summary": [{"type": "summary_text", "text": text}], "status": status}
+        if not self.shown.content:
+            return item | {"status": status}
         return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
 
     def response(self, status: str, output: list[Json], **rest: Any) -> Json:
@@ -196,6 +198,8 @@ class ResponsesView:
         if self._open is None or self._open["type"] != kind:
             out = self._finish() + self._start(kind)
         self._text.append(text)
+        if self._hidden:
+            return out
         if kind == "message":
             return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=[])
         name = "reasoning_summary_text" if self._items.shown.summary else "reasoning_text"
@@ -211,6 +215,12 @@ class ResponsesView:
     def _summarises(self) -> bool:
         return bool(self._open and self._open["type"] == "reasoning" and self._items.shown.summary)
 
+    @property
+    def _hidden(self) -> bool:
+        """Reasoning that the client did not ask to see: an item without a text."""
+        shown = self._items.shown
+        return bool(self._open and self._open["type"] == "reasoning" and not (shown.summary or shown.content))
+
     def _part(self, text: str) -> tuple[str, Json]:
         assert self._open is not None
         if self._open["type"] == "message":
@@ -224,6 +234,8 @@ class ResponsesView:
         self._text = []
         name, part = self._part("")
         out = self._send("response.output_item.added", output_index=len(self._output), item=self._open)
+        if self._hidden:
+            return out
         return out + self._send(f"response.{name}.added", **self._at(), part=part)
 
     def _finish(self, status: str = "completed") -> bytes:
@@ -231,6 +243,9 @@ class ResponsesView:
         if self._open is None:
             return b""
         text = "".join(self._text)
+        if self._hidden:
+            item, self._open = self._items.fill(self._open, text, status), None
+            return self._done(item)
         if self._open["type"] == "message":
             out = self._send("response.output_text.done", **self._at(), text=text, logprobs=[])
         else:
