@@ -15,6 +15,7 @@ from afield.seams.engine import Call
 from afield.tokens import ChatTokens
 from gateways import running
 from templates.models import write_template
+from tiny_vision_model import png
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +28,7 @@ TEMPLATE = """
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-BYTES = b"\x89PNG not really"
+BYTES = png("red")
 URL = "data:image/png;base64," + base64.b64encode(BYTES).decode()
 ASKED: Any = [
     {
@@ -88,7 +89,7 @@ async def test_another_image_is_another_conversation(model: Path, tmp_path: Path
     async with running(seeing(model), tmp_path / "store", model) as up:
         agent = await up.agent()
         await agent.chat.completions.create(model="m", messages=ASKED)
-        other = base64.b64encode(b"another").decode()
+        other = base64.b64encode(png("blue")).decode()
         changed: Any = [dict(ASKED[0])]
         changed[0]["content"] = [{"type": "image_url", "image_url": {"url": f"data:;base64,{other}"}}]
         await agent.chat.completions.create(model="m", messages=changed)

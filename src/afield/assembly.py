@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from afield.exclusions import check_reason
 from afield.forest import Forest
-from afield.types import Exclusion, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
+from afield.types import Exclusion, ImageSpan, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 
 Withheld = Mapping[str, str]  # turn id to the reason it is kept out of the loss
 NOTHING: Withheld = {}
@@ -77,8 +77,10 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
     ranges: list[TurnRange] = []
+    images: list[ImageSpan] = []
     for turn in path:
         own = turn.id in mine
+        images.extend(ImageSpan(i.digest, len(ids) + i.start, i.length) for i in turn.images)
         ids.extend(turn.delta_ids)
         start = len(ids)
         ids.extend(turn.token_ids)
@@ -96,6 +98,7 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
         versions=tuple(versions),
         turns=tuple(ranges),
         weight=sum(mask) / total,
+        images=tuple(images),
     )
 
 

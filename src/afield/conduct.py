@@ -297,4 +297,5 @@ def finished_of(rollout: Rollout, outcome: Outcome, record: Record, attempts: in
         excluded=record.excluded,
         turns=record.turns,
         attempts=attempts,
+        images=record.images,
     )

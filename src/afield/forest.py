@@ -154,6 +154,16 @@ class Forest:
             ids.extend(turn.token_ids)
         return ids
 
+    def sampled(self, turn_id: str) -> list[tuple[int, int]]:
+        """Where in `sent` the tokens lie that were sampled, from and to, in order."""
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for turn in self.path(turn_id):
+            start = end + len(turn.sent_ids or turn.delta_ids)
+            end = start + len(turn.token_ids)
+            spans.append((start, end))
+        return spans
+
     def length(self, turn_id: str) -> int:
         return self._lengths[turn_id]
 
@@ -256,8 +266,9 @@ def canonical(message: Message) -> list[str]:
     parts = [message.role, message.content.strip()]
     for call in message.tool_calls:
         parts += ["call", call.name, arguments_value(call.arguments)]
+    before = len(message.content) - len(message.content.lstrip())
     for image in message.images:
-        parts += ["image", image.digest]
+        parts += ["image", image.digest, str(min(max(image.at - before, 0), len(parts[1])))]
     return parts
 
 

@@ -261,6 +261,28 @@ class ImageRef(Struct, frozen=True, gc=False):
     at: int
 
 
+class Image(Struct, frozen=True, kw_only=True):
+    """An image in a prompt: its bytes, or where the engine finds them. `digest` is sha256 of the bytes that
+    the client sent, or of the URL where the bytes were never seen."""
+
+    digest: str
+    media_type: str
+    data: bytes | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.data is None) == (self.url is None):
+            raise ValueError(f"image {self.digest!r} needs either its bytes or a url")
+
+
+class ImageSpan(Struct, frozen=True, gc=False):
+    """Where an image stands in token ids: `length` placeholders from `start` on."""
+
+    digest: str
+    start: int
+    length: int
+
+
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One message as people read it. Never turned back into training ids."""
 
@@ -316,8 +338,9 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
 
     The prompt is the parent's whole path followed by `delta_ids`; without a parent, `delta_ids` is
     the whole prompt. Where the engine put more ids in the place of an image, `delta_ids` has them and
-    `sent_ids` is the delta as it was sent. `versions` counts from the first sampled token. `asked` is
-    the digest of the conversation up to the request, `digest` with the reply.
+    `sent_ids` is the delta as it was sent; `images` are those in `delta_ids`, from whose start they count.
+    `versions` counts from the first sampled token. `asked` is the digest of the conversation up to the
+    request, `digest` with the reply.
     """
 
     id: str
@@ -325,6 +348,7 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
     parent: str | None = None
     delta_ids: tuple[int, ...] = ()
     sent_ids: tuple[int, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[VersionSpan, ...] = ()
@@ -354,6 +378,8 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
         if self.parent is None and not self.delta_ids:
             raise ValueError(f"turn {self.id}: a turn without a parent needs a prompt")
         check_cover(self.versions, [(0, len(self.token_ids))], f"turn {self.id}")
+        if self.images:
+            check_images(self.images, len(self.delta_ids), f"turn {self.id}")
         if self.status is TurnStatus.COMMITTED and self.finish_reason is None:
             raise ValueError(f"turn {self.id}: a committed turn needs a finish reason")
 
@@ -370,7 +396,8 @@ class TurnRange(Struct, frozen=True):
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """One training sequence. `logprobs` is 0.0 only where `loss_mask` is 0; `turns` lists what it owns."""
+    """One training sequence. `logprobs` is 0.0 only where `loss_mask` is 0; `turns` lists what it owns,
+    `images` the places of images among its ids."""
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -378,6 +405,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...]
     turns: tuple[TurnRange, ...]
     weight: float
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs)}
@@ -394,10 +422,21 @@ class Trajectory(Struct, frozen=True, kw_only=True):
         check_cover(self.versions, owned, "trajectory")
         if not 0 < self.weight <= 1:
             raise ValueError(f"trajectory weight {self.weight} must be above 0 and at most 1")
+        if self.images:
+            check_images(self.images, len(self.token_ids), "trajectory")
 
     @property
     def owned(self) -> int:
         return sum(self.loss_mask)
+
+
+def check_images(images: tuple[ImageSpan, ...], length: int, what: str) -> None:
+    """Images follow each other inside `length` ids."""
+    end = 0
+    for image in images:
+        if not end <= image.start < image.start + image.length <= length:
+            raise ValueError(f"{what}: image {image.digest[:12]} at {image.start} is not inside {length} ids")
+        end = image.start + image.length
 
 
 def check_cover(spans: tuple[VersionSpan, ...], ranges: list[tuple[int, int]], what: str) -> None:
@@ -433,7 +472,10 @@ class Exclusion(Struct, frozen=True):
 
 
 class Finished(Struct, frozen=True, kw_only=True):
-    """A rollout with what came of it: its last attempt's outcome, what that trains, and the turns to read."""
+    """A rollout with what came of it: its last attempt's outcome, what that trains, and the turns to read.
+
+    `images` are those that its trajectories have, each once.
+    """
 
     rollout: Rollout
     outcome: Outcome
@@ -441,6 +483,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     excluded: tuple[Exclusion, ...] = ()
     turns: tuple[Turn, ...] = ()
     attempts: int = 1
+    images: tuple[Image, ...] = ()
 
 
 class Group(Struct, frozen=True, kw_only=True):

@@ -18,14 +18,19 @@ from afield.batches.recorded import line_up
 from afield.batches.rewards import by_trained_turn
 from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
+from afield.errors import UsageError
 from afield.forest import Forest
 from afield.types import Finished, Group, Trajectory, Turn, TurnRange, VersionSpan
 
 
-def from_groups(groups: Iterable[Group], form: Form = "linear", *, floor: float = 0.0) -> Batch:
+def from_groups(
+    groups: Iterable[Group], form: Form = "linear", *, floor: float = 0.0, images: bool = False
+) -> Batch:
     """All rollouts of these groups; rows of those that carry a reward.
 
-    `floor` is the score of a policy failure without a reward. Baselines are recorded and have no rows.
+    `floor` is the score of a policy failure without a reward. Baselines are recorded and have no rows. Rows
+    with images are refused, since no format of a batch has pixels, unless `images` says that they are handed
+    on beside it.
     """
     samples: list[Sample] = []
     records: list[Record] = []
@@ -35,9 +40,27 @@ def from_groups(groups: Iterable[Group], form: Form = "linear", *, floor: float 
                 record = record_of(finished, group, floor)
                 records.append(record)
                 if record.trains:
+                    if not images:
+                        _refuse_images(finished)
                     samples.extend(samples_of(record, finished, form))
             line_up([group])
         return Batch(form=form, samples=tuple(samples), rollouts=tuple(records))
+
+
+def _refuse_images(finished: Finished) -> None:
+    """Trained without its pixels, a row would be another one than was sampled."""
+    for turn in finished.turns:
+        if turn.images or any(message.images for message in turn.messages):
+            where = f"rollout {finished.rollout.id}, turn {turn.id}"
+            break
+    else:
+        if not any(row.images for row in finished.trajectories):
+            return
+        where = f"rollout {finished.rollout.id}"
+    raise UsageError(
+        f"{where}: it has images, whose pixels no batch format carries; train it with afield's own trainer or"
+        " with veRL, which get them from the run's rollouts"
+    )
 
 
 def record_of(finished: Finished, group: Group, floor: float = 0.0) -> Record:

@@ -60,6 +60,7 @@ def _check_row(rollout_id: str, row: Trajectory, turns: dict[str, Turn]) -> None
         if wrong := _difference(row, part, turn):
             raise UsageError(f"{where}: its {wrong} in the row are not those that were recorded")
     _check_context(rollout_id, row, starts, turns)
+    _check_images(rollout_id, row, starts, turns)
 
 
 def _starts(rollout_id: str, last: str, turns: dict[str, Turn]) -> dict[str, int]:
@@ -105,3 +106,21 @@ def _check_context(rollout_id: str, row: Trajectory, starts: dict[str, int], tur
                 f"rollout {rollout_id}, turn {name}: tokens {before} to {after} of the row are not the prompt"
                 " and the reply that were recorded"
             )
+
+
+def _check_images(rollout_id: str, row: Trajectory, starts: dict[str, int], turns: dict[str, Turn]) -> None:
+    """The row has the images that the model saw, where it saw them."""
+    seen: list[tuple[str, int, int]] = []
+    for name, start in starts.items():
+        turn = turns[name]
+        before = start - len(turn.delta_ids)
+        seen += [(image.digest, before + image.start, image.length) for image in turn.images]
+        shown = [image.digest for message in turn.messages for image in message.images]
+        if shown != [image.digest for image in turn.images]:
+            raise UsageError(
+                f"rollout {rollout_id}, turn {name}: it was sampled with {len(shown)} images, and the record"
+                f" says where {len(turn.images)} of them stand; name the image token in the model's"
+                " config.json (image_token_id), and collect it anew"
+            )
+    if seen != [(image.digest, image.start, image.length) for image in row.images]:
+        raise UsageError(f"rollout {rollout_id}: the images of a row are not those that its turns have")

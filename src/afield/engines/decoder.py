@@ -15,9 +15,10 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,10 +26,15 @@ from afield.engines.graphs import Flight, Steps, forward
 from afield.engines.sampler import Top, distribution, draw, likeliest
 from afield.engines.slots import Slots
 
+if TYPE_CHECKING:
+    from afield.engines.images import ImageEncoder
+    from afield.vision import PixelInputs
+
 log = logging.getLogger("afield.engines")
 
 Finish = Literal["stop", "length", "aborted"]
 SCORED_AT_ONCE = 256  # ids of a prompt whose logits are held at a time
+NO_PICTURES: Mapping[int, PixelInputs] = {}
 
 
 class Counters(NamedTuple):
@@ -42,7 +48,10 @@ class Counters(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a call asks of the model. The same `seed` draws with the same numbers; `top_k` 0 means off."""
+    """What a call asks of the model. The same `seed` draws with the same numbers; `top_k` 0 means off.
+
+    Of a prompt with images, `prompt_ids` are those of `ImagePrompt.keys`; `mrope` are its positions.
+    """
 
     prompt_ids: Sequence[int]
     max_tokens: int
@@ -54,6 +63,8 @@ class Ask(NamedTuple):
     stream: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
+    mrope: np.ndarray | None = None
+    pictures: Mapping[int, PixelInputs] = NO_PICTURES
 
     @property
     def truncated(self) -> bool:
@@ -135,8 +146,10 @@ class Decoder:
         weights: Sequence[Tensor] = (),
         steps: Steps | None = None,
         notes: tuple[str, ...] = (),
+        images: ImageEncoder | None = None,
     ) -> None:
         self._model, self._slots = model, slots
+        self.images = images
         self._notes = notes
         self._weights, self.steps = weights, steps
         self._launched: _Launched | None = None
@@ -179,6 +192,8 @@ class Decoder:
             weight.copy_(tensor)
         self.version = version
         self._slots.forget()
+        if self.images is not None:
+            self.images.forget()
 
     def step(self) -> None:
         reused = self._admit()
@@ -200,8 +215,13 @@ class Decoder:
     def _admit(self) -> list[tuple[int, int]]:
         """First come, first served, while there are free slots; prompt and reused lengths of each."""
         admitted: list[tuple[int, int]] = []
-        while self._waiting and (taken := self._slots.take(self._waiting[0].ask.prompt_ids)):
+        while self._waiting:
+            ask = self._waiting[0].ask
+            if (taken := self._slots.take(ask.prompt_ids, ask.mrope)) is None:
+                break
             request = self._waiting.popleft()
+            if self.images is not None and ask.pictures:
+                self.images.show(ask.pictures)
             request.slot, reused = taken
             if request.prompt_tops is not None:  # every id of its prompt is computed, to be scored
                 self._slots.restart(request.slot)
@@ -259,7 +279,7 @@ class Decoder:
         work = sorted(work, key=lambda item: item[0].slot)
         slots, counts = [r.slot for r, _ in work], [n for _, n in work]
         step = self._slots.arrange(slots, counts)
-        last = forward(self._model, self._slots, step)
+        last = forward(self._model, self._slots, step, images=self.images)
         self._slots.advance(slots, counts)
         done = [i for i, (r, _) in enumerate(work) if self._pending(r) == 0]
         if not done:
@@ -379,3 +399,5 @@ class Decoder:
         request.ended = True
         self._running.remove(request)
         self._slots.release(request.slot)
+        if self.images is not None and request.ask.pictures:
+            self.images.keep({number for other in self._running for number in other.ask.pictures})

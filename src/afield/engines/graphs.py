@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from transformers import PreTrainedModel
 
 from afield.engines.sampler import pick, plain_sums
 from afield.engines.slots import Pass, Slots
+
+if TYPE_CHECKING:
+    from afield.engines.images import ImageEncoder
 
 # How often a shape is wanted before it gets a recording of its own, if a larger one can stand in.
 PATIENCE = 4
@@ -208,8 +211,13 @@ class Steps:
         self.recording_s += time.monotonic() - began
 
 
-def forward(model: PreTrainedModel, slots: Slots, step: Pass, keep: int = 1) -> Tensor:
-    """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary]."""
+def forward(
+    model: PreTrainedModel, slots: Slots, step: Pass, keep: int = 1, images: ImageEncoder | None = None
+) -> Tensor:
+    """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary].
+    `images` has what the step shows, of which only the last id's logits are given."""
+    if step.pictured is not None and images is not None:
+        return images.forward(model, slots, step)
     output = model(
         input_ids=step.input_ids,
         position_ids=step.position_ids,

@@ -33,12 +33,17 @@ ATTENTION = "afield_slots"
 
 
 class Pass(NamedTuple):
-    """The inputs of one forward pass, and the output row of each slot that was asked for."""
+    """The inputs of one forward pass, and the output row of each slot that was asked for.
+
+    `position_ids` are `[3, rows, width]` for models with M-RoPE. `pictured` has the row and column of every
+    place of an image, and its id, which is below 0.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
     attention_mask: Tensor
     rows: Tensor
+    pictured: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
 
 
 class _Writes(NamedTuple):
@@ -67,8 +72,14 @@ class Slots(Cache):
         dtype: torch.dtype,
         device: torch.device,
         ways: Ways | None = None,
+        image_id: int | None = None,
+        mrope: bool = False,
     ):
+        """Ids below 0 are places of images; the model sees `image_id` there. With `mrope`, tokens have three
+        positions each (M-RoPE), which are not those in the memory."""
         super().__init__(layers=[])
+        self._image_id = image_id
+        self._mrope = np.zeros((3, 0, 0), dtype=np.int64) if mrope else None
         self.ways = ways
         self.lanes: Lanes | None = None
         self._max_slots, self._max_length = max_slots, max_length
@@ -95,10 +106,11 @@ class Slots(Cache):
 
     # --- owning a slot ----------------------------------------------------------------------------
 
-    def take(self, prompt: Sequence[int]) -> tuple[int, int] | None:
+    def take(self, prompt: Sequence[int], mrope: np.ndarray | None = None) -> tuple[int, int] | None:
         """A slot for this prompt and how many of its ids are computed already; None when all are busy.
 
-        At least one id is left to compute, since the next token's distribution comes from it.
+        At least one id is left to compute, since the next token's distribution comes from it. `mrope` are the
+        positions of its tokens, `[3, length]`, where they are not counted from 0.
         """
         busy = int(self._busy.sum())
         if busy == self._max_slots:
@@ -114,6 +126,8 @@ class Slots(Cache):
         self._busy[slot] = True
         self._computed[slot] = reused
         self._ids[slot, : len(ids)] = ids
+        if self._mrope is not None:
+            self._mrope[:, slot, : len(ids)] = np.arange(len(ids)) if mrope is None else mrope
         return slot, reused
 
     def restart(self, slot: int) -> None:
@@ -128,6 +142,9 @@ class Slots(Cache):
     def append(self, slot: int, position: int, token: int) -> None:
         self.make_room(position + 1)
         self._ids[slot, position] = token
+        if self._mrope is not None:
+            # Behind an image, whose places may be far apart, text goes on from the largest.
+            self._mrope[:, slot, position] = self._mrope[:, slot, position - 1].max() + 1
 
     def make_room(self, length: int) -> None:
         """Memory for slots of this length."""
@@ -187,6 +204,8 @@ class Slots(Cache):
             length = min(_round_up(max(length, 2 * have_length, first)), _round_up(self._max_length))
         rows, length = max(rows, have_rows), max(length, have_length)
         self._ids = _grown(self._ids, rows, length)
+        if self._mrope is not None:
+            self._mrope = np.stack([_grown(axis, rows, length) for axis in self._mrope])
         self._computed, self._busy, self._used = (
             np.pad(a, (0, rows - have_rows)) for a in (self._computed, self._busy, self._used)
         )
@@ -236,8 +255,14 @@ class Slots(Cache):
             None if whole else (self._tensor(source_row), self._tensor(source_column)),
         )
         positions = self._tensor(position)
-        ids = self._tensor(self._ids[rows[:, None], position])
-        return Pass(ids, positions, self._mask(positions, length), self._tensor(chosen))
+        ids, pictured = self._ids[rows[:, None], position], None
+        if self._image_id is not None and (ids < 0).any():
+            row, column = np.nonzero((ids < 0) & valid)
+            pictured = (row, column, ids[row, column])
+            ids = np.where(ids < 0, self._image_id, ids)
+        turned = positions if self._mrope is None else self._tensor(self._mrope[:, rows[:, None], position])
+        mask = self._mask(positions, length)
+        return Pass(self._tensor(ids), turned, mask, self._tensor(chosen), pictured)
 
     def fixed(self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool) -> Pass:
         """One id for each of `rows`, at `positions`, over the first `length` keys; the host reads nothing.

@@ -20,20 +20,22 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch import Tensor
 
 from afield.engines.adapters import is_adapter
 from afield.engines.checks import check_call, is_newer
-from afield.engines.decoder import Ask, Counters, Decoder, Request, Sampled
+from afield.engines.decoder import NO_PICTURES, Ask, Counters, Decoder, Request, Sampled
 from afield.engines.fused import SERVED, fit
 from afield.engines.graphs import Steps
+from afield.engines.images import ImageEncoder, ImagePrompt
 from afield.engines.slots import Slots
 from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.rounding import Rounding
 from afield.seams.engine import Call, Chunk, EngineInfo
 from afield.types import Failure, FailureKind, FinishReason, Reason
+from afield.vision import Vision
 
 # A GPU computes this many ids in about the time of one.
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -121,12 +123,14 @@ def _deliver(batch: list[tuple[_Mailbox, Chunk | str]]) -> None:
         mailbox.receive(item)
 
 
-def to_ask(call: Call, seed: int) -> Ask:
+def to_ask(call: Call, seed: int, pictured: ImagePrompt | None = None) -> Ask:
     """The same call gives the same numbers, whatever else the engine is doing."""
     sampling = call.sampling
     own = (call.draw or call.id) if sampling.seed is None else sampling.seed
     return Ask(
-        call.prompt_ids,
+        call.prompt_ids if pictured is None else pictured.keys,
+        mrope=None if pictured is None else pictured.mrope,
+        pictures=NO_PICTURES if pictured is None else pictured.pictures,
         max_tokens=call.max_tokens,
         seed=int.from_bytes(blake2b(f"{seed}/{own!r}".encode(), digest_size=8).digest()),
         temperature=sampling.temperature,
@@ -137,6 +141,14 @@ def to_ask(call: Call, seed: int) -> Ask:
         top_logprobs=call.top_logprobs,
         prompt_logprobs=call.prompt_logprobs,
     )
+
+
+def load_vision(path: Path) -> tuple[Vision | None, tuple[str, ...]]:
+    """The vision part of a model, if it has one; and why images are refused where it cannot be used."""
+    try:
+        return Vision.load(path), ()
+    except UsageError as error:
+        return None, (f"images are refused: {error}",)
 
 
 class TorchEngine:
@@ -173,6 +185,7 @@ class TorchEngine:
         self._outbox: Outbox = {}
         self._lock = threading.Lock()
         self._loading = asyncio.Lock()
+        self._looking = asyncio.Lock()
         self._down: str | None = CLOSED
         self._decoder: Decoder | None = None
         self._thread: threading.Thread | None = None
@@ -207,6 +220,7 @@ class TorchEngine:
             version=decoder.version,
             max_context=decoder.max_context,
             vocab_size=decoder.vocab_size,
+            images=decoder.images is not None,
             dtype=self._served,
             notes=decoder.notes,
             max_top_logprobs=MAX_TOP_LOGPROBS,
@@ -214,19 +228,36 @@ class TorchEngine:
         )
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        check_call(call, await self.info())
+        info = await self.info()
+        check_call(call, info)
+        pictured = await self._pictured(call, info) if call.images else None
         mailbox = _Mailbox(self._outbox)
-        request = Request(to_ask(call, self._seed), mailbox)
+        request = Request(to_ask(call, self._seed, pictured), mailbox)
         self._send(request)
         ended = False
+        told = None if pictured is None else pictured.ids
         try:
             while not ended:
                 chunk = await mailbox.take()
                 ended = chunk.finish is not None
+                if told is not None:
+                    chunk, told = structs.replace(chunk, prompt_ids=told), None
                 yield chunk
         finally:
             if not ended and self._down is None:
                 self._inbox.put(_Drop(request))
+
+    async def _pictured(self, call: Call, info: EngineInfo) -> ImagePrompt:
+        """The prompt with its images, decoded off the event loop; refused where it is too long with them."""
+        images = self._running().images
+        if images is None:
+            raise ValueError(f"call {call.id!r} has images, and the model takes none; serve one that does")
+        if call.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs of a prompt with images are not told; ask without")
+        async with self._looking:
+            pictured = await asyncio.to_thread(images.prompt, call.prompt_ids, call.image_places, call.images)
+        check_call(structs.replace(call, prompt_ids=pictured.ids), info)
+        return pictured
 
     async def load(self, version: int, path: str) -> None:
         async with self._loading:
@@ -302,8 +333,21 @@ class TorchEngine:
                 f" the model's own {name} explains {fitted.control:.2g}; {type(model).__name__} is not"
                 " supported by the embedded engine, or its weights are broken"
             )
-        slots = Slots(layers, self._max_slots, context, dtype, device, fitted.ways)
+        vision, notes = load_vision(self._path)
+        mrope = vision is not None and vision.mrope
+        slots = Slots(
+            layers,
+            self._max_slots,
+            context,
+            dtype,
+            device,
+            fitted.ways,
+            image_id=vision.image_id if vision else None,
+            mrope=mrope,
+        )
         fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps
+        if fixed and mrope:
+            fixed, notes = False, (*notes, "decode steps are slower: tokens have three positions (M-RoPE)")
         self._parameters = parameters(model)
         return Decoder(
             model,
@@ -313,7 +357,8 @@ class TorchEngine:
             prefill_tokens=self._prefill_tokens or PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"]),
             weights=[parameter.tensor for parameter in self._parameters],
             steps=Steps(model, slots, self._max_slots) if fixed else None,
-            notes=fitted.notes,
+            notes=(*fitted.notes, *notes),
+            images=ImageEncoder(vision) if vision else None,
         )
 
     def _serve(self, decoder: Decoder) -> None:

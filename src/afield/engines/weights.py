@@ -19,12 +19,19 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from afield.engines.adapters import TENSORS, AdapterConfig, is_adapter, read_config
 from afield.errors import UsageError
 from afield.loading import ALONE
 from afield.rounding import DTYPES, Arrived, Rounding, arrived, read_rounding, rounded
+from afield.vision import sees
 
 log = logging.getLogger("afield.engines")
 KEPT = 0.9  # share of an adapter that has to survive its merge, or it is told
@@ -58,7 +65,8 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with ALONE:
             # The stubs do not know that loading information comes as a second value.
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
+            loaded: Any = kind.from_pretrained(
                 path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

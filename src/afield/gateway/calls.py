@@ -18,6 +18,7 @@ from msgspec import structs
 from afield.errors import Unavailable
 from afield.forest import extend_digest
 from afield.gateway import lineage, placing, wishes
+from afield.gateway.images import Checker, image_spans
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
 from afield.gateway.partial import Partial
@@ -60,11 +61,14 @@ class Calls:
         self._tokens = tokens
         self._metrics = metrics
         self._clock = clock
+        self._pictures = Checker()
 
     async def run(self, session: Session, request: ModelRequest) -> AsyncGenerator[Item]:
         """Started, then Pieces, then Done. Close it early to abandon the call."""
         session.check_open(self._clock())
         self._check(session, request)
+        if request.images:
+            await self._take_images(session, request)
         self._sampling(session, request)
         tokens, request = await self._rendered_by(session, request)
         place = await placing.place(session, tokens, request, self._info.max_context)
@@ -246,11 +250,10 @@ class Calls:
         partial = Partial()
         parser, stops = self._readers(tokens, request)
         spoken = _spoken(request, parser)
-        if request.images:
-            await self._store.put_images(session.id, request.images.values())
         call = self._call(session, request, place, reserved.left, intent.id, n)
         chunks = sampled(self._engine, call, stops) if call.stop else self._engine.generate(call)
         broke: tuple[str, ...] = ()
+        asked = len(place.prompt_ids)
         turn: Turn | None = None
         flight = session.takes_off(request.idempotency_key)
         session.running.add(n)
@@ -263,6 +266,7 @@ class Calls:
                 partial.fold(chunk, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
+                    asked = len(chunk.prompt_ids)
                 pieces = self._pieces(chunk, partial, stops, intent.id, before, spoken)
                 reserved.spend(len(partial.ids) - before, now)
                 if not partial.finish:
@@ -278,7 +282,7 @@ class Calls:
                 scores = _scores(request, partial, spoken)
                 await self._commit(session, request, place, turn, n, scores)
                 thought = await _thought(tokens, turn, reply)
-                end = Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
+                end = Done(turn, reply, asked, stops.found, thought, scores)
                 for item in (*pieces, end):
                     yield item
                 return
@@ -303,7 +307,7 @@ class Calls:
                 reserved.release()
                 session.running.discard(n)
                 session.lands(request.idempotency_key, flight)
-                self._metrics.ended(ended, len(place.prompt_ids))
+                self._metrics.ended(ended, asked)
 
     async def _abandon(
         self, session: Session, request: ModelRequest, turn: Turn, chunks: AsyncGenerator[Chunk], n: int
@@ -329,7 +333,10 @@ class Calls:
         if prompt_ids[: len(before)] != before:
             raise Unavailable("the engine expanded an earlier image in another way than before")
         delta = tuple(prompt_ids[len(before) :])
-        return structs.replace(intent, delta_ids=delta, sent_ids=intent.sent_ids or intent.delta_ids)
+        sent = intent.sent_ids or intent.delta_ids
+        digests = [image.digest for message in intent.messages for image in message.images]
+        images = image_spans(sent, delta, digests, self._tokens.image_id)
+        return structs.replace(intent, delta_ids=delta, sent_ids=sent, images=images)
 
     def _pieces(
         self,
@@ -378,6 +385,14 @@ class Calls:
             return structs.replace(piece, top_logprobs=top, prompt_logprobs=prompt)
         return piece
 
+    async def _take_images(self, session: Session, request: ModelRequest) -> None:
+        """Keep those that are new to the session, decoded once; refuse what is no image."""
+        new = [image for digest, image in request.images.items() if digest not in session.images]
+        if new:
+            new = await self._pictures.check(new, request.image_places)
+            await self._store.put_images(session.id, new)
+            session.images.update(image.digest for image in new)
+
     def _images(self, session: Session, place: lineage.Place) -> tuple[Image, ...]:
         """All images of the conversation, in the order of their places in the prompt."""
         path = session.forest.path(place.parent) if place.parent else []
@@ -385,10 +400,20 @@ class Calls:
         digests = [image.digest for message in messages for image in message.images]
         return tuple(self._store.image(session.id, digest) for digest in digests)
 
+    def _image_places(self, session: Session, place: lineage.Place) -> tuple[int, ...]:
+        """Where the prompt has a placeholder that nobody sampled."""
+        ids, spans = place.sent_ids or place.prompt_ids, []
+        if place.parent:
+            spans = session.forest.sampled(place.parent)
+        sampled = {n for start, end in spans for n in range(start, end)}
+        wanted = self._tokens.image_id
+        return tuple(n for n, token in enumerate(ids) if token == wanted and n not in sampled)
+
     def _call(
         self, session: Session, request: ModelRequest, place: lineage.Place, room: int, turn_id: str, n: int
     ) -> Call:
         spec, sampling = session.row.spec, self._sampling(session, request)
+        images = self._images(session, place) if self._info.images else ()
         return Call(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
@@ -399,7 +424,8 @@ class Calls:
             stop=tuple(stop for stop in request.stop if stop),
             stream=request.stream or bool(request.stop),
             base_ids=place.base_ids,
-            images=self._images(session, place) if self._info.images else (),
+            images=images,
+            image_places=self._image_places(session, place) if images else (),
             # A call that a gateway died under is asked again, and is not to be drawn anew.
             draw=f"{spec.draw or session.id}/t{n - session.dangling}",
             top_logprobs=request.top_logprobs,

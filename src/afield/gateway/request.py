@@ -20,6 +20,7 @@ from afield.types import Message, Sampling, Turn
 NO_WISHES: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
 NO_NAMES: Mapping[str, str] = {}
+NO_PLACES: Mapping[str, str] = {}
 
 
 class OutputFormat(Struct, frozen=True):
@@ -50,7 +51,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     the client leaves the history to us. `hints` are turns the client named by echoing our marks.
     `retry` says that the client asks again, `idempotency_key` is its own name for the request in all tries.
     `thread` tells the client's own threads apart. `tags` are what the dialect knows about the call. `images`
-    holds those that messages refer to, by digest.
+    holds those that messages refer to, by digest; `image_places` says in which of the client's messages.
 
     With `must_call` the reply is a tool call; `callable_tools` are the names it may call (all if empty),
     and without `parallel_calls` it makes one call at most. `names` says by which parameter of the dialect a
@@ -86,6 +87,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...] = ()
     wishes: Mapping[str, float] = NO_WISHES
     images: Mapping[str, Image] = NO_IMAGES
+    image_places: Mapping[str, str] = NO_PLACES
 
 
 class Started(Struct, frozen=True):

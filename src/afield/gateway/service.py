@@ -31,7 +31,7 @@ from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
 from afield.tokens import ChatTokens
-from afield.types import Exclusion, Policy, Turn, TurnStatus
+from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
 from afield.wire import Invocation, Submission
 
 log = logging.getLogger("afield.gateway")
@@ -286,7 +286,13 @@ class LocalGateway:
             trajectories=assembled.trajectories,
             excluded=(*assembled.excluded, *self.dangling(session)),
             turns=tuple(turns),
+            images=self._images(session.id, assembled.trajectories),
         )
+
+    def _images(self, session_id: str, rows: Sequence[Trajectory]) -> tuple[Image, ...]:
+        """Those that stand in rows, each once."""
+        digests = dict.fromkeys(image.digest for row in rows for image in row.images)
+        return tuple(self._store.image(session_id, digest) for digest in digests)
 
     def dangling(self, session: Session) -> list[Exclusion]:
         """Calls the gateway died under: what they sampled is unknown, and that is said."""

@@ -68,6 +68,7 @@ class Session:
         self.unsure = {turn.id for turn in self.forest.leaves if turn.status is TurnStatus.COMMITTED}
         self.recall = Recall()
         self.memo = Memo()
+        self.images: set[str] = set()  # digests of those that the store has for sure
         self.in_flight: set[asyncio.Task[Any]] = set()
         self.body_bytes = 0  # of requests that are read or answered now
         self.running: set[int] = set()

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
-from afield.types import Constraint, FinishReason, Sampling, VersionSpan
+from afield.types import Constraint, FinishReason, Image, Sampling, VersionSpan
 
 LogprobMode = Literal["processed", "tempered", "raw"]
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -44,25 +44,12 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Whether calls may ask for the log-probabilities of their prompt."""
 
 
-class Image(Struct, frozen=True, kw_only=True):
-    """An image in a prompt: its bytes, or where the engine finds them. `digest` is sha256 of the bytes,
-    or of the URL where the bytes were never seen."""
-
-    digest: str
-    media_type: str
-    data: bytes | None = None
-    url: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.data is None) == (self.url is None):
-            raise ValueError(f"image {self.digest!r} needs either its bytes or a url")
-
-
 class Call(Struct, frozen=True, kw_only=True):
     """One model call. `max_tokens` is already cut to what context and budget allow.
 
-    `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each; the
-    engine expands it and says so in `Chunk.prompt_ids`. `base_ids`, where given, is the very object that
+    `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each (at
+    `image_places`, where given: a placeholder that the model sampled itself stands for nothing); the engine
+    expands it and says so in `Chunk.prompt_ids`. `base_ids`, where given, is the very object that
     an earlier call of the session had as its prompt, with which this one's begins. `draw` names the random
     numbers of a call without a seed: an engine that can gives the same for the same name (and a seed of
     its own), else for the same id. An engine that detokenises may end the call (STOP) with the token that
@@ -80,6 +67,7 @@ class Call(Struct, frozen=True, kw_only=True):
     stream: bool = False
     base_ids: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
+    image_places: tuple[int, ...] = ()
     draw: str = ""
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from msgspec import Struct, field
 
 from afield.options import SessionPolicies
-from afield.types import Budget, Exclusion, Failure, Policy, Sampling, Split, Trajectory, Turn
+from afield.types import Budget, Exclusion, Failure, Image, Policy, Sampling, Split, Trajectory, Turn
 from afield.wire import Submission
 
 
@@ -92,11 +92,12 @@ class SessionState(Struct, frozen=True, kw_only=True):
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """All that a session sampled, as it trains, and its turns for reading."""
+    """All that a session sampled, as it trains, its turns for reading, and the images that it trains with."""
 
     trajectories: tuple[Trajectory, ...]
     excluded: tuple[Exclusion, ...]
     turns: tuple[Turn, ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 class Gateway(Protocol):

@@ -70,6 +70,7 @@ class ChatTokens:
         self._ends = Ends(said, called)
         ends = [end.id for end in (said, called) if end]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*files.stop_ids, *ends)))
+        self.image_id = files.image_id
         self.turn_ends = frozenset(ends or self.stop_ids)  # a turn that stopped otherwise lacks its end
         family = self.certificate.family
         self._bridge = make_bridge(family, template, vocab, arguments) if family else None

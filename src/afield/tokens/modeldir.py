@@ -18,6 +18,7 @@ from afield.errors import UsageError
 from afield.tokens.vocab import Vocabulary
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_IMAGE = ("image_token_id", "image_token_index")
 
 
 class ModelFiles(Struct, frozen=True):
@@ -28,6 +29,8 @@ class ModelFiles(Struct, frozen=True):
     """Special tokens by their role."""
     stop_ids: tuple[int, ...]
     vocab_size: int
+    image_id: int | None = None
+    """The token that stands for an image in a prompt; None of models that take none, or do not say."""
 
 
 def read(model_dir: Path) -> ModelFiles:
@@ -48,6 +51,7 @@ def read(model_dir: Path) -> ModelFiles:
         special,
         (*_ids(_of(generation, "eos_token_id")), *_ids(_of(config, "eos_token_id")), *_ids(eos)),
         _of(config, "vocab_size") or vocab.size,
+        next((i for name in _IMAGE if isinstance(i := config.get(name), int)), None),
     )
 
 

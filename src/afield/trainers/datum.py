@@ -16,17 +16,18 @@ from afield.advantage import How, advantages
 from afield.errors import UsageError
 from afield.trainers.audit import line_up
 from afield.trainers.rows import Row, to_batch
-from afield.types import FinishReason, Group, Message, Sampling, Trajectory, TurnRange, VersionSpan
+from afield.types import FinishReason, Group, Image, Message, Sampling, Trajectory, TurnRange, VersionSpan
 
 
 class Datum(Struct, frozen=True, kw_only=True):
     """A sequence, and what each of its trained turns earned. Sequences of one rollout share its id; their
-    weights add up to at most 1.
+    weights add up to at most 1. `images` has one for each that the trajectory has.
     """
 
     rollout_id: str
     trajectory: Trajectory
     advantages: tuple[float, ...]
+    images: tuple[Image, ...] = ()
 
 
 class Reply(Struct, frozen=True, kw_only=True):
@@ -113,7 +114,13 @@ def data_from(groups: Sequence[Group], advantage: How = "grpo", *, floor: float 
     line_up(groups)
     rows = to_batch(groups, advantages(groups, advantage, floor=floor)).rows
     return [
-        Datum(rollout_id=row.rollout_id, trajectory=row.trajectory, advantages=row.advantages) for row in rows
+        Datum(
+            rollout_id=row.rollout_id,
+            trajectory=row.trajectory,
+            advantages=row.advantages,
+            images=row.images,
+        )
+        for row in rows
     ]
 
 
@@ -134,5 +141,10 @@ def to_rows(data: Iterable[Datum], *, imitate: bool = False) -> list[Row]:
         if imitate:
             plain = [structs.replace(turn, temperature=1.0, truncated=False) for turn in trajectory.turns]
             trajectory = structs.replace(trajectory, turns=tuple(plain))
-        rows.append(Row(number, datum.rollout_id, "", trajectory, datum.advantages))
+        if (given := [image.digest for image in datum.images]) != [i.digest for i in trajectory.images]:
+            raise UsageError(
+                f"rollout {datum.rollout_id}: {len(given)} images for the {len(trajectory.images)} that its"
+                " sequence has; give them in their order"
+            )
+        rows.append(Row(number, datum.rollout_id, "", trajectory, datum.advantages, datum.images))
     return rows

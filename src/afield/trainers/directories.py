@@ -17,6 +17,7 @@ from typing import Any, Literal
 from afield.errors import Unavailable, UsageError, boundary
 from afield.loading import ALONE
 from afield.types import Failure, FailureKind, Reason
+from afield.vision import sees
 
 WEIGHTS = (
     "*.safetensors",
@@ -38,9 +39,8 @@ def load_model(path: Path, device: Any, dtype: Literal["float32", "bfloat16"] = 
     problems: list[Failure] = []
     loaded: Any = None
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), ALONE:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        kind = transformers.AutoModelForImageTextToText if sees(path) else transformers.AutoModelForCausalLM
+        loaded = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     if loaded is None:
         raise UsageError(f"{path} cannot be loaded as a causal language model: {problems[0].message}")
     model, report = loaded

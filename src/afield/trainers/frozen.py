@@ -28,13 +28,14 @@ class Frozen:
         config = self.model_path / "config.json"
         if not config.is_file():
             raise UsageError(f"{model_path} is not a model directory: it has no config.json")
-        self._config = json.loads(config.read_text())
+        told = json.loads(config.read_text())
+        self._config = told.get("text_config") or told  # of models of several parts: the one that samples
         self.context: int | None = self._config.get("max_position_embeddings")
 
     def step(self, groups: Sequence[Group]) -> StepReport:
         line_up(groups)
         batch = to_batch(groups, advantages(groups, floor=self.floor), self.context)
-        check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context)
+        check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context, no_images="")
         self.steps += 1
         account = delivery(groups, batch)
         metrics = {"tokens": float(batch.tokens), **account.metrics()}

@@ -258,7 +258,8 @@ class GRPO:
             returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
         earned = advantages(groups, self.how, floor=self.floor, returns=returns)
         batch = to_batch(groups, earned, self.context)
-        check_rows(batch.rows, vocabulary=self.policy.vocabulary, context=self.context)
+        policy = self.policy
+        check_rows(batch.rows, vocabulary=policy.vocabulary, context=self.context, no_images=policy.no_images)
         return batch
 
     def _weighed_reward(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 All that a loss needs is flat, one entry per sampled token, row after row: how the model was run does
 not matter to it. A tree computes every token that rows share once; padded rows are for models that
-cannot be run over one, and for rows longer than a tree may have. No row is ever split.
+cannot be run over one, for rows longer than a tree may have, and for rows with images. No row is ever split.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from afield.errors import UsageError
 from afield.trainers.head import plain_head, sampled_log_probabilities, taken
+from afield.trainers.images import ImageReader
 from afield.trainers.packing import pack, split
-from afield.trainers.padded import Padded
+from afield.trainers.padded import Padded, images_in
 from afield.trainers.rows import Row
 from afield.trainers.tree import Tree
 
@@ -43,28 +45,35 @@ def to_passes(
     device: torch.device,
     layout: LayoutName = "tree",
     longest: int | None = None,
+    reader: ImageReader | None = None,
 ) -> list[Pass]:
     """Passes over at most `max_tokens` tokens each, unless one row alone has more. With a `longest` row for
-    trees, longer ones are padded."""
+    trees, longer ones are padded; so are rows with images, which need `reader`."""
     rows = [row for row in rows if row.trajectory.owned]
     if layout == "padded":
-        return _side_by_side(rows, max_tokens, device)
-    short = [row for row in rows if longest is None or len(row.trajectory.token_ids) <= longest]
-    long = [row for row in rows if longest is not None and len(row.trajectory.token_ids) > longest]
+        return _side_by_side(rows, max_tokens, device, reader)
+    short = [row for row in rows if _fits_tree(row, longest)]
+    rest = [row for row in rows if not _fits_tree(row, longest)]
     parts = split([row.trajectory.token_ids for row in short], max_tokens)
     trees = [_tree([short[number] for number in part], device) for part in parts]
-    return [*trees, *_side_by_side(long, max_tokens, device)]
+    return [*trees, *_side_by_side(rest, max_tokens, device, reader)]
 
 
-def _side_by_side(rows: Sequence[Row], max_tokens: int, device: torch.device) -> list[Pass]:
+def _fits_tree(row: Row, longest: int | None) -> bool:
+    return not row.trajectory.images and (longest is None or len(row.trajectory.token_ids) <= longest)
+
+
+def _side_by_side(
+    rows: Sequence[Row], max_tokens: int, device: torch.device, reader: ImageReader | None
+) -> list[Pass]:
     passes: list[Pass] = []
     pending: list[Row] = []
     for row in sorted(rows, key=lambda r: len(r.trajectory.token_ids)):
         if pending and (len(pending) + 1) * len(row.trajectory.token_ids) > max_tokens:
-            passes.append(_padded(pending, device))
+            passes.append(_padded(pending, device, reader))
             pending = []
         pending.append(row)
-    return [*passes, _padded(pending, device)] if pending else passes
+    return [*passes, _padded(pending, device, reader)] if pending else passes
 
 
 def _tree(rows: list[Row], device: torch.device) -> Pass:
@@ -74,11 +83,13 @@ def _tree(rows: list[Row], device: torch.device) -> Pass:
     return _pass(rows, tree, len(packed.ids), sources, device)
 
 
-def _padded(rows: list[Row], device: torch.device) -> Pass:
+def _padded(rows: list[Row], device: torch.device, reader: ImageReader | None) -> Pass:
+    if reader is None and (shown := [row for row in rows if row.trajectory.images]):
+        raise UsageError(f"rollout {shown[0].rollout_id}: it has images, and the model takes none")
     width = max(len(row.trajectory.token_ids) for row in rows)
     filled = [(*row.trajectory.token_ids, *[0] * (width - len(row.trajectory.token_ids))) for row in rows]
     sources = [line * width + place - 1 for line, row in enumerate(rows) for place in places(row)]
-    layout = Padded(torch.tensor(filled, device=device))
+    layout = Padded(torch.tensor(filled, device=device), images_in(rows, width, device, reader))
     return _pass(rows, layout, layout.ids.numel(), sources, device)
 
 

@@ -25,6 +25,7 @@ from afield.seams.witness import Witness, write_witness
 from afield.trainers import lora as adapters
 from afield.trainers.directories import copy_but_weights, load_model, replaced, write_weights
 from afield.trainers.fitness import fit_for_trees, longest_row, settled, unfit_for_padding
+from afield.trainers.images import ImageReader
 from afield.trainers.padded import Padded
 from afield.trainers.passes import LayoutName
 from afield.trainers.publication import (
@@ -38,6 +39,7 @@ from afield.trainers.publication import (
 )
 from afield.trainers.tree import ATTENTION, Tree
 from afield.trainers.witness import witness_of
+from afield.vision import Vision
 
 log = logging.getLogger("afield.trainers")
 
@@ -81,6 +83,7 @@ class PolicyModel:
             checkpoint(self.model)
         config = self.model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
+        self.images, self.no_images = self._load_vision()
         self.context = longest_row(config, tree=False)
         self.tree_context = longest_row(config, tree=True)
         if self.layout == "tree" and self.tree_context != self.context:
@@ -108,6 +111,18 @@ class PolicyModel:
             )
             self.layout = "padded"
         return model.to(self.device)
+
+    def _load_vision(self) -> tuple[ImageReader | None, str]:
+        """What images are looked at with; or why none can be."""
+        try:
+            vision = Vision.load(self.path)
+        except UsageError as error:
+            return None, str(error)
+        if vision is None:
+            return None, f"{self.path} has no vision part; train the model that saw them"
+        if self.layout == "tree":
+            log.info("%s: rows with images are padded, the others run over a tree", self.path)
+        return ImageReader(vision), ""
 
     def attend(self, model: Any, layout: Padded | Tree) -> None:
         """Padded rows have the model's own attention, trees ours; so until the pass has its gradient."""

@@ -82,6 +82,10 @@ class ShardedPolicy(PolicyModel):
                 plain_head(model)  # this asks the model, which has to be whole for it
                 self._roots[id(model)] = shard(model, device)
 
+    def _load_vision(self) -> tuple[None, str]:
+        # A rank without images would not take part in gathering the vision tower's weights.
+        return None, "a sharded model takes none; train on one device (devices = 1), or with veRL"
+
     def log_probabilities(self, model: Any, batch: Pass) -> Tensor:
         return self._roots[id(model)](lambda: log_probabilities(model, batch))
 

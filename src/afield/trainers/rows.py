@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from afield.errors import UsageError
-from afield.types import Group, Trajectory
+from afield.types import Finished, Group, Image, Trajectory
 
 log = logging.getLogger("afield.trainers")
 NAMED = 8  # rows that are too long are named one by one up to here
@@ -23,13 +23,15 @@ Earned = Mapping[str, float | Mapping[str, float]]  # by rollout: one for all, o
 
 
 class Row(NamedTuple):
-    """One sequence to train on. `number` is its place in the batch; `advantages` has one per turn it owns."""
+    """One sequence to train on. `number` is its place in the batch; `advantages` has one per turn it owns,
+    `images` one per image that its trajectory has."""
 
     number: int
     rollout_id: str
     group_id: str
     trajectory: Trajectory
     advantages: tuple[float, ...]
+    images: tuple[Image, ...] = ()
 
 
 class TooLong(NamedTuple):
@@ -76,11 +78,23 @@ def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None
                     too_long.append(_too_long(rollout_id, trajectory, context))
                     continue
                 advantages = _of_turns(earned[rollout_id], rollout_id, trajectory)
-                rows.append(Row(len(rows), rollout_id, group.id, trajectory, advantages))
+                images = images_of(finished, trajectory)
+                rows.append(Row(len(rows), rollout_id, group.id, trajectory, advantages, images))
     if repeated := [i for i, times in Counter(ids).items() if times > 1]:
         raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
     _tell(too_long)
     return Batch(tuple(ids), tuple(rows), tuple(too_long))
+
+
+def images_of(finished: Finished, trajectory: Trajectory) -> tuple[Image, ...]:
+    """Those of a row, in order; refused if they were not kept with the rollout."""
+    kept = {image.digest: image for image in finished.images}
+    if missing := [span.digest for span in trajectory.images if span.digest not in kept]:
+        raise UsageError(
+            f"rollout {finished.rollout.id}: its image {missing[0][:12]} was not kept with it, so it cannot"
+            " be trained; collect it with this version of afield"
+        )
+    return tuple(kept[span.digest] for span in trajectory.images)
 
 
 def _too_long(rollout_id: str, row: Trajectory, context: int) -> TooLong:
@@ -107,11 +121,17 @@ def _of_turns(
     return tuple(earned[turn.id] for turn in trajectory.turns)
 
 
-def check_rows(rows: Iterable[Row], *, vocabulary: int, context: int | None) -> None:
-    """Refuse what cannot be rescored exactly."""
+def check_rows(
+    rows: Iterable[Row], *, vocabulary: int, context: int | None, no_images: str = "it has no vision part"
+) -> None:
+    """Refuse what cannot be rescored exactly. `no_images` is why the model takes none; empty if it does."""
     for row in rows:
         ids, turns = row.trajectory.token_ids, row.trajectory.turns
         where = f"rollout {row.rollout_id}, turn {turns[0].id if turns else '(none)'}"
+        if row.trajectory.images and no_images:
+            raise UsageError(
+                f"{where}: it has images, which this trainer cannot give to the model: {no_images}"
+            )
         if context is not None and len(ids) > context:
             raise UsageError(
                 f"{where}: {len(ids)} tokens exceed the model's context of {context}; lower the budget"
@@ -123,20 +143,24 @@ def check_rows(rows: Iterable[Row], *, vocabulary: int, context: int | None) -> 
             )
         if (given := len(row.advantages)) != len(turns):
             raise UsageError(f"{where}: {given} advantages for {len(turns)} turns; one for each")
-        for turn, earned in zip(turns, row.advantages, strict=True):
-            where = f"rollout {row.rollout_id}, turn {turn.id}"
-            if not math.isfinite(earned):
-                raise UsageError(f"{where}: its advantage {earned} is not a finite number")
-            if turn.truncated or turn.temperature <= 0:
-                raise UsageError(
-                    f"{where}: sampled with temperature {turn.temperature:g}"
-                    f"{' and top_p or top_k' if turn.truncated else ''}, a distribution the trainer cannot"
-                    " reproduce; sample with temperature above 0, top_p=1 and top_k=0"
-                )
-            owned = row.trajectory.loss_mask[turn.start : turn.end]
-            if turn.start < 1 or owned != (1,) * (turn.end - turn.start):
-                raise UsageError(
-                    f"{where}: tokens {turn.start} to {turn.end} are not sampled ones after a prompt"
-                )
-            if bad := [p for p in row.trajectory.logprobs[turn.start : turn.end] if not math.isfinite(p)]:
-                raise UsageError(f"{where}: recorded log-probability {bad[0]} is not a finite number")
+        _check_turns(row)
+
+
+def _check_turns(row: Row) -> None:
+    for turn, earned in zip(row.trajectory.turns, row.advantages, strict=True):
+        where = f"rollout {row.rollout_id}, turn {turn.id}"
+        if not math.isfinite(earned):
+            raise UsageError(f"{where}: its advantage {earned} is not a finite number")
+        if turn.truncated or turn.temperature <= 0:
+            raise UsageError(
+                f"{where}: sampled with temperature {turn.temperature:g}"
+                f"{' and top_p or top_k' if turn.truncated else ''}, a distribution the trainer cannot"
+                " reproduce; sample with temperature above 0, top_p=1 and top_k=0"
+            )
+        owned = row.trajectory.loss_mask[turn.start : turn.end]
+        if turn.start < 1 or owned != (1,) * (turn.end - turn.start):
+            raise UsageError(
+                f"{where}: tokens {turn.start} to {turn.end} are not sampled ones after a prompt"
+            )
+        if bad := [p for p in row.trajectory.logprobs[turn.start : turn.end] if not math.isfinite(p)]:
+            raise UsageError(f"{where}: recorded log-probability {bad[0]} is not a finite number")

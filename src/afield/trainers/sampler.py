@@ -189,6 +189,8 @@ def _spans(chunks: Sequence[Chunk]) -> list[VersionSpan]:
 def _message(given: Message | Mapping[str, Any]) -> Message:
     """As the OpenAI API has it, or one of ours."""
     if isinstance(given, Message):
+        if given.images:
+            raise UsageError("`sample` takes no images; sample through a gateway, and train with `data_from`")
         return given
     if unknown := sorted(given.keys() - KNOWN):
         raise UsageError(f"a message has {unknown[0]!r}; it may have: {', '.join(sorted(KNOWN))}")

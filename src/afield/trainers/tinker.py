@@ -240,7 +240,8 @@ class Tuner:
 
     def _rows(self, data: Sequence[Datum], *, imitate: bool = False) -> list[Row]:
         rows = to_rows(data, imitate=imitate)
-        check_rows(rows, vocabulary=self.policy.vocabulary, context=self.policy.context)
+        policy = self.policy
+        check_rows(rows, vocabulary=policy.vocabulary, context=policy.context, no_images=policy.no_images)
         return rows
 
     def _loss(self, loss: LossWord | Objective | Cost) -> tuple[LossFunction, bool]:

@@ -69,7 +69,9 @@ class Updates:
         if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
         policy = self.policy
-        return to_passes(rows, self.max_tokens_per_pass, policy.device, self.layout, policy.tree_context)
+        return to_passes(
+            rows, self.max_tokens_per_pass, policy.device, self.layout, policy.tree_context, policy.images
+        )
 
     @torch.no_grad()
     def score(self, rows: Sequence[Row], audit: Audit) -> Scores:

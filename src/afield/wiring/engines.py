@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from afield.errors import UsageError
 from afield.seams import Engine, EngineInfo
+from afield.vision import read_config, sees
 from afield.wiring.choices import ENGINES, SERVERS, choose, load
 
 log = logging.getLogger("afield.wiring")
@@ -86,23 +86,11 @@ async def check(made: Engine) -> EngineInfo:
     return await (load("engines.probe:checked")(made) if getattr(made, "url", "") else made.info())
 
 
-def sees(model: Path) -> bool:
-    """Whether a model was made for images."""
-    return "vision_config" in _config(model)
-
-
 def vocabulary(model: Path) -> int | None:
     """How many ids a model has, where its files say so."""
-    config = _config(model)
+    config = read_config(model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return size if isinstance(size, int) else None
-
-
-def _config(model: Path) -> dict[str, Any]:
-    try:
-        return json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
 
 
 def published_dtype(wanted: str, told: str, model: Path) -> str:
@@ -111,7 +99,7 @@ def published_dtype(wanted: str, told: str, model: Path) -> str:
         return wanted
     if told:
         return told
-    config = _config(model)
+    config = read_config(model)
     own = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     chosen = own if own in HALVES else "float32"
     log.warning(

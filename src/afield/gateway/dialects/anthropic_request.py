@@ -150,6 +150,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         thread=asked.headers.get("x-claude-code-agent-id", ""),
         tags=tuple(dict.fromkeys([*_unenforced(wire, toolbox), *reader.tags, *tags])),
         images=reader.gallery.images,
+        image_places=reader.gallery.places,
     )
     thinking = wire.thinking or {}
     wish = Wish(

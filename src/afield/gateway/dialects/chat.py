@@ -176,6 +176,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         retry=asks_again(asked),
         tags=(*_unenforced(wire), *left_out, *tags),
         images=gallery.images,
+        image_places=gallery.places,
     )
     wish = Wish(
         model=wire.model,

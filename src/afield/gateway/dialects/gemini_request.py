@@ -107,6 +107,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         retry=asks_again(asked),
         tags=tuple(dict.fromkeys([*tags, *_unenforced(wire, config), *reader.tags, *ignored])),
         images=reader.gallery.images,
+        image_places=reader.gallery.places,
     )
     echo = {"sse": asked.query.get("alt") == "sse"}
     wish = Wish(

@@ -19,14 +19,19 @@ class Gallery:
 
     def __init__(self) -> None:
         self.images: dict[str, Image] = {}
+        self.places: dict[str, str] = {}
 
     def from_url(self, url: str, at: int, where: str) -> ImageRef:
         """A `data:` URL carries the bytes; any other is the engine's to fetch."""
         if found := _DATA_URL.fullmatch(url):
             return self.from_base64(found[2], found[1] or "image/png", at, where)
         if not url.startswith(("http://", "https://")):
-            raise bad_request(f"{where}: image URL {url[:40]!r} is neither data: nor http(s):")
+            raise bad_request(
+                f"{where}: image URL {url[:40]!r} is neither data: nor http(s):",
+                "send the image's bytes inline",
+            )
         digest = hashlib.sha256(url.encode()).hexdigest()
+        self.places.setdefault(digest, where)
         self.images[digest] = Image(digest=digest, media_type="", url=url)
         return ImageRef(digest, at)
 
@@ -36,5 +41,6 @@ class Gallery:
         except (binascii.Error, ValueError) as error:
             raise bad_request(f"{where}: the image is not base64: {error}") from error
         digest = hashlib.sha256(content).hexdigest()
+        self.places.setdefault(digest, where)
         self.images[digest] = Image(digest=digest, media_type=media_type, data=content)
         return ImageRef(digest, at)

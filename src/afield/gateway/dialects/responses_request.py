@@ -140,6 +140,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         thread=_thread(asked),
         tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags, *tags])),
         images=talk.gallery.images,
+        image_places=talk.gallery.places,
     )
     wish = Wish(
         model=wire.model, token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)}

@@ -74,6 +74,13 @@ def oldest(finished: Finished) -> int:
 
 
 def check(finished: Finished, trajectory: Trajectory, temperature: float) -> None:
+    shown = [turn.id for turn in finished.turns if any(message.images for message in turn.messages)]
+    if trajectory.images or shown:
+        raise UsageError(
+            f"rollout {finished.rollout.id}, turn {shown[0] if shown else trajectory.turns[0].id}: it has"
+            " images, and TRL's asynchronous GRPO has no place for pixels in its samples; train with afield's"
+            " own trainer or with veRL, or take the images out of the task"
+        )
     for turn in trajectory.turns:
         where = f"rollout {finished.rollout.id}, turn {turn.id}"
         if turn.truncated:

@@ -1,0 +1,145 @@
+"""Images of requests: decoded once before an engine sees them, and found again in expanded prompts.
+
+1. `Checker.check` decodes what is new, off the event loop, and refuses what is no image or too large.
+2. An image whose pixels engines and trainers may read differently (transparency, palettes, rotation by EXIF,
+   several frames) is handed on as a plain RGB PNG; its digest stays that of what the client sent.
+3. `image_spans` says where images stand in a prompt that an engine expanded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from afield.gateway.refusal import Refusal, bad_request
+from afield.types import Image, ImageSpan
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+MAX_PIXELS = 50_000_000
+"""Width times height of one image; as a bitmap, so many take 150 MB."""
+MAX_BYTES = 20 * 1024 * 1024
+"""Of one image, as it is sent."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+REMEMBERED = 4096  # plain images that need not be decoded again
+ORIENTATION = 0x0112
+UPRIGHT = (None, 1)
+# Pillow raises these for files that are damaged; its own errors are among them.
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error, MemoryError)
+REMEDY = f"send one {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+
+
+class Checker:
+    def __init__(self) -> None:
+        self._plain: OrderedDict[str, None] = OrderedDict()
+
+    async def check(self, images: Iterable[Image], places: Mapping[str, str]) -> list[Image]:
+        """The images as they are handed on. `places` are the messages in which they stand, by digest."""
+        return [await self._checked(image, places.get(image.digest, "the request")) for image in images]
+
+    async def _checked(self, image: Image, where: str) -> Image:
+        if image.data is None:
+            return image
+        if image.digest in self._plain:
+            self._plain.move_to_end(image.digest)
+            return image
+        made = await asyncio.to_thread(decoded, image, where)
+        if made is image:
+            self._plain[image.digest] = None
+            if len(self._plain) > REMEMBERED:
+                self._plain.popitem(last=False)
+        return made
+
+
+def decoded(image: Image, where: str) -> Image:
+    """The image itself if every reader sees the same pixels in it, else as PNG; refused if it is none."""
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    data = image.data or b""
+    if len(data) > MAX_BYTES:
+        raise _refused(where, f"has {len(data)} bytes, more than {MAX_BYTES}", "send a smaller one")
+    try:
+        picture = Pillow.open(io.BytesIO(data), formats=FORMATS)
+        width, height = picture.size
+        if width * height > MAX_PIXELS:
+            told = f"has {width} x {height} pixels, more than {MAX_PIXELS}"
+            raise _refused(where, told, "send a smaller one")
+        turned = picture.getexif().get(ORIENTATION) not in UPRIGHT
+        frames = getattr(picture, "n_frames", 1)
+        picture.load()
+        if picture.mode in ("RGB", "L") and not turned and frames == 1 and not _transparent(picture):
+            return image
+        picture.seek(0)
+        upright = ImageOps.exif_transpose(picture)
+        out = io.BytesIO()
+        _on_white(upright if upright is not None else picture).save(out, "PNG")
+    except (*UNREADABLE, Pillow.DecompressionBombError, Pillow.DecompressionBombWarning) as error:
+        raise _refused(where, f"cannot be read: {error}", REMEDY) from error
+    return structs.replace(image, media_type="image/png", data=out.getvalue())
+
+
+def _transparent(picture: Picture) -> bool:
+    return "transparency" in picture.info
+
+
+def _on_white(picture: Picture) -> Picture:
+    from PIL import Image as Pillow
+
+    if picture.mode not in ("RGBA", "LA", "PA", "La", "RGBa") and not _transparent(picture):
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    ground = Pillow.new("RGBA", picture.size, (255, 255, 255, 255))
+    return Pillow.alpha_composite(ground, picture).convert("RGB")
+
+
+def _refused(where: str, told: str, remedy: str) -> Refusal:
+    return bad_request(f"{where}: the image {told}", remedy)
+
+
+def image_spans(
+    sent: Sequence[int], expanded: Sequence[int], digests: Sequence[str], image_id: int | None
+) -> tuple[ImageSpan, ...]:
+    """Where images stand in `expanded`, which is `sent` with more placeholders in the place of each.
+
+    Images that follow each other without a token between them share their placeholders evenly. Nothing where
+    the two do not line up, or it is not known which token stands for an image.
+    """
+    if image_id is None or not digests:
+        return ()
+    left = list(digests)
+    spans: list[ImageSpan] = []
+    at = n = 0
+    while n < len(sent):
+        if sent[n] != image_id:
+            if at >= len(expanded) or expanded[at] != sent[n]:
+                return ()
+            at, n = at + 1, n + 1
+            continue
+        places = _run(sent, n, image_id)
+        length = _run(expanded, at, image_id)
+        if len(left) < places or length < places:
+            return ()
+        share, more = divmod(length, places)
+        for place in range(places):
+            own = share + (place < more)
+            spans.append(ImageSpan(left.pop(0), at, own))
+            at += own
+        n += places
+    return tuple(spans) if not left and at == len(expanded) else ()
+
+
+def _run(ids: Sequence[int], start: int, token: int) -> int:
+    """How often a token stands there in a row."""
+    end = start
+    while end < len(ids) and ids[end] == token:
+        end += 1
+    return end - start
