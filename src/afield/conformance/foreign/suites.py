@@ -120,9 +120,14 @@ GOOGLE_GENAI = ForeignSuite(
     name="google-genai", install=_install_genai, command=_genai, variants=tuple(GENAI)
 )
 
-SUITES: dict[str, ForeignSuite] = {
-    suite.name: suite for suite in (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI)
-}
+# --- Inspect -------------------------------------------------------------------------------------
+
+INSPECT = ForeignSuite(
+    name="inspect", install=from_pypi("inspect"), command=_pytest("test_inspect.py", *ASYNC)
+)
+
+_ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT)
+SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in _ALL}
 
 
 def chosen_suites(names: list[str]) -> list[ForeignSuite]:
