@@ -32,6 +32,7 @@ PYTHON = {
         *("inspect_ai==0.3.285", "openai==3.49.0", "anthropic==2.8.0", "google-genai==3.1.0"),
         *("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     ),
+    "verifiers": ("verifiers==0.4.0", "pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),
     "smolagents": ("smolagents[openai]==1.26.0", "openai==2.54.0"),

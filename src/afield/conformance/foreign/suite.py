@@ -54,8 +54,6 @@ class ForeignSuite(Struct, frozen=True, kw_only=True):
     """Tests that fail for a reason that is not the gateway's: the test and the reason."""
     optional: bool = False
     """Whether the suite may be left out where its source cannot be reached."""
-    inspect: Callable[[Sequence[str]], list[CaseResult]] = lambda sessions: []
-    """Further tests, of the sessions that the gateway has afterwards."""
     timeout_s: float = 300.0
 
 
@@ -146,7 +144,8 @@ async def _variant(
     results = folder / "results.jsonl"
     results.touch()
     command = suite.command(stage, variant)
-    own = Command(command.argv, {**command.environment, RESULTS: str(results)})
+    admin = {"SUITE_GATEWAY_URL": up.url, "SUITE_ADMIN_KEY": up.admin_key}
+    own = Command(command.argv, {**command.environment, **admin, RESULTS: str(results)})
     problem = await run(own, stage, path, folder / "suite.log", suite.timeout_s)
     prefix = f"{variant}/" if variant else ""
     outcomes, finished = _read(results, prefix)

@@ -126,7 +126,13 @@ INSPECT = ForeignSuite(
     name="inspect", install=from_pypi("inspect"), command=_pytest("test_inspect.py", *ASYNC)
 )
 
-_ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT)
+# --- verifiers -----------------------------------------------------------------------------------
+
+VERIFIERS = ForeignSuite(
+    name="verifiers", install=from_pypi("verifiers"), command=_pytest("test_verifiers.py", *ASYNC)
+)
+
+_ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT, VERIFIERS)
 SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in _ALL}
 
 
