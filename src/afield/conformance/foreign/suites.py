@@ -17,7 +17,10 @@ from afield.errors import UsageError
 FILES = SCRIPTS / "suites"
 PYTEST = ("-q", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "report_outcomes")
 # Clients that are kept between tests need the event loop that they were made in.
-ASYNC = ("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session")
+ASYNC = (
+    *("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"),
+    *("-o", "asyncio_default_fixture_loop_scope=session"),
+)
 
 
 def _pytest(file: str, *options: str) -> Callable[[Stage, str], Command]:

@@ -36,7 +36,7 @@ async def episodes(key: dict[str, Any]) -> list[Any]:
         {
             "env": {
                 "taskset": {"id": "weather_environment"},
-                "agent": {"harness": {"id": "weather_environment"}},
+                "agent": {"harness": {"id": "weather_environment"}, "runtime": {"type": "subprocess"}},
                 "interception": {"type": "server"},
             },
             "model": NAME,
