@@ -127,7 +127,7 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
     form = {"type": "json_schema", "schema": {}}
     request = decoded(asked, tools=[*TOOLS, web], tool_choice=choice, output_format=form)
     assert request.tags == (
-        "unenforced:tool:web_search",
+        "overridden:tools.web_search",
         "unenforced:tool_choice",
         "unenforced:disable_parallel_tool_use",
         "unenforced:output_format",

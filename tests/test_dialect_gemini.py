@@ -197,7 +197,7 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
         safetySettings=[],
     )
     assert request.tags == (
-        "unenforced:tool:googleSearch",
+        "overridden:tools.googleSearch",
         "unenforced:tool_choice",
         "unenforced:response_format",
         "unenforced:part:executableCode",

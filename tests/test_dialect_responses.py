@@ -119,7 +119,7 @@ def test_tools_are_rendered_in_the_shape_of_chat() -> None:
     }
     text = request.tools[1].parameters["properties"]["input"]
     assert text["type"] == "string" and "start: LINE+" in text["description"]
-    assert request.tags == ("unenforced:grammar:patch", "unenforced:tool:web_search")
+    assert request.tags == ("overridden:tools.patch.format", "overridden:tools.web_search")
 
 
 def test_tools_of_one_name_in_two_namespaces_stay_apart() -> None:

@@ -182,7 +182,7 @@ async def test_custom_and_namespaced_tools_are_called_and_answered(tmp_path: Pat
         assert second.output_text == "Done."
         record = await up.client.finalize("r.1")
     assert [turn.parent for turn in record.turns] == [None, "t1"]
-    assert record.turns[0].tags == ("unenforced:tool:web_search",)
+    assert record.turns[0].tags == ("overridden:tools.web_search",)
 
 
 async def test_usage_and_ids_are_told_as_recorded(tmp_path: Path) -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from afield.gateway.dialects import Asked
+import sdk_parameters
+from afield.gateway.dialects import Asked, anthropic_request, gemini_wire, responses_request
+from afield.gateway.dialects import chat as chat_dialect
+from afield.gateway.dialects import completions as completions_dialect
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.chat import decode as chat
 from afield.gateway.dialects.completions import decode as completions
 from afield.gateway.dialects.gemini_request import decode as gemini
 from afield.gateway.dialects.responses_request import decode as responses
+from afield.gateway.parameters import TABLE, check
 from afield.gateway.refusal import Refusal
 from afield.gateway.request import ModelRequest, OutputFormat
 
@@ -38,6 +45,15 @@ DECODERS = {
     "responses": responses,
     "anthropic": Anthropic().decode,
     "gemini": gemini,
+}
+
+
+BODY_TYPES = {
+    "chat": chat_dialect.Body,
+    "completions": completions_dialect.Body,
+    "responses": responses_request.Body,
+    "anthropic": anthropic_request.Body,
+    "gemini": gemini_wire.Body,
 }
 
 
@@ -204,3 +220,76 @@ def test_the_form_of_a_reply_is_read_in_every_dialect(
 def test_a_form_that_cannot_be_read_is_refused(dialect: str, body: dict[str, Any], says: str) -> None:
     with pytest.raises(Refusal, match=says):
         decoded(dialect, **body)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def test_every_parameter_of_the_installed_SDKs_is_in_the_table() -> None:
+    found = sdk_parameters.installed()
+    assert set(found) == set(TABLE)
+    missing = {dialect: sorted(names - set(TABLE[dialect])) for dialect, names in found.items()}
+    assert not any(missing.values()), missing
+
+
+def test_what_is_honoured_is_read_or_said_to_have_no_effect() -> None:
+    structs = {
+        "": {name: body.__struct_encode_fields__ for name, body in BODY_TYPES.items()},
+        "generationConfig.": {"gemini": gemini_wire.GenerationConfig.__struct_encode_fields__},
+    }
+    for dialect, table in TABLE.items():
+        for entry in table.values():
+            under, _, name = entry.name.rpartition(".")
+            fields = structs.get(f"{under}." if under else "", {}).get(dialect)
+            if fields is None or entry.fate == "refused" or name in fields:
+                continue
+            assert entry.effect.startswith("accepted; "), f"{dialect}: {entry.name} is silently ignored"
+
+
+def test_a_refused_parameter_may_say_that_nothing_is_asked_for() -> None:
+    for dialect, table in TABLE.items():
+        for entry in table.values():
+            if entry.fate == "refused":
+                for value in (None, *entry.off):
+                    assert check(dialect, entry.name, value, ignore=False) == ()
+                with pytest.raises(Refusal) as refused:
+                    check(dialect, entry.name, ["something"], ignore=False)
+                assert entry.name in refused.value.message and entry.effect in refused.value.hint
+                assert refused.value.parameter == entry.name
+                assert check(dialect, entry.name, ["x"], ignore=True) == (f"ignored:{entry.name}",)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "name"),
+    [
+        ("chat", {"frobnicate": 1}, "frobnicate"),
+        ("chat", {"stream_options": {"frobnicate": 1}}, "stream_options.frobnicate"),
+        ("chat", {"chat_template_kwargs": {"tone": "dry"}}, "chat_template_kwargs.tone"),
+        ("chat", {"stop_token_ids": [3]}, "stop_token_ids"),
+        ("completions", {"suffix": "x", "n": 1}, "suffix"),
+        ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+        ("responses", {"reasoning": {"frobnicate": 1}}, "reasoning.frobnicate"),
+        ("anthropic", {"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ("anthropic", {"thinking": {"type": "adaptive", "frobnicate": 1}}, "thinking.frobnicate"),
+        ("anthropic", {"tool_choice": {"type": "auto", "frobnicate": 1}}, "tool_choice.frobnicate"),
+        ("gemini", {"cached_content": "c/1"}, "cachedContent"),
+        ("gemini", config(candidate_count=2), "generationConfig.candidateCount"),
+        ("gemini", config(thinkingConfig={"frobnicate": 1}), "generationConfig.thinkingConfig.frobnicate"),
+        ("gemini", {"toolConfig": {"retrievalConfig": {"languageCode": "de"}}}, "toolConfig.retrievalConfig"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name_or_ignored_with_a_tag(
+    dialect: str, body: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(Refusal, match=re.escape(name)) as refused:
+        decoded(dialect, **body)
+    assert (refused.value.status, refused.value.parameter) == (400, name)
+    asked = Asked("", msgspec.json.encode({**BODIES[dialect], **body}), {"model": "m"}, {}, {}, ignore=True)
+    assert f"ignored:{name}" in DECODERS[dialect](asked)[0].tags
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    root = Path(__file__).parent.parent
+    script = runpy.run_path(str(root / "scripts" / "parameters_page.py"))
+    made = (root / "docs" / "parameters.md").read_text()
+    assert made == script["page"](), "run .venv/bin/python scripts/parameters_page.py"

@@ -273,7 +273,7 @@ RESPONSES = [
         " own tools, of which there is no output",
         "include",
     ),
-    *honoured("so many of the likeliest tokens at each place", "top_logprobs"),
+    *refused("use Chat Completions for the likeliest tokens", {"top_logprobs": (0,)}),
     *honoured("an object", "text", "reasoning"),
     *honoured(FORM, "text.format"),
     *honoured(EFFORT, "reasoning.effort"),
@@ -418,7 +418,7 @@ CONFIG = "generationConfig."
 CALLING = "toolConfig.functionCallingConfig"
 GEMINI = [
     *honoured("the conversation", "contents", "systemInstruction"),
-    *honoured("named in the answer; the run's model answers, whatever the name", "model"),
+    *honoured("accepted; the model is named in the path", "model"),
     *honoured("functions are offered to the model by its chat template", "tools"),
     *honoured("an object", "toolConfig", CALLING, "generationConfig", f"{CONFIG}thinkingConfig"),
     *honoured(

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from afield.gateway.dialects import tool_choice
-from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
+from afield.gateway.dialects.base import STRICT, TOOLS_TAG, Asked, Wish, asks_again, encode
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.dialects.output_format import one, response_format
@@ -84,6 +84,7 @@ class WireTool(Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = False
+    strict: bool | None = False
 
 
 class ToolChoice(Struct):
@@ -97,7 +98,7 @@ class Body(Wishing, kw_only=True):
     model: str = ""
     system: str | list[Block] | None = None
     tools: list[WireTool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: dict[str, Any] | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
@@ -117,7 +118,7 @@ BODY = Reading("anthropic", Body, "a Messages request")
 
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire, tags = BODY.read(asked)
-    for name in ("thinking", "output_config", "chat_template_kwargs"):
+    for name in ("thinking", "output_config", "chat_template_kwargs", "tool_choice"):
         if held := getattr(wire, name):
             tags += tuple(check_within("anthropic", name, held, ignore=asked.ignore))
     if not wire.messages:
@@ -125,7 +126,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     if wire.max_tokens is not None and wire.max_tokens < 1:
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1")
     toolbox = _Toolbox(wire.tools or [])
-    choice = checked(_choice(wire.tool_choice, toolbox), toolbox.callable, "tool_choice")
+    given = _given_choice(wire)
+    choice = checked(_choice(given, toolbox), toolbox.callable, "tool_choice")
     output, form = _output(wire)
     reasoning, names = _reasoning(wire)
     reader = _Reader(toolbox)
@@ -137,7 +139,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         may_call=choice.may_call,
         must_call=choice.must_call,
         callable_tools=choice.callable_tools,
-        parallel_calls=not (wire.tool_choice and wire.tool_choice.disable_parallel_tool_use),
+        parallel_calls=not (given and given.disable_parallel_tool_use),
         output=output,
         reasoning=reasoning,
         names=NAMES if form == "output_config.format" and not names else {**NAMES, "output": form, **names},
@@ -177,6 +179,15 @@ def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
     return asked.made()
 
 
+def _given_choice(wire: Body) -> ToolChoice | None:
+    if wire.tool_choice is None:
+        return None
+    try:
+        return msgspec.convert(wire.tool_choice, ToolChoice)
+    except msgspec.ValidationError as error:
+        raise bad_request(f"tool_choice: {error}") from error
+
+
 def _choice(given: ToolChoice | None, toolbox: _Toolbox) -> tool_choice.ToolChoice:
     if given is None:
         return tool_choice.AUTO
@@ -202,8 +213,10 @@ def _output(wire: Body) -> tuple[OutputFormat | None, str]:
 
 
 def _unenforced(wire: Body, toolbox: _Toolbox) -> list[str]:
-    tags = [f"unenforced:tool:{name}" for name in toolbox.server_side]
-    choice = wire.tool_choice
+    tags = [f"{TOOLS_TAG}.{name}" for name in toolbox.server_side]
+    if any(tool.strict for tool in wire.tools or ()):
+        tags.append(STRICT)
+    choice = _given_choice(wire)
     if choice and choice.type in ("any", "tool"):
         tags.append("unenforced:tool_choice")
     if choice and choice.disable_parallel_tool_use:

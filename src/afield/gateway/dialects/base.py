@@ -25,6 +25,8 @@ ENCODER = msgspec.json.Encoder()
 encode = ENCODER.encode
 EVENTS = b"text/event-stream"
 PREFILL = "unenforced:prefill"  # tag of a turn whose request ends with the beginning of an answer
+TOOLS_TAG = "overridden:tools"  # begins the tags of turns with tools that only a provider could run
+STRICT = f"{TOOLS_TAG}.strict"  # tag of a turn whose tools' arguments are not held to their schemas
 MAX_KEY = 256  # characters of an idempotency key that are looked at
 
 

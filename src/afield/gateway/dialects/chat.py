@@ -14,7 +14,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data, encode, read
+from afield.gateway.dialects.base import (
+    EVENTS,
+    STRICT,
+    TOOLS_TAG,
+    Asked,
+    Wish,
+    asks_again,
+    data,
+    encode,
+    read,
+)
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
@@ -22,7 +32,7 @@ from afield.gateway.dialects.reading import Reading
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked, openai_choice
 from afield.gateway.memo import Memo
-from afield.gateway.parameters import check_within
+from afield.gateway.parameters import check_within, unsupported
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import NO_REASONING, Done, ModelRequest, OutputFormat, Piece, Reasoning, Started
 from afield.gateway.scores import Scores
@@ -84,6 +94,7 @@ class WireFunction(Struct):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = False
 
 
 class WireTool(Struct):
@@ -152,7 +163,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
             tags += tuple(check_within("chat", name, held, ignore=asked.ignore))
     reasoning, names = _reasoning(wire)
     gallery = Gallery()
-    tools, left_out = _tools(bytes(wire.tools))
+    tools, left_out = _tools(bytes(wire.tools), asked.ignore)
     choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
     output, form = asked_output(wire)
     request = ModelRequest(
@@ -308,7 +319,7 @@ def _call(call_id: str | None, wire: FunctionCall) -> ToolCall:
 
 
 @lru_cache(maxsize=64)
-def _tools(raw: bytes) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+def _tools(raw: bytes, ignore: bool) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     """The tools, and tags for those a provider would run itself, which nobody runs here.
 
     The template renders the tool objects as the client wrote them, unknown keys included. Clients send
@@ -318,14 +329,19 @@ def _tools(raw: bytes) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     tags: list[str] = []
     wires = read(TOOLS, raw, "a chat completion request") or []
     for wire, given in zip(wires, msgspec.json.decode(raw) or [], strict=True):
-        if wire.type != "function":
-            tags.append(f"unenforced:tool:{wire.type}")
+        if wire.type == "custom":
+            told = "tools: a custom tool takes free text, which is not served in this dialect"
+            tags += unsupported("tools.custom", told, "send a function, or use Responses", ignore=ignore)
+        elif wire.type != "function":
+            tags.append(f"{TOOLS_TAG}.{wire.type}")
         elif wire.function is None:
             raise bad_request(f"tools[{len(tools) + len(tags)}] has no function")
         else:
             function = wire.function
+            if function.strict:
+                tags.append(STRICT)
             tools.append(Tool(function.name, function.description or "", function.parameters or {}, given))
-    return tuple(tools), tuple(tags)
+    return tuple(tools), tuple(dict.fromkeys(tags))
 
 
 # --- answers -------------------------------------------------------------------------------------

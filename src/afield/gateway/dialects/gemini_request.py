@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from afield.gateway.dialects import tool_choice
-from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
+from afield.gateway.dialects.base import TOOLS_TAG, Asked, Wish, asks_again, encode
 from afield.gateway.dialects.gemini_wire import (
     Blob,
     Body,
@@ -229,7 +229,7 @@ def _tools(wires: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tool, ...], list[s
         except msgspec.ValidationError as error:
             raise bad_request(f"tools[{n}].functionDeclarations: {error}") from error
         tools += [_tool(declaration) for declaration in declared]
-        tags += [f"unenforced:tool:{kind}" for kind in wire if kind != "functionDeclarations"]
+        tags += [f"{TOOLS_TAG}.{kind}" for kind in wire if kind != "functionDeclarations"]
     return tuple(tools), tags
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from afield.gateway.dialects.base import read
+from afield.gateway.dialects.base import STRICT, TOOLS_TAG, read
 from afield.gateway.refusal import bad_request
 from afield.tokens import Tool
 
@@ -69,7 +69,7 @@ def read_tools(raw: Raw) -> Toolbox:
     tags: list[str] = []
     for tool, namespace in _flat(wire, None):
         if tool.type not in ("function", "custom"):
-            tags.append(f"unenforced:tool:{tool.type}")
+            tags.append(f"{TOOLS_TAG}.{tool.type}")
             continue
         if not tool.name:
             raise bad_request(f"a tool of type {tool.type!r} has no name")
@@ -77,7 +77,9 @@ def read_tools(raw: Raw) -> Toolbox:
         named[name] = Named(tool.name, namespace, tool.type == "custom")
         tools.append(_tool(name, tool))
         if tool.type == "custom" and (tool.format or {}).get("type") == "grammar":
-            tags.append(f"unenforced:grammar:{tool.name}")
+            tags.append(f"{TOOLS_TAG}.{tool.name}.format")
+        if tool.strict:
+            tags.append(STRICT)
     return Toolbox(tuple(tools), named, tuple(dict.fromkeys(tags)))
 
 
