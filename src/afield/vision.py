@@ -79,12 +79,8 @@ class Vision:
     def _images(self) -> Any:
         """The model's own image processor."""
         if self._processor is None:
-            import transformers
-
             try:
-                self._processor = transformers.AutoImageProcessor.from_pretrained(
-                    self.path, local_files_only=True
-                )
+                self._processor = _image_processor(self.path)
             except (OSError, ValueError, ImportError) as error:
                 raise UsageError(
                     f"{self.path}: its image processor cannot be read: {error}; save the whole processor"
@@ -94,18 +90,7 @@ class Vision:
 
     def pixels(self, image: Image) -> PixelInputs:
         """Raises ValueError for what is no image, or is not at hand."""
-        from PIL import Image as Pillow
-
-        if image.data is None:
-            raise ValueError(
-                f"image {image.digest[:12]} is only known by its URL {image.url!r}; send its bytes"
-                " (a data: URL)"
-            )
-        try:
-            pixels = Pillow.open(io.BytesIO(image.data)).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
-            raise ValueError(f"image {image.digest[:12]} cannot be decoded: {error}") from error
-        made = self._images()(images=[pixels], return_tensors="pt")
+        made = self._images()(images=[decoded(image)], return_tensors="pt")
         inputs = {name: value.numpy() for name, value in made.items() if name in INPUTS}
         if not self.mrope:
             return PixelInputs(image.digest, inputs, self._fixed_tokens(), None)
@@ -200,6 +185,33 @@ class Vision:
             mask[rows, columns] = True
             how |= {"visual_pos_masks": mask, "deepstack_visual_embeds": list(features.deep)}
         return model.get_decoder()(inputs_embeds=embeds, **how).last_hidden_state
+
+
+def _image_processor(path: Path) -> Any:
+    import transformers
+
+    try:
+        return transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True)
+    except ImportError:  # some versions want torchvision here even where they have the same with Pillow
+        told = json.loads((path / "preprocessor_config.json").read_bytes())
+        name = str(told.get("image_processor_type", "")).removesuffix("Fast")
+        if (kind := getattr(transformers, f"{name}Pil", None)) is None:
+            raise
+        return kind.from_pretrained(path, local_files_only=True)
+
+
+def decoded(image: Image) -> Any:
+    """As Pillow has it. Raises ValueError for what is no image, or is not at hand."""
+    from PIL import Image as Pillow
+
+    if image.data is None:
+        raise ValueError(
+            f"image {image.digest[:12]} is only known by its URL {image.url!r}; send its bytes (a data: URL)"
+        )
+    try:
+        return Pillow.open(io.BytesIO(image.data)).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
+        raise ValueError(f"image {image.digest[:12]} cannot be decoded: {error}") from error
 
 
 def read_config(path: Path) -> dict[str, Any]:

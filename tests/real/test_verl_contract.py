@@ -25,7 +25,10 @@ def python() -> Path:
         pytest.fail(str(error)) if os.environ.get("CI") else pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("suite", "least"), [("verl_contract_suite.py", 36), ("verl_manager_suite.py", 8)])
+@pytest.mark.parametrize(
+    ("suite", "least"),
+    [("verl_contract_suite.py", 36), ("verl_images_suite.py", 12), ("verl_manager_suite.py", 8)],
+)
 def test_rows_and_manager_keep_veRLs_contract(python: Path, suite: str, least: int, tmp_path: Path) -> None:
     # veRL and what it brings warn of much that is not ours.
     command = [python, "-m", "pytest", HERE / suite, "-m", "real", "-q", "--timeout", "400"]

@@ -108,7 +108,14 @@ async def _session(
         finished = await client.begin(rollout)
     except RolloutFailure as error:
         return f"{error.kind}/{error.reason}: {error}"
-    return rows.session(finished, number, floor=given.settings.floor, branches=given.branches)
+    vision = rows.vision_of(given.trainer.model)
+    return rows.session(
+        finished,
+        number,
+        floor=given.settings.floor,
+        branches=given.branches,
+        image_id=vision.image_id if vision else None,
+    )
 
 
 def outputs(made: rows.Session) -> list[AgentLoopOutput]:
@@ -121,6 +128,7 @@ def outputs(made: rows.Session) -> list[AgentLoopOutput]:
             reward_score=made.score,
             num_turns=row.turns,
             metrics=AgentLoopMetrics(**made.metrics),
+            **({"multi_modal_data": {"images": rows.images_of(made, row)}} if row.images else {}),
             extra_fields={
                 "min_global_steps": row.low,
                 "max_global_steps": row.high,

@@ -152,6 +152,7 @@ class Manager:
         self._excluded = ExclusionWatch()
         self._version = 0
         self._baselines = baselines.Baselines()
+        self._vision = rows.vision_of(given.trainer.model)
 
     @classmethod
     def create(
@@ -254,7 +255,11 @@ class Manager:
         train = asked.split is Split.TRAIN
         number = min(len(finished), self._given.quorum) if train else 1
         judged = rows.judge(
-            finished, quorum=number, floor=self._given.settings.floor, branches=self._given.branches
+            finished,
+            quorum=number,
+            floor=self._given.settings.floor,
+            branches=self._given.branches,
+            image_id=self._vision.image_id if self._vision else None,
         )
         if group.greedy is not None and judged.dropped is None:
             judged = self._compared(group, judged)
@@ -263,7 +268,7 @@ class Manager:
         entries = [
             entry
             for one in judged.sessions
-            for entry in rows.entries(group.prompt, one, weighted=self._given.weighted)
+            for entry in rows.entries(group.prompt, one, weighted=self._given.weighted, vision=self._vision)
         ]
         self._account(group, judged, rows.token_account(finished, judged))
         if entries:

@@ -9,8 +9,10 @@ masks and log-probabilities that do not line up are refused, naming rollout and 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct, structs
@@ -20,11 +22,13 @@ from afield.batches.sample import Sample
 from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
 from afield.token_account import TokenAccount, of_finished, word
-from afield.types import FailureKind, Finished, Group, Turn
+from afield.types import FailureKind, Finished, Group, ImageSpan, Turn
+from afield.vision import FAMILIES, Vision, decoded
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("afield.verl")
 CONSUMED = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_modal_data")
 TAKEN = "reward"  # veRL keeps its own list under this name beside those of `reward_extra_info`
 
@@ -40,6 +44,7 @@ class Row(Struct, frozen=True, kw_only=True):
     high: int
     turns: int
     weight: float
+    images: tuple[ImageSpan, ...] = ()
 
 
 class Session(Struct, frozen=True, kw_only=True):
@@ -62,13 +67,18 @@ class Judged(Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    finished: Sequence[Finished], *, quorum: int, floor: float = 0.0, branches: Literal["all", "main"] = "all"
+    finished: Sequence[Finished],
+    *,
+    quorum: int,
+    floor: float = 0.0,
+    branches: Literal["all", "main"] = "all",
+    image_id: int | None = None,
 ) -> Judged:
     """Which rollouts of a group train, in the order they were begun."""
     sessions: list[Session] = []
     left_out: dict[str, str] = {}
     for number, one in enumerate(finished):
-        made = session(one, number, floor=floor, branches=branches)
+        made = session(one, number, floor=floor, branches=branches, image_id=image_id)
         if isinstance(made, Session):
             sessions.append(made)
         else:
@@ -92,9 +102,14 @@ def token_account(finished: Sequence[Finished], judged: Judged) -> TokenAccount:
 
 
 def session(
-    finished: Finished, number: int, *, floor: float = 0.0, branches: Literal["all", "main"] = "all"
+    finished: Finished,
+    number: int,
+    *,
+    floor: float = 0.0,
+    branches: Literal["all", "main"] = "all",
+    image_id: int | None = None,
 ) -> Session | str:
-    """A rollout as rows; or why it has none."""
+    """A rollout as rows; or why it has none. `image_id` is the model's placeholder for images."""
     outcome = finished.outcome
     score = outcome.reward_or_floor(floor)
     failure = outcome.failure
@@ -104,18 +119,22 @@ def session(
     if not finished.trajectories:
         excluded = ", ".join(sorted({e.reason for e in finished.excluded})) or "the model was not called"
         return f"it has a reward, and no token to train ({excluded})"
-    _refuse_images(finished)
+    if image_id is not None and (stray := _stray(finished, image_id)):
+        return f"turn {stray} sampled the placeholder of images, for which veRL's model would want pixels"
     rollout = finished.rollout
     alone = Group(
         id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=(finished,)
     )
-    kept = from_groups([alone], floor=floor).samples
+    kept = from_groups([alone], floor=floor, images=True).samples
     if branches == "main":
         kept = (max(kept, key=lambda sample: sample.owned),)
     parents = {turn.id: turn.parent for turn in finished.turns}
     return Session(
         number=number,
-        rows=tuple(_row(sample, parents, alone=len(kept) == 1) for sample in kept),
+        rows=tuple(
+            _row(sample, parents, finished.trajectories[sample.row].images, alone=len(kept) == 1)
+            for sample in kept
+        ),
         score=score,
         info=_info(finished),
         metrics=_metrics(finished.turns),
@@ -123,7 +142,9 @@ def session(
     )
 
 
-def _row(sample: Sample, parents: Mapping[str, str | None], *, alone: bool) -> Row:
+def _row(
+    sample: Sample, parents: Mapping[str, str | None], images: tuple[ImageSpan, ...], *, alone: bool
+) -> Row:
     calls, above = 1, parents.get(sample.turns[-1].id)
     while above is not None:
         calls, above = calls + 1, parents.get(above)
@@ -136,16 +157,23 @@ def _row(sample: Sample, parents: Mapping[str, str | None], *, alone: bool) -> R
         high=max(span.high for span in sample.versions),
         turns=2 * calls,  # veRL counts what was asked as well as what was answered
         weight=1.0 if alone else sample.weight,
+        images=images,
     )
 
 
-def _refuse_images(finished: Finished) -> None:
-    for turn in finished.turns:
-        if any(message.images for message in turn.messages):
-            raise UsageError(
-                f"turn {turn.id} of {finished.rollout.id} has images, whose pixels these rows do not carry;"
-                " train it with afield's own trainer, or take the images out of the task"
-            )
+def _stray(finished: Finished, image_id: int) -> str:
+    """A turn with a placeholder that stands for no image."""
+    return next((turn.id for turn in finished.turns if image_id in turn.token_ids), "")
+
+
+@cache
+def vision_of(model: str) -> Vision | None:
+    """The vision part of a model; None for one without, or of a kind that is not supported."""
+    try:
+        return Vision.load(model)
+    except UsageError as error:
+        log.warning("%s; rollouts with images are refused", error)
+        return None
 
 
 def _info(finished: Finished) -> dict[str, float]:
@@ -195,8 +223,11 @@ class Entry(Struct, frozen=True):
     tag: dict[str, Any]
 
 
-def entries(prompt: Mapping[str, Any], made: Session, *, weighted: bool = False) -> list[Entry]:
-    """`prompt` is the row of veRL's batch, whose columns travel along.
+def entries(
+    prompt: Mapping[str, Any], made: Session, *, weighted: bool = False, vision: Vision | None = None
+) -> list[Entry]:
+    """`prompt` is the row of veRL's batch, whose columns travel along. Rows with images need `vision`; all rows
+    of a model with M-RoPE have its positions.
 
     `weighted` gives each row its share of the session as `rollout_is_weights`, one number for all of its
     tokens: what veRL multiplies the policy's loss with.
@@ -206,7 +237,7 @@ def entries(prompt: Mapping[str, Any], made: Session, *, weighted: bool = False)
     return [
         Entry(
             f"{prompt['uid']}_{made.number}_{index}",
-            _fields(prompt, made, row, torch) | _weight(row, torch, weighted),
+            _fields(prompt, made, row, torch) | _weight(row, torch, weighted) | pixels(made, row, vision),
             _tag(prompt, row),
         )
         for index, row in enumerate(made.rows)
@@ -235,6 +266,52 @@ def _fields(prompt: Mapping[str, Any], made: Session, row: Row, torch: Any) -> d
         "metrics": dict(made.metrics),
         "extra_fields": _extra(made, row),
     }
+
+
+def pixels(made: Session, row: Row, vision: Vision | None) -> dict[str, Any]:
+    """What veRL's agent loop gives a vision-language model beside the ids: `multi_modal_inputs` of its
+    processor, and positions in text, time, height and width."""
+    import torch
+
+    rollout_id = made.finished.rollout.id
+    if vision is None:
+        if row.images:
+            raise UsageError(
+                f"rollout {rollout_id} has images, and actor_rollout_ref.model.path has no vision part that"
+                f" is supported ({', '.join(FAMILIES)}); train the model that saw them"
+            )
+        return {}
+    kept = {image.digest: image for image in made.finished.images}
+    ids = row.prompt_ids + row.response_ids
+    try:
+        pictures = [vision.pixels(kept[span.digest]) for span in row.images]
+        vision.check(ids, row.images, pictures)
+    except KeyError as error:
+        raise UsageError(f"rollout {rollout_id}: its image {error} was not kept with it") from error
+    except ValueError as error:
+        raise UsageError(f"rollout {rollout_id}: {error}") from error
+    fields: dict[str, Any] = {}
+    if pictures:
+        names = pictures[0].inputs
+        inputs = {n: torch.cat([torch.from_numpy(one.inputs[n]) for one in pictures]) for n in names}
+        if (grid := inputs.get("image_grid_thw")) is not None:
+            inputs["images_seqlens"] = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        fields["multi_modal_inputs"] = inputs
+    if vision.mrope:
+        seen = torch.from_numpy(vision.positions(len(ids), row.images, [one.grid for one in pictures]))
+        fields["position_ids"] = torch.cat([torch.arange(len(ids))[None], seen])
+    return fields
+
+
+def images_of(made: Session, row: Row) -> list[Any]:
+    """The pictures of a row, decoded: veRL's own workers run their processor over them."""
+    kept = {image.digest: image for image in made.finished.images}
+    try:
+        return [decoded(kept[span.digest]) for span in row.images]
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"rollout {made.finished.rollout.id}: an image of it is not at hand: {error}"
+        ) from error
 
 
 def _extra(made: Session, row: Row) -> dict[str, Any]:
