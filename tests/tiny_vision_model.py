@@ -83,6 +83,14 @@ def build_tiny_vision_model(
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(_preprocessor(family)))
+    if family == "llava":  # what its processor needs to know beside it
+        told = {
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        }
+        told |= {"processor_class": "LlavaProcessor", "image_token": IMAGE}
+        (directory / "processor_config.json").write_text(json.dumps(told))
     return directory
 
 

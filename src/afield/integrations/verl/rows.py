@@ -226,8 +226,8 @@ class Entry(Struct, frozen=True):
 def entries(
     prompt: Mapping[str, Any], made: Session, *, weighted: bool = False, vision: Vision | None = None
 ) -> list[Entry]:
-    """`prompt` is the row of veRL's batch, whose columns travel along. Rows with images need `vision`; all rows
-    of a model with M-RoPE have its positions.
+    """`prompt` is the row of veRL's batch, whose columns travel along. Rows with images need `vision`; all
+    rows of a model with M-RoPE have its positions.
 
     `weighted` gives each row its share of the session as `rollout_is_weights`, one number for all of its
     tokens: what veRL multiplies the policy's loss with.
