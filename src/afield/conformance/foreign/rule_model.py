@@ -258,14 +258,20 @@ class RuleModel:
 
     def __call__(self, call: Call) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)
-        reply = reply_to(talk)
-        if not talk.thinks:
-            reply = Reply(text=reply.text, uses=reply.uses)
         chance = random.Random(call.id)
-        text = hermes(reply)
+        text = self._free(talk) if call.constraint is None else self._held(talk, call.constraint.grammar)
         for control in (*CONTROL, IMAGE):  # words of the user's that are no tokens here either
             text = text.replace(control, control.strip("<|>"))
         return self._scripted(
             token_ids=(*self._sampler.sample(text, chance), *call.stop_ids[:1]),
             chunks=tuple(chance.randint(1, 4) for _ in range(12)),
         )
+
+    def _free(self, talk: Conversation) -> str:
+        reply = reply_to(talk)
+        return hermes(reply if talk.thinks else Reply(text=reply.text, uses=reply.uses))
+
+    def _held(self, talk: Conversation, grammar: str) -> str:
+        from afield.conformance.foreign.grammar_writer import constrained
+
+        return constrained(grammar, talk, self._vocabulary)

@@ -9,9 +9,9 @@ from pathlib import Path
 from msgspec import structs
 
 from afield.conformance.client import SCRIPTS, Command, Stage, from_npm, from_pypi
-from afield.conformance.environments import git_files, npm_environment
+from afield.conformance.environments import git_files, npm_environment, python_environment
 from afield.conformance.foreign.suite import ForeignSuite
-from afield.conformance.pins import NPM, OPENRESPONSES
+from afield.conformance.pins import NPM, OPENRESPONSES, VLLM, VLLM_TESTS, VLLM_WITHOUT
 from afield.errors import UsageError
 
 FILES = SCRIPTS / "suites"
@@ -135,7 +135,57 @@ VERIFIERS = ForeignSuite(
     name="verifiers", install=from_pypi("verifiers"), command=_pytest("test_verifiers.py", *ASYNC)
 )
 
-_ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT, VERIFIERS)
+# --- vLLM ----------------------------------------------------------------------------------------
+
+VLLM_FILES = (
+    "openai/chat_completion/test_chat.py",
+    "openai/chat_completion/test_chat_echo.py",
+    "openai/chat_completion/test_completion_with_function_calling.py",
+    "openai/completion/test_completion.py",
+    "openai/responses/test_simple.py",
+    "openai/responses/test_structured_output.py",
+    "anthropic/test_messages.py",
+)
+VLLM_BESIDE = (
+    *("__init__.py", "entrypoints/__init__.py", "entrypoints/conftest.py", "entrypoints/openai/__init__.py"),
+    *(
+        f"entrypoints/openai/{folder}/__init__.py"
+        for folder in ("chat_completion", "completion", "responses")
+    ),
+    *("entrypoints/openai/responses/conftest.py", "entrypoints/anthropic/__init__.py"),
+)
+
+
+def _vllm_tests(cache: Path) -> Path:
+    """The folder of the tests."""
+    paths = [f"tests/{path}" for path in (*VLLM_BESIDE, *(f"entrypoints/{file}" for file in VLLM_FILES))]
+    return git_files(cache, "vllm-tests", *VLLM_TESTS, paths)
+
+
+def _vllm_python(cache: Path) -> Path:
+    """The tests import vLLM."""
+    return python_environment(cache, "vllm", VLLM, without=VLLM_WITHOUT)
+
+
+def _install_vllm(cache: Path) -> Path:
+    _vllm_tests(cache), _vllm_python(cache), from_pypi("pytest")(cache)
+    return cache
+
+
+def _vllm(stage: Stage, variant: str) -> Command:
+    cache = stage.programs
+    tests, pytest = _vllm_tests(cache), from_pypi("pytest")(cache).parent
+    [packages] = pytest.glob("lib/python*/site-packages")
+    files = [str(tests / "tests" / "entrypoints" / file) for file in VLLM_FILES]
+    argv = (str(_vllm_python(cache)), "-m", "pytest", *PYTEST, *ASYNC, "-p", "vllm_gateway", *files)
+    paths = ":".join(str(path) for path in (FILES, tests, packages))
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
+    return Command(argv, session(stage, variant) | offline | {"PYTHONPATH": paths})
+
+
+VLLM_SERVER = ForeignSuite(name="vllm", install=_install_vllm, command=_vllm, optional=True)
+
+_ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT, VERIFIERS, VLLM_SERVER)
 SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in _ALL}
 
 

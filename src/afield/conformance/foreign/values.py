@@ -44,7 +44,7 @@ class Values:
     def __init__(self, text: str, place: str = "") -> None:
         self._text = text
         self._numbers = [float(n) if "." in n else int(n) for n in NUMBER.findall(text)]
-        self._quoted = ["".join(groups) for groups in QUOTED.findall(text)]
+        self.quoted = ["".join(groups) for groups in QUOTED.findall(text)]
         self._place = place or next(iter(places(text)), "")
 
     def of(self, schema: Mapping[str, Any], name: str = "", root: Mapping[str, Any] | None = None) -> Any:
@@ -136,8 +136,8 @@ class Values:
         lower = name.lower()
         if self._place and any(place in lower for place in PLACES):
             return self._place
-        if self._quoted:
-            return self._quoted.pop(0)
+        if self.quoted:
+            return self.quoted.pop(0)
         text = f"{name.replace('_', ' ') or 'text'} of {_topic(self._text)}".strip()
         text += " " * max(0, int(schema.get("minLength", 0)) - len(text))
         return text[: int(schema.get("maxLength", len(text)))]

@@ -12,11 +12,23 @@ import pytest
 FILE = Path(os.environ["AFIELD_SUITE_RESULTS"])
 WORST = ("passed", "skipped", "failed")
 outcomes: dict[str, tuple[str, str]] = {}
+files: set[str] = set()
 
 
 def _write(row: dict[str, Any]) -> None:
     with FILE.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    files.update(item.path.stem for item in session.items)
+
+
+def _name(node: str) -> str:
+    """The test, and its file where there are several."""
+    path, _, test = node.partition("::")
+    test = test.rpartition("::")[2]
+    return f"{Path(path).stem}/{test}" if len(files) > 1 else test
 
 
 def _short(problem: object) -> str:
@@ -32,7 +44,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     elif report.skipped:
         longrepr: Any = report.longrepr
         detail = getattr(report, "wasxfail", "") or (str(longrepr[2]) if isinstance(longrepr, tuple) else "")
-    name = report.nodeid.rpartition("::")[2] if "::" in report.nodeid else report.nodeid
+    name = _name(report.nodeid)
     known, told = outcomes.get(name, ("passed", ""))
     worst = max(known, report.outcome, key=WORST.index)
     outcomes[name] = (worst, detail if worst != known or not told else told)

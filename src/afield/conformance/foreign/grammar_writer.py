@@ -1,0 +1,125 @@
+"""A reply that a constraint allows, written along its grammar (a structural tag of xgrammar).
+
+Where the grammar leaves a choice the writer takes what the model would have said without it: the tools that
+the question is about, its thoughts, its words. Values of JSON schemas come from the question.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from typing import Any
+
+from afield.conformance.foreign.patterns import example
+from afield.conformance.foreign.rule_model import Conversation, reply_to, uses_of
+from afield.conformance.foreign.values import Values
+from afield.conformance.scenario import Use
+from afield.errors import Unavailable
+
+CALL = re.compile(r'"name": ("(?:[^"\\]|\\.)*"), "arguments": $')
+Element = dict[str, Any]
+
+
+def constrained(grammar: str, talk: Conversation, vocabulary: Any) -> str:
+    """Text that matches. Unavailable for a grammar in EBNF, for which there are no rules."""
+    return _Writer(talk, vocabulary).write(json.loads(grammar)["format"])
+
+
+class _Writer:
+    def __init__(self, talk: Conversation, vocabulary: Any) -> None:
+        self._talk = talk
+        self._vocabulary = vocabulary
+        self._plan = reply_to(talk)
+        self._uses: deque[Use] = deque(self._plan.uses)
+        self._values = Values(talk.question)
+        self._calling = ""
+        self._thinking = False
+
+    def write(self, element: Element) -> str:
+        return getattr(self, f"_{element['type']}", self._unknown)(element)
+
+    def _unknown(self, element: Element) -> str:
+        raise Unavailable(f"the model has no rule for {element['type']} in a grammar")
+
+    def _const_string(self, element: Element) -> str:
+        if found := CALL.search(element["value"]):
+            self._calling = json.loads(found[1])
+        return element["value"]
+
+    def _token(self, element: Element) -> str:
+        text = self._vocabulary.decode([element["token"]])
+        if text in ("<think>", "</think>"):
+            self._thinking = text == "<think>"
+        return text
+
+    def _sequence(self, element: Element) -> str:
+        return "".join(self.write(one) for one in element["elements"])
+
+    def _or(self, element: Element) -> str:
+        options: list[Element] = element["elements"]
+        if not any(map(_called, options)):
+            return self.write(self._chosen(options))
+        others = [one for one in options if not _called(one)]
+        fitting = [one for one in options if self._uses and self._uses[0].name in _called(one)]
+        return self.write((fitting or others or options)[0])
+
+    def _chosen(self, options: list[Element]) -> Element:
+        """The option that the question mentions, else the first."""
+        words = [one.get("value") for one in options]
+        if not all(isinstance(word, str) for word in words):
+            return options[0]
+        return options[words.index(self._values.of({"enum": words}))]
+
+    def _optional(self, element: Element) -> str:
+        opening = next(_leaves(element["content"]))
+        if opening["type"] == "token" and self._vocabulary.decode([opening["token"]]) == "<think>":
+            return self.write(element["content"]) if self._talk.thinks else ""
+        return self.write(element["content"]) if self._uses else ""
+
+    def _star(self, element: Element) -> str:
+        written = ""
+        while self._uses and self._uses[0].name in _called(element["content"]):
+            written += self.write(element["content"])
+        return written
+
+    def _json_schema(self, element: Element) -> str:
+        name, self._calling = self._calling, ""
+        schema = element["json_schema"]
+        if name:
+            return json.dumps(self._arguments(name), ensure_ascii=False)
+        if isinstance(schema, dict) and schema.get("type") == "object" and not schema.get("properties"):
+            return json.dumps({word: f"some {word}" for word in self._values.quoted})
+        return json.dumps(self._values.of(schema), ensure_ascii=False)
+
+    def _arguments(self, name: str) -> dict[str, Any]:
+        if self._uses and self._uses[0].name == name:
+            return self._uses.popleft().arguments
+        tool = next(tool for tool in self._talk.tools if tool.name == name)
+        return uses_of(tool, self._talk.question)[0].arguments
+
+    def _regex(self, element: Element) -> str:
+        return "\n\n" if element["pattern"] == r"\n{0,2}" else example(element["pattern"])
+
+    def _any_text(self, element: Element) -> str:
+        if self._thinking:
+            thought = f"\n{self._plan.reasoning}\n".encode()[: element.get("max_tokens")]
+            return thought.decode(errors="ignore")
+        return "" if self._uses else self._plan.text
+
+    def _any_tokens(self, element: Element) -> str:
+        return "" if self._uses else self._plan.text
+
+
+def _called(element: Element) -> set[str]:
+    """The names of the functions that an element may call."""
+    leaves = [leaf["value"] for leaf in _leaves(element) if leaf["type"] == "const_string"]
+    return {json.loads(found[1]) for value in leaves if (found := CALL.search(value))}
+
+
+def _leaves(element: Element) -> Any:
+    inner = element.get("elements") or [element[key] for key in ("content",) if key in element]
+    if not inner:
+        yield element
+    for one in inner:
+        yield from _leaves(one)
