@@ -57,6 +57,10 @@ def test_empty_parts_thoughts_and_foreign_fields_are_tolerated() -> None:
     assert (thought.content, thought.reasoning) == ("", "hm")
 
 
+def test_a_model_need_not_be_named() -> None:
+    assert DIALECT.decode(asked({"model": None, "messages": [USER]}))[0].model == ""
+
+
 def test_calls_and_results_in_the_older_form_are_read() -> None:
     call = {"name": "f", "arguments": "{}"}
     first, second = messages(
@@ -78,6 +82,7 @@ AUDIO: Any = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"
         ({"messages": [USER], "modalities": ["text", "audio"]}, "audio"),
         ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
         ({"messages": [USER], "n": 2}, "n=2"),
+        ({"messages": [USER], "stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "empty"),
     ],
 )

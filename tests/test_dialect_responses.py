@@ -68,6 +68,10 @@ def test_a_text_with_instructions_is_a_system_and_a_user_message() -> None:
     assert (request.max_tokens, request.stream, request.after) == (7, True, None)
 
 
+def test_a_model_need_not_be_named() -> None:
+    assert decode(input="Hi", model=None).model == ""
+
+
 def test_the_items_of_one_turn_are_one_message() -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}
     result = {

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from afield import wiring
 from afield.conformance.families import hermes
@@ -62,6 +62,7 @@ REPEAT = re.compile(
     re.I,
 )
 NAME = re.compile(r"\bmy name is (\w+)", re.I)
+ONLY = re.compile(r"without any other text|only the (?:number|result|answer)", re.I)
 SUM = re.compile(r"(-?\d+)\s*([+*x-])\s*(-?\d+)")
 
 
@@ -240,7 +241,7 @@ def words(talk: Conversation) -> str:
     if found := SUM.search(question):
         a, sign, b = int(found[1]), found[2], int(found[3])
         value = a + b if sign == "+" else a - b if sign == "-" else a * b
-        return f"{a} {sign} {b} = {value}"
+        return str(value) if ONLY.search(question) else f"{a} {sign} {b} = {value}"
     if re.fullmatch(r"\W*(?:hi|hey|hello)\b.{0,20}", question.strip(), re.I | re.S):
         return HELLO
     if quoted := QUOTED.search(question):
@@ -249,16 +250,20 @@ def words(talk: Conversation) -> str:
 
 
 class RuleModel:
-    """A script for the scripted engine."""
+    """A script for the scripted engine: the same prompt gets the same tokens. In sessions of the names in
+    `silent` it never thinks."""
 
-    def __init__(self, vocabulary: Any) -> None:
+    def __init__(self, vocabulary: Any, silent: frozenset[str] = frozenset()) -> None:
         self._vocabulary = vocabulary
+        self._silent = silent
         self._sampler = Sampler(vocabulary)
         self._scripted: Callable[..., Any] = wiring.load("engines.scripted:Scripted")
 
     def __call__(self, call: Call) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)
-        chance = random.Random(call.id)
+        if call.session_id in self._silent:
+            talk = structs.replace(talk, thinks=False)
+        chance = random.Random(str(call.prompt_ids))
         text = self._free(talk) if call.constraint is None else self._held(talk, call.constraint.grammar)
         for control in (*CONTROL, IMAGE):  # words of the user's that are no tokens here either
             text = text.replace(control, control.strip("<|>"))

@@ -50,6 +50,8 @@ class ForeignSuite(Struct, frozen=True, kw_only=True):
     """How one variant is run."""
     variants: tuple[str, ...] = ("",)
     """Runs of the suite, each with a session of its own; names its tests unless empty."""
+    silent: tuple[str, ...] = ()
+    """Variants in which the model does not think."""
     not_ours: Mapping[str, str] = {}
     """Tests that fail for a reason that is not the gateway's: the test and the reason."""
     optional: bool = False
@@ -112,7 +114,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
     model = write_model(folder / "model", TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = vocabulary_of(model)
     engine = wiring.load("engines.scripted:ScriptedEngine")(
-        RuleModel(vocabulary),
+        RuleModel(vocabulary, frozenset(_session_id(suite, variant) for variant in suite.silent)),
         max_context=MAX_CONTEXT,
         vocab_size=vocabulary.size,
         image_id=vocabulary.id_of(IMAGE),
@@ -124,11 +126,15 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
     return judge(outcomes, suite.not_ours)
 
 
+def _session_id(suite: ForeignSuite, variant: str) -> str:
+    return f"{suite.name}-{variant or 'run'}"
+
+
 async def _variant(
     suite: ForeignSuite, variant: str, up: Serving, programs: Path, folder: Path, path: str
 ) -> list[CaseResult]:
     ticket = await up.gateway.open(
-        SessionSpec(id=f"{suite.name}-{variant or 'run'}", sampling=Sampling(max_tokens=4096))
+        SessionSpec(id=_session_id(suite, variant), sampling=Sampling(max_tokens=4096))
     )
     stage = Stage(
         home=folder / "home",

@@ -137,15 +137,19 @@ VERIFIERS = ForeignSuite(
 
 # --- vLLM ----------------------------------------------------------------------------------------
 
-VLLM_FILES = (
-    "openai/chat_completion/test_chat.py",
-    "openai/chat_completion/test_chat_echo.py",
-    "openai/chat_completion/test_completion_with_function_calling.py",
-    "openai/completion/test_completion.py",
-    "openai/responses/test_simple.py",
-    "openai/responses/test_structured_output.py",
-    "anthropic/test_messages.py",
-)
+VLLM_FILES = {
+    "plain": (  # tests of models that do not think
+        "openai/chat_completion/test_chat.py",
+        "openai/chat_completion/test_chat_echo.py",
+        "openai/completion/test_completion.py",
+        "anthropic/test_messages.py",
+    ),
+    "thinking": (
+        "openai/chat_completion/test_completion_with_function_calling.py",
+        "openai/responses/test_simple.py",
+        "openai/responses/test_structured_output.py",
+    ),
+}
 VLLM_BESIDE = (
     *("__init__.py", "entrypoints/__init__.py", "entrypoints/conftest.py", "entrypoints/openai/__init__.py"),
     *(
@@ -158,7 +162,8 @@ VLLM_BESIDE = (
 
 def _vllm_tests(cache: Path) -> Path:
     """The folder of the tests."""
-    paths = [f"tests/{path}" for path in (*VLLM_BESIDE, *(f"entrypoints/{file}" for file in VLLM_FILES))]
+    files = [f"entrypoints/{file}" for files in VLLM_FILES.values() for file in files]
+    paths = [f"tests/{path}" for path in (*VLLM_BESIDE, *files)]
     return git_files(cache, "vllm-tests", *VLLM_TESTS, paths)
 
 
@@ -176,14 +181,21 @@ def _vllm(stage: Stage, variant: str) -> Command:
     cache = stage.programs
     tests, pytest = _vllm_tests(cache), from_pypi("pytest")(cache).parent
     [packages] = pytest.glob("lib/python*/site-packages")
-    files = [str(tests / "tests" / "entrypoints" / file) for file in VLLM_FILES]
+    files = [str(tests / "tests" / "entrypoints" / file) for file in VLLM_FILES[variant]]
     argv = (str(_vllm_python(cache)), "-m", "pytest", *PYTEST, *ASYNC, "-p", "vllm_gateway", *files)
     paths = ":".join(str(path) for path in (FILES, tests, packages))
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
     return Command(argv, session(stage, variant) | offline | {"PYTHONPATH": paths})
 
 
-VLLM_SERVER = ForeignSuite(name="vllm", install=_install_vllm, command=_vllm, optional=True)
+VLLM_SERVER = ForeignSuite(
+    name="vllm",
+    install=_install_vllm,
+    command=_vllm,
+    variants=tuple(VLLM_FILES),
+    silent=("plain",),
+    optional=True,
+)
 
 _ALL = (LANGCHAIN, VERCEL, OPEN_RESPONSES, GOOGLE_GENAI, INSPECT, VERIFIERS, VLLM_SERVER)
 SUITES: dict[str, ForeignSuite] = {suite.name: suite for suite in _ALL}

@@ -126,7 +126,7 @@ _guides = attrgetter(*VLLM)
 
 class Body(Structured, kw_only=True):
     messages: msgspec.Raw
-    model: str = ""
+    model: str | None = ""
     tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: str | dict[str, Any] | None = None
     stream: bool | None = False
@@ -168,7 +168,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     output, form = asked_output(wire)
     request = ModelRequest(
         dialect="chat",
-        model=wire.model,
+        model=wire.model or "",
         messages=_messages(bytes(wire.messages), gallery, asked.memo),
         tools=tools,
         may_call=choice.may_call,
@@ -190,7 +190,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         image_places=gallery.places,
     )
     wish = Wish(
-        model=wire.model,
+        model=wire.model or "",
         usage=wants_usage(wire.stream_options),
         logprobs=bool(wire.logprobs),
         top_logprobs=wire.top_logprobs or 0,
@@ -240,12 +240,18 @@ def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
 def _check(wire: Body) -> None:
     if bytes(wire.messages).strip() in (b"[]", b"null"):
         raise bad_request("messages is empty", "send at least one message")
+    check_stream_options(wire)
     if wire.top_logprobs is not None or wire.prompt_logprobs is not None:
         _check_logprobs(wire)
     for name in ("max_tokens", "max_completion_tokens"):
         value = getattr(wire, name)
         if value is not None and value < 1:
             raise bad_request(f"{name}={value} must be at least 1")
+
+
+def check_stream_options(wire: Any) -> None:
+    if wire.stream_options is not None and not wire.stream:
+        raise bad_request("stream_options is only for streams", "leave it out, or set stream to true")
 
 
 def _check_logprobs(wire: Body) -> None:

@@ -31,7 +31,7 @@ REPLACEMENT = "\ufffd"
 
 class Body(chat.Structured, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    model: str = ""
+    model: str | None = ""
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stream: bool | None = False
@@ -56,7 +56,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     output, form = chat.asked_output(wire)
     request = ModelRequest(
         dialect="completions",
-        model=wire.model,
+        model=wire.model or "",
         prompt=prompt,
         max_tokens=wire.max_tokens or None,
         only_score=wire.max_tokens == 0,
@@ -71,7 +71,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         tags=("unenforced:response_format", *tags) if output else tags,
     )
     wish = Wish(
-        model=wire.model,
+        model=wire.model or "",
         usage=chat.wants_usage(wire.stream_options),
         logprobs=wire.logprobs is not None and wire.logprobs is not False,
         token_ids=bool(wire.return_token_ids),
@@ -84,6 +84,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
 
 
 def _check(wire: Body) -> None:
+    chat.check_stream_options(wire)
     if wire.max_tokens is not None and wire.max_tokens < (0 if wire.echo else 1):
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1", "or 0 with echo")
     check_count(int(wire.logprobs or 0), "logprobs")

@@ -62,7 +62,7 @@ class Item(Struct):
 
 class Body(Wishing, kw_only=True):
     input: str | list[Item] | None = None
-    model: str = ""
+    model: str | None = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Raw = Raw(b"null")
@@ -121,7 +121,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         raise bad_request("input is empty", "send a text or at least one item")
     request = ModelRequest(
         dialect="responses",
-        model=wire.model,
+        model=wire.model or "",
         messages=tuple(talk.messages),
         tools=toolbox.tools,
         may_call=choice.may_call,
@@ -143,7 +143,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         image_places=talk.gallery.places,
     )
     wish = Wish(
-        model=wire.model, token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)}
+        model=wire.model or "", token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)}
     )
     return request, wish
 
