@@ -263,7 +263,7 @@ def test_a_refused_parameter_may_say_that_nothing_is_asked_for() -> None:
     ("dialect", "body", "name"),
     [
         ("chat", {"frobnicate": 1}, "frobnicate"),
-        ("chat", {"stream_options": {"frobnicate": 1}}, "stream_options.frobnicate"),
+        ("chat", {"stream": True, "stream_options": {"frobnicate": 1}}, "stream_options.frobnicate"),
         ("chat", {"chat_template_kwargs": {"tone": "dry"}}, "chat_template_kwargs.tone"),
         ("chat", {"stop_token_ids": [3]}, "stop_token_ids"),
         ("completions", {"suffix": "x", "n": 1}, "suffix"),
