@@ -16,10 +16,12 @@ from afield.forest import canonical
 from afield.gateway.dialects.responses import Responses
 from afield.gateway.marks import response_id
 from afield.gateway.refusal import Refusal, context_exceeded
+from afield.tokens import ChatTokens
 from afield.types import FinishReason, Message, ToolCall
 from answers import STARTED, asked, done, pieces, read_events
+from gateways import POLICY
 
-DIALECT = Responses()
+DIALECT = Responses(ChatTokens.load(POLICY))
 STREAM_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOOK = {"type": "function", "name": "look", "description": "Look.", "parameters": {}, "strict": False}
 PATCH = {
@@ -139,7 +141,8 @@ def test_what_is_not_enforced_shows_in_the_tags() -> None:
     request = decode(
         text=form, tool_choice="required", tools=[LOOK], include=["message.output_text.logprobs"]
     )
-    assert request.tags == ("unenforced:text.format", "unenforced:tool_choice", "unenforced:logprobs")
+    assert request.tags == ("unenforced:text.format", "unenforced:tool_choice")
+    assert request.by_token
     assert decode(tool_choice="none", tools=[LOOK]).may_call is False
     assert turns([{"type": "web_search_call", "id": "ws"}, {"role": "user", "content": "Hi"}])
     assert decode(input=[{"type": "web_search_call"}]).tags == ("unenforced:item:web_search_call",)

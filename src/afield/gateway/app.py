@@ -16,13 +16,24 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError, boundary
-from afield.gateway import control, side
+from afield.gateway import control, side, stored_responses
 from afield.gateway.answering import Answering
 from afield.gateway.bodies import BodyBytes, ClientGone, read_body
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
 from afield.gateway.dialects.base import PREFILL, idempotency_key
 from afield.gateway.dialects.models import models
-from afield.gateway.http import KEYED, Receive, Scope, Send, headers, key_of, path_key, query, send_json
+from afield.gateway.http import (
+    KEYED,
+    Receive,
+    Scope,
+    Send,
+    header,
+    headers,
+    key_of,
+    path_key,
+    query,
+    send_json,
+)
 from afield.gateway.keys import HEADER_PREFIX, PREFIX, Grant
 from afield.gateway.keys import Scope as KeyScope
 from afield.gateway.refusal import (
@@ -44,7 +55,7 @@ log = logging.getLogger("afield.gateway")
 
 # Routes of dialects that clients ask for with `/v1` missing, because their base URL lacks it.
 _BARE = re.compile(
-    r"/(chat/completions|completions|responses(/input_tokens)?|messages(/count_tokens)?|models|models/[^/]+)"
+    r"/(chat/completions|completions|responses(/[^/]+(/input_items|/cancel)?)?|messages(/count_tokens)?|models|models/[^/]+)"
 )
 # Of several versions the last one counts: it is the client's own, those before it came with a base URL.
 _DOUBLED = re.compile(r"^(/v1|/v1beta)+(?=/v1/|/v1beta/)")
@@ -145,17 +156,23 @@ class App:
                     session.id,
                     session.row.spec.unsupported == "ignore",
                 )
-                request, wish = await _decode(match.dialect, asked)
+                dialect = match.dialect
+                if match.verb == "compact":
+                    dialect = self._gateway.responses.compaction(session)
+                request, wish = await _decode(dialect, asked)
                 if match.verb == "count":
                     tokens = await self._gateway.calls.count(session, request)
-                    await send_json(send, 200, match.dialect.count(tokens))
+                    await send_json(send, 200, dialect.count(tokens))
                 else:
-                    await self._answering.answer(session, match.dialect, request, wish, receive, send)
+                    await self._answering.answer(session, dialect, request, wish, receive, send)
         elif method == "GET" and (
             listed := models(self._gateway.tokens.name, path, headers(scope), query(scope))
         ):
             await self._check(session_id, scope, KeyScope.INFER)
             await send_json(send, 200, listed)
+        elif (parts := stored_responses.match(method, path)) is not None:
+            session = await self._session(session_id, scope, KeyScope.INFER)
+            await send_json(send, 200, await self._gateway.responses.serve(session, scope, parts))
         elif (method, path) in control.REPORTS:
             session = await self._session(session_id, scope, control.REPORTS[method, path].needs)
             grant = self._grant(key_of(scope))
@@ -165,6 +182,9 @@ class App:
             await send_json(send, 200, told)
         else:
             await self._check(session_id, scope, None)
+            if header(scope, b"upgrade").lower() == "websocket":
+                hint = "POST v1/responses over HTTP, with stream true for events"
+                raise not_found(f"{path} is not served over a web socket", hint)
             raise not_found(f"{method} {path} is not served", "POST v1/chat/completions is, for one")
 
     async def _check(self, session_id: str | None, scope: Scope, needs: KeyScope | None) -> None:

@@ -172,8 +172,7 @@ class Calls:
             if _asks_scores(request) and scores is None:
                 continue
             parser, stops = self._readers(tokens, request)
-            _, events = stops.feed(turn.token_ids)
-            events += stops.finish()
+            pieces = self._pieces_again(request, turn, scores, parser, stops)
             reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
                 continue
@@ -185,13 +184,27 @@ class Calls:
                 started = Started(
                     session.id, turn.id, place.prompt_ids, turn.started, owed=missed, sampling=turn.sampling
                 )
-                shown = scores or Scores()
-                piece = Piece(turn.token_ids, turn.logprobs, self._named(events, turn.id), shown.top)
-                piece = structs.replace(piece, prompt_logprobs=shown.prompt, spoken=shown.spoken or ())
                 thought = await _thought(tokens, turn, reply)
                 end = Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
-                return [started, piece, end]
+                return [started, *pieces, end]
         return []
+
+    def _pieces_again(
+        self, request: ModelRequest, turn: Turn, scores: Scores | None, parser: Parser, stops: StopStrings
+    ) -> list[Piece]:
+        """A turn as one chunk."""
+        chunk = Chunk(
+            token_ids=turn.token_ids,
+            logprobs=turn.logprobs,
+            low=0,
+            high=0,
+            finish=turn.finish_reason,
+            top_logprobs=scores.top if scores else (),
+            prompt_logprobs=scores.prompt if scores else None,
+        )
+        partial = Partial()
+        partial.fold(chunk, turn.started)
+        return self._pieces(chunk, partial, stops, turn.id, 0, _spoken(request, parser))
 
     def _scores_again(self, session: Session, request: ModelRequest, turn: Turn) -> Scores | None:
         """What was told with a turn, if this request asks for no more."""
@@ -250,6 +263,7 @@ class Calls:
         partial = Partial()
         parser, stops = self._readers(tokens, request)
         spoken = _spoken(request, parser)
+        await self._keep(session, request)
         call = self._call(session, request, place, reserved.left, intent.id, n)
         chunks = sampled(self._engine, call, stops) if call.stop else self._engine.generate(call)
         broke: tuple[str, ...] = ()
@@ -308,6 +322,12 @@ class Calls:
                 session.running.discard(n)
                 session.lands(request.idempotency_key, flight)
                 self._metrics.ended(ended, asked)
+
+    async def _keep(self, session: Session, request: ModelRequest) -> None:
+        """What the turn refers to, once for the session."""
+        if request.shared is not None and request.shared[0] not in session.texts:
+            await self._store.put_text(session.id, *request.shared)
+            session.texts.add(request.shared[0])
 
     async def _abandon(
         self, session: Session, request: ModelRequest, turn: Turn, chunks: AsyncGenerator[Chunk], n: int
@@ -480,7 +500,9 @@ class Calls:
         self, session: Session, request: ModelRequest, turn: Turn, n: int, scores: Scores | None = None
     ) -> None:
         session.commits += 1
-        row = TurnRow(n, session.commits, turn, request.idempotency_key, request.thread, scores)
+        row = TurnRow(
+            n, session.commits, turn, request.idempotency_key, request.thread, scores, request.shown
+        )
         await self._write(session, row, session.record)
 
     async def _write(self, session: Session, row: TurnRow, then: Callable[[TurnRow], None]) -> None:

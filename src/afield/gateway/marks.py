@@ -13,6 +13,7 @@ import hashlib
 import re
 
 TURN = re.compile(r"t\d+")
+_SUMMARY = "afield-summary"
 _ID = re.compile(r"[a-z]+_(t\d+)(?:_\d+)?")
 
 
@@ -60,3 +61,19 @@ def unseal(sealed: str) -> str | None:
         return None
     name, _, turn_id = text.partition("/")
     return turn_id if name == "afield" and TURN.fullmatch(turn_id) else None
+
+
+def seal_summary(turn_id: str, text: str) -> str:
+    """A summary that comes back as the content of a compaction item."""
+    return base64.b64encode(f"{_SUMMARY}/{turn_id}/{text}".encode("utf-8", "replace")).decode()
+
+
+def unseal_summary(sealed: str) -> tuple[str, str] | None:
+    """The turn that sampled it, and its text; None for what is not ours."""
+    try:
+        text = base64.b64decode(sealed, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    name, _, rest = text.partition("/")
+    turn_id, _, summary = rest.partition("/")
+    return (turn_id, summary) if name == _SUMMARY and TURN.fullmatch(turn_id) else None

@@ -73,7 +73,7 @@ def _with_history(session: Session, request: ModelRequest) -> ModelRequest:
     """The conversation a client left to us to remember."""
     after = request.after
     turn = session.forest[after] if after is not None and after in session.forest else None
-    if turn is None or turn.status is not TurnStatus.COMMITTED:
+    if turn is None or turn.status is not TurnStatus.COMMITTED or after in session.row.deleted_responses:
         name = f"previous response of turn {after!r}"
         raise Refusal(400, "previous_response_not_found", f"{name} is not of this session")
     history = [m for step in session.forest.path(turn.id) for m in step.messages]

@@ -58,6 +58,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     field was asked for, for whoever has to refuse it. `top_logprobs` asks for that many of the likeliest
     tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too. Pieces
     `by_token` have one token each and say which of them are text. With `only_score` nothing is sampled.
+    `shown` is what the dialect keeps to show the answer again, `shared` the digest and text of what many
+    requests have in common.
     """
 
     dialect: str
@@ -75,6 +77,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     by_token: bool = False
     only_score: bool = False
+    shown: bytes = b""
+    shared: tuple[str, bytes] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False

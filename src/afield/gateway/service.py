@@ -29,6 +29,7 @@ from afield.gateway.sessions import ENDING_S, Sessions, turns_of
 from afield.gateway.shards import Shard
 from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
+from afield.gateway.stored_responses import StoredResponses
 from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
 from afield.tokens import ChatTokens
 from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
@@ -111,6 +112,7 @@ class LocalGateway:
             metrics=self.metrics,
             clock=self._clock,
         )
+        self.responses = StoredResponses(store, self.sessions, self.tokens)
         await self._serve_published()
         if self._outlet is not None:
             outbox = Outbox(self._outlet, store, self.sessions, self._invocation, owns)

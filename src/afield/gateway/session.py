@@ -69,6 +69,7 @@ class Session:
         self.recall = Recall()
         self.memo = Memo()
         self.images: set[str] = set()  # digests of those that the store has for sure
+        self.texts: set[str] = set()  # digests of shared texts that are stored
         self.in_flight: set[asyncio.Task[Any]] = set()
         self.body_bytes = 0  # of requests that are read or answered now
         self.running: set[int] = set()

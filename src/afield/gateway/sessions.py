@@ -205,6 +205,13 @@ class Sessions:
             if committed and not session.sealed and turn_id not in session.row.withheld:
                 await self._save(session, withheld={**session.row.withheld, turn_id: reason})
 
+    async def delete_response(self, session: Session, turn_id: str) -> None:
+        """Show it to the client no more. The turn stays in the record."""
+        async with session.lock:
+            before = session.row.deleted_responses
+            if turn_id not in before:
+                await self._save(session, deleted_responses=(*before, turn_id))
+
     async def redeliver(self, session: Session, turn_id: str) -> bool:
         """Whether this caller is the one to hand out a turn that its client missed."""
         if session.row.withheld.get(turn_id) != UNDELIVERED:

@@ -39,6 +39,8 @@ CREATE TABLE IF NOT EXISTS turns (session_id TEXT NOT NULL, n INTEGER NOT NULL, 
   seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, n)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS images (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
   PRIMARY KEY (session_id, digest));
+CREATE TABLE IF NOT EXISTS texts (session_id TEXT NOT NULL, digest TEXT NOT NULL, body BLOB NOT NULL,
+  PRIMARY KEY (session_id, digest)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS ended ON sessions (created) WHERE phase IN ('finalized', 'aborted');
 CREATE INDEX IF NOT EXISTS opened ON sessions (id) WHERE phase = 'open';
 CREATE TABLE IF NOT EXISTS header_keys (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
@@ -104,6 +106,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     settled: float = 0.0
     delivery: Delivery = Delivery.NONE
     withheld: dict[str, str] = {}
+    deleted_responses: tuple[str, ...] = ()
+    """Turns that are not shown to the client any more, because it deleted the response."""
     tally: Tally | None = None
 
 
@@ -129,6 +133,8 @@ class TurnRow(Struct, frozen=True):
     """The client's own name for the conversation, where it has several."""
     scores: Scores | None = None
     """Log-probabilities of other tokens that the client asked for."""
+    shown: bytes = b""
+    """What the dialect needs to show the answer again, where the client may fetch it later."""
 
 
 T = TypeVar("T")
@@ -211,12 +217,28 @@ class Store:
         sql = "SELECT body FROM images WHERE session_id=? AND digest=?"
         return self._read(sql, (session_id, digest), Image)[0]
 
+    async def put_text(self, session_id: str, digest: str, body: bytes) -> None:
+        """What many turns of a session share, kept once."""
+        await self._write([("INSERT OR IGNORE INTO texts VALUES (?,?,?)", (session_id, digest, body))])
+
+    def text(self, session_id: str, digest: str) -> bytes:
+        sql = "SELECT body FROM texts WHERE session_id=? AND digest=?"
+        try:
+            row = self._reader.execute(sql, (session_id, digest)).fetchone()
+        except sqlite3.Error as error:
+            raise Unavailable(f"cannot read {self._path}: {error}") from error
+        if row is None:
+            raise Unavailable(f"{self._path} has lost the text {digest} of session {session_id}")
+        return row[0]
+
     async def delete_session(self, session_id: str) -> None:
         await self.delete_sessions([session_id])
 
     async def delete_sessions(self, session_ids: Sequence[str]) -> None:
         """In transactions of some sessions each, so that calls can be written in between."""
-        tables = [f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images", "undelivered")]
+        tables = [
+            f"DELETE FROM {table} WHERE session_id=?" for table in ("turns", "images", "texts", "undelivered")
+        ]
         tables.append("DELETE FROM sessions WHERE id=?")
         for first in range(0, len(session_ids), DELETED_AT_ONCE):
             some = session_ids[first : first + DELETED_AT_ONCE]
@@ -368,7 +390,7 @@ def remove_ended(path: Path) -> int:
             over = "SELECT id FROM sessions WHERE phase IN ('finalized', 'aborted')"
             over += " AND id NOT IN (SELECT session_id FROM undelivered)"
             connection.execute("BEGIN IMMEDIATE")
-            for table in ("turns", "images"):
+            for table in ("turns", "images", "texts"):
                 connection.execute(f"DELETE FROM {table} WHERE session_id IN ({over})")
             removed = connection.execute(f"DELETE FROM sessions WHERE id IN ({over})").rowcount
             connection.execute("COMMIT")

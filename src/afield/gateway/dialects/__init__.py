@@ -26,6 +26,7 @@ ROUTES: list[Route] = [
         ("generate", "/v1/completions", "completions"),
         ("generate", "/v1/responses", "responses"),
         ("count", "/v1/responses/input_tokens", "responses"),
+        ("compact", "/v1/responses/compact", "responses"),
         ("generate", "/v1/messages", "anthropic"),
         ("count", "/v1/messages/count_tokens", "anthropic"),
         ("generate", GEMINI + ":(?P<method>generateContent|streamGenerateContent)", "gemini"),
@@ -44,7 +45,7 @@ class Dialects:
     """All of them, for one model."""
 
     def __init__(self, tokens: ChatTokens) -> None:
-        made = (Chat(tokens), Completions(tokens), Responses(), Anthropic(), Gemini(tokens))
+        made = (Chat(tokens), Completions(tokens), Responses(tokens), Anthropic(), Gemini(tokens))
         self._by_name: dict[str, Dialect] = {dialect.name: dialect for dialect in made}
 
     def match(self, path: str) -> Match | None:

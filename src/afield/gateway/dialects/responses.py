@@ -11,13 +11,18 @@ from typing import Any
 from afield.gateway.dialects import responses_request
 from afield.gateway.dialects.base import Asked, Wish
 from afield.gateway.dialects.chat import error
+from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses_view import Items, ResponsesView, output_of
 from afield.gateway.refusal import Refusal
 from afield.gateway.request import Done, ModelRequest, Started
+from afield.tokens import ChatTokens
 
 
 class Responses:
     name = "responses"
+
+    def __init__(self, tokens: ChatTokens) -> None:
+        self._tokens = tokens
 
     def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
         return responses_request.decode(asked)
@@ -29,8 +34,8 @@ class Responses:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
-        items = Items(started, wish)
+        items = Items(started, wish, TokenText(self._tokens, wish))
         return items.ended(done, output_of(items, done))
 
     def view(self, started: Started, wish: Wish) -> ResponsesView:
-        return ResponsesView(started, wish)
+        return ResponsesView(started, wish, TokenText(self._tokens, wish))

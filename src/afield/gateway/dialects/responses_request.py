@@ -9,19 +9,23 @@ Refused is what would silently change the conversation: files, a provider's own 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Raw, Struct
 
 from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
 from afield.gateway.dialects.chat import ROLES
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.logprobs import check_count
 from afield.gateway.dialects.output_format import guided, one, response_format
 from afield.gateway.dialects.reading import Reading
 from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
+from afield.gateway.dialects.summaries import summary_message
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked, openai_choice
-from afield.gateway.marks import turn_of_id, turn_of_response, unseal
+from afield.gateway.marks import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.gateway.parameters import check_within
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
@@ -30,6 +34,7 @@ from afield.types import ImageRef, Message, ToolCall
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "text.format"}
+LOGPROBS = "message.output_text.logprobs"
 RAW_INPUT = "ctr_"  # ids of custom calls whose arguments were not an input: they come back as they were
 PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
 
@@ -72,6 +77,12 @@ class Body(Wishing, kw_only=True):
     stream: bool | None = False
     store: bool | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
+    max_tool_calls: int | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    user: str | None = None
     reasoning: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -93,6 +104,41 @@ class Shown(Struct, frozen=True):
     content: bool = False
 
 
+SHARED = ("instructions", "text", "tools")  # fields that requests of one session have in common
+
+
+class Kept(Struct, frozen=True):
+    """What is stored with a turn to show its response again: how, and where the shared fields are."""
+
+    model: str
+    fields: dict[str, Any]
+    sealed: bool
+    summary: bool
+    content: bool
+    shared: str
+
+
+KEPT = msgspec.json.Decoder(Kept)
+COMMON = msgspec.json.Decoder(dict[str, Raw])
+
+
+def keep(model: str, shown: Shown) -> tuple[bytes, tuple[str, bytes]]:
+    """What is stored with the turn, and the digest and text of what it shares with others."""
+    common = encode({name: shown.fields[name] for name in SHARED})
+    digest = blake2b(common, digest_size=12).hexdigest()
+    own = {name: value for name, value in shown.fields.items() if name not in SHARED}
+    kept = Kept(model, own, shown.sealed, shown.summary, shown.content, digest)
+    return encode(kept), (digest, common)
+
+
+def shown_again(kept: Kept, common: bytes) -> Shown:
+    texts = COMMON.decode(common)
+    toolbox = read_tools(texts["tools"])
+    values = {name: msgspec.json.decode(texts[name]) for name in ("instructions", "text")}
+    fields = kept.fields | values | {"tools": toolbox.shown}
+    return Shown(toolbox, fields, kept.sealed, kept.summary, kept.content)
+
+
 BODY = Reading("responses", Body, "a Responses request")
 NESTED = ("reasoning", "text", "stream_options", "chat_template_kwargs", "structured_outputs")
 
@@ -104,8 +150,10 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
             tags += tuple(check_within("responses", name, held, ignore=asked.ignore))
     if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
         raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
+    check_count(wire.top_logprobs, "top_logprobs")
     reasoning, names = _reasoning(wire)
     toolbox = read_tools(wire.tools)
+    scored = LOGPROBS in (wire.include or ())
     choice = checked(
         openai_choice(wire.tool_choice, nested=False, to_model=toolbox.to_model), toolbox.tools, "tool_choice"
     )
@@ -119,6 +167,8 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     talk.close()
     if not items and after is None:
         raise bad_request("input is empty", "send a text or at least one item")
+    shown = _shown(wire, toolbox)
+    kept, shared = keep(wire.model or "", shown) if wire.store is not False else (b"", None)
     request = ModelRequest(
         dialect="responses",
         model=wire.model or "",
@@ -132,6 +182,10 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         reasoning=reasoning,
         names=NAMES if form == "text.format" and not names else {**NAMES, "output": form, **names},
         max_tokens=wire.max_output_tokens,
+        top_logprobs=(wire.top_logprobs or 0) if scored else 0,
+        by_token=scored,
+        shown=kept,
+        shared=shared,
         stream=bool(wire.stream),
         wishes=wishes(wire),
         after=after,
@@ -143,7 +197,11 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         image_places=talk.gallery.places,
     )
     wish = Wish(
-        model=wire.model or "", token_ids=bool(wire.return_token_ids), echo={"shown": _shown(wire, toolbox)}
+        model=wire.model or "",
+        logprobs=scored,
+        top_logprobs=wire.top_logprobs or 0,
+        token_ids=bool(wire.return_token_ids),
+        echo={"shown": shown},
     )
     return request, wish
 
@@ -175,8 +233,6 @@ def _unenforced(wire: Body) -> list[str]:
         tags.append("unenforced:text.format")
     if wire.tool_choice not in (None, "auto", "none"):
         tags.append("unenforced:tool_choice")
-    if "message.output_text.logprobs" in (wire.include or ()):
-        tags.append("unenforced:logprobs")
     return tags
 
 
@@ -232,22 +288,23 @@ def _shown(wire: Body, toolbox: Toolbox) -> Shown:
     fields = {
         "instructions": wire.instructions,
         "max_output_tokens": wire.max_output_tokens,
+        "max_tool_calls": wire.max_tool_calls,
         "metadata": wire.metadata or {},
         "parallel_tool_calls": wire.parallel_tool_calls is not False,
         "previous_response_id": wire.previous_response_id,
+        "prompt_cache_key": wire.prompt_cache_key,
+        "prompt_cache_retention": wire.prompt_cache_retention,
         "reasoning": {"effort": reasoning.get("effort"), "summary": summary},
+        "safety_identifier": wire.safety_identifier,
         "store": wire.store is not False,
-        "text": wire.text or {"format": {"type": "text"}},
+        "text": {"format": {"type": "text"}} | (wire.text or {}),
         "tool_choice": wire.tool_choice or "auto",
-        "tools": _on_one_line(wire.tools) if bytes(wire.tools) != b"null" else [],
+        "tools": toolbox.shown,
+        "top_logprobs": wire.top_logprobs or 0,
+        "user": wire.user,
     }
     sealed = wire.store is False or "reasoning.encrypted_content" in (wire.include or ())
     return Shown(toolbox, fields, sealed, summary not in (None, "none"), bool(wire.include_reasoning))
-
-
-def _on_one_line(raw: Raw) -> Raw:
-    """In JSON line ends stand only between values; in a stream of events they would end the event."""
-    return Raw(bytes(raw).replace(b"\n", b" ").replace(b"\r", b" "))
 
 
 # --- items to messages ----------------------------------------------------------------------------
@@ -285,10 +342,8 @@ class Conversation:
             made = Message(role="tool", content=text, tool_call_id=item.call_id or "", images=images)
             self.messages.append(made)
         elif kind in PROVIDERS:
-            raise bad_request(
-                f"{where}: {kind} is a provider's own; this gateway neither makes nor reads it",
-                "let the client compact its history itself",
-            )
+            self.close()
+            self.messages.append(_summary(item, where))
         else:
             self.tags.append(f"unenforced:item:{kind}")
 
@@ -364,6 +419,16 @@ class Conversation:
             else:
                 raise bad_request(f"{where} has a part of type {part.type!r}", "send text, or images by URL")
         return text, tuple(images)
+
+
+def _summary(item: Item, where: str) -> Message:
+    found = unseal_summary(item.encrypted_content) if item.encrypted_content else None
+    if found is None:
+        raise bad_request(
+            f"{where}: this {item.type} was not made by this gateway, which cannot read it",
+            "compact with POST responses/compact here, or let the client compact its history itself",
+        )
+    return summary_message(found[1])
 
 
 def _thought(item: Item) -> str:

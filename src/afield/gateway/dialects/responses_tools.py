@@ -8,6 +8,7 @@ their own names where these are unique. What only a provider could run is droppe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -42,6 +43,8 @@ class Toolbox(Struct, frozen=True):
     tools: tuple[Tool, ...] = ()
     named: Mapping[str, Named] = {}
     tags: tuple[str, ...] = ()
+    shown: Raw = Raw(b"[]")
+    """The tools as answers list them: as they came, on one line, with every field that functions have."""
 
     def to_client(self, name: str) -> Named:
         return self.named.get(name) or Named(name)
@@ -63,7 +66,13 @@ INPUT = msgspec.json.Decoder(_Input)
 
 
 def read_tools(raw: Raw) -> Toolbox:
-    wire = read(TOOLS, bytes(raw), "a Responses request: tools") or []
+    """Clients send the same tools again with every request, so they are read once."""
+    return _read_tools(bytes(raw))
+
+
+@lru_cache(maxsize=64)
+def _read_tools(raw: bytes) -> Toolbox:
+    wire = read(TOOLS, raw, "a Responses request: tools") or []
     tools: list[Tool] = []
     named: dict[str, Named] = {}
     tags: list[str] = []
@@ -80,7 +89,19 @@ def read_tools(raw: Raw) -> Toolbox:
             tags.append(f"{TOOLS_TAG}.{tool.name}.format")
         if tool.strict:
             tags.append(STRICT)
-    return Toolbox(tuple(tools), named, tuple(dict.fromkeys(tags)))
+    listed = [_whole(tool) for tool in msgspec.json.decode(raw) or []]
+    shown = Raw(msgspec.json.encode(listed))
+    return Toolbox(tuple(tools), named, tuple(dict.fromkeys(tags)), shown)
+
+
+def _whole(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") == "namespace":
+        return tool | {"tools": [_whole(inner) for inner in tool.get("tools") or []]}
+    if tool.get("type", "function") != "function":
+        return tool
+    # A schema that is not asked to be strict is none that calls are held to.
+    usual = {"type": "function", "description": None, "parameters": None}
+    return {**usual, **tool, "strict": bool(tool.get("strict"))}
 
 
 def _flat(tools: list[WireTool], namespace: str | None) -> Iterator[tuple[WireTool, str | None]]:

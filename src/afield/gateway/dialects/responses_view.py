@@ -7,16 +7,19 @@ shown, as it was sampled, where the client asked for a summary or for its conten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from afield.gateway.dialects.base import EVENTS, Wish, event
+from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses_request import Shown
 from afield.gateway.dialects.responses_tools import free_text
 from afield.gateway.marks import item_id, response_id, seal
 from afield.gateway.refusal import Refusal
 from afield.gateway.request import Done, Piece, Started
+from afield.seams.engine import TopLogprobs
 from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
-from afield.types import FinishReason, ToolCall
+from afield.types import FinishReason, Message, ToolCall
 
 Json = dict[str, Any]
 
@@ -24,9 +27,10 @@ Json = dict[str, Any]
 class Items:
     """Makes the output items of one turn, and knows what the answer says around them."""
 
-    def __init__(self, started: Started, wish: Wish) -> None:
+    def __init__(self, started: Started, wish: Wish, texts: TokenText) -> None:
         self._started = started
         self._wish = wish
+        self._texts = texts
         self.shown: Shown = wish.echo["shown"]
         self._made: dict[str, int] = {}
 
@@ -54,29 +58,58 @@ class Items:
         item |= {"status": "completed", "call_id": call.id, "name": named.name}
         return item | ({"namespace": named.namespace} if named.namespace else {})
 
-    def fill(self, item: Json, text: str, status: str = "completed") -> Json:
+    def logprobs(
+        self,
+        places: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs],
+    ) -> list[Json]:
+        """Of the tokens at these places, where the client asked for them."""
+        if not self._wish.logprobs:
+            return []
+        chosen = [tops[n] for n in places] if tops else ()
+        sampled = ([ids[n] for n in places], [logprobs[n] for n in places])
+        return self._texts.entries(*sampled, chosen, self._wish.top_logprobs)
+
+    def fill(self, item: Json, text: str, status: str = "completed", logprobs: Sequence[Json] = ()) -> Json:
         """The item with its text."""
         if item["type"] == "message":
-            return item | {"content": [text_part(text)], "status": status}
+            return item | {"content": [text_part(text, logprobs)], "status": status}
         if self.shown.summary:
             return item | {"summary": [{"type": "summary_text", "text": text}], "status": status}
         if not self.shown.content:
             return item | {"status": status}
         return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
 
+    def of_reply(self, reply: Message, status: str, logprobs: Sequence[Json] = ()) -> list[Json]:
+        output = [self.fill(self.reasoning(), reply.reasoning)] if reply.reasoning else []
+        if reply.content or not (output or reply.tool_calls):
+            output.append(self.fill(self.message(), reply.content, status, logprobs))
+        return output + [self.call(call) for call in reply.tool_calls]
+
     def response(self, status: str, output: list[Json], **rest: Any) -> Json:
+        sampling = self._started.sampling
         made: Json = {
             "id": response_id(self._started.session_id, self._started.turn_id),
             "object": "response",
             "created_at": int(self._started.created),
+            "completed_at": None,
             "status": status,
             "background": False,
+            "conversation": None,
             "error": None,
+            "frequency_penalty": 0.0,
             "incomplete_details": None,
             "model": self._wish.model,
+            "moderation": None,
             "output": output,
-            "temperature": None,
-            "top_p": None,
+            "presence_penalty": 0.0,
+            "prompt": None,
+            "prompt_cache_options": None,
+            "service_tier": "default",
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
         }
@@ -84,7 +117,7 @@ class Items:
 
     def ended(self, done: Done, output: list[Json]) -> Json:
         rest: Json = {"usage": usage(done)}
-        if done.turn.ended is not None:
+        if done.turn.ended is not None and not cut(done):
             rest["completed_at"] = int(done.turn.ended)
         if self._wish.token_ids:
             rest |= {"prompt_token_ids": self._started.prompt_ids, "token_ids": done.turn.token_ids}
@@ -100,8 +133,8 @@ class Items:
         return self._made[kind]
 
 
-def text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def cut(done: Done) -> bool:
@@ -121,12 +154,16 @@ def usage(done: Done) -> Json:
 
 def output_of(items: Items, done: Done) -> list[Json]:
     """The items of a whole reply."""
-    reply = done.reply
-    status = "incomplete" if cut(done) and not reply.tool_calls else "completed"
-    output = [items.fill(items.reasoning(), reply.reasoning)] if reply.reasoning else []
-    if reply.content or not (output or reply.tool_calls):
-        output.append(items.fill(items.message(), reply.content, status))
-    return output + [items.call(call) for call in reply.tool_calls]
+    status = "incomplete" if cut(done) and not done.reply.tool_calls else "completed"
+    return items.of_reply(done.reply, status, spoken(items, done))
+
+
+def spoken(items: Items, done: Done) -> list[Json]:
+    """The log-probabilities of a reply's text."""
+    scores = done.scores
+    if scores is None or scores.spoken is None:
+        return []
+    return items.logprobs(scores.spoken, done.turn.token_ids, done.turn.logprobs, scores.top)
 
 
 class ResponsesView:
@@ -134,8 +171,14 @@ class ResponsesView:
 
     content_type = EVENTS
 
-    def __init__(self, started: Started, wish: Wish) -> None:
-        self._items = Items(started, wish)
+    def __init__(self, started: Started, wish: Wish, texts: TokenText) -> None:
+        self._items = Items(started, wish, texts)
+        self._logprobs = wish.logprobs
+        self._ids: list[int] = []
+        self._values: list[float] = []
+        self._tops: list[TopLogprobs] = []
+        self._told: list[Json] = []  # log-probabilities that come with the next text
+        self._shown: list[Json] = []  # those of the item that is open
         self._opened = False
         self._sequence = 0
         self._output: list[Json] = []
@@ -152,6 +195,11 @@ class ResponsesView:
         return self._send("response.created", response=response) + self._progress()
 
     def piece(self, piece: Piece) -> bytes:
+        if self._logprobs:
+            self._ids += piece.token_ids
+            self._values += piece.logprobs
+            self._tops += piece.top_logprobs
+            self._told = self._items.logprobs(piece.spoken, self._ids, self._values, self._tops)
         return b"".join([self._event(event) for event in piece.events])
 
     def closing(self, done: Done) -> bytes:
@@ -201,7 +249,9 @@ class ResponsesView:
         if self._hidden:
             return out
         if kind == "message":
-            return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=[])
+            told, self._told = self._told, []
+            self._shown += told
+            return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=told)
         name = "reasoning_summary_text" if self._items.shown.summary else "reasoning_text"
         return out + self._send(f"response.{name}.delta", **self._at(), delta=text)
 
@@ -224,14 +274,14 @@ class ResponsesView:
     def _part(self, text: str) -> tuple[str, Json]:
         assert self._open is not None
         if self._open["type"] == "message":
-            return "content_part", text_part(text)
+            return "content_part", text_part(text, self._shown)
         if self._summarises:
             return "reasoning_summary_part", {"type": "summary_text", "text": text}
         return "content_part", {"type": "reasoning_text", "text": text}
 
     def _start(self, kind: str) -> bytes:
         self._open = self._items.message() if kind == "message" else self._items.reasoning()
-        self._text = []
+        self._text, self._shown = [], []
         name, part = self._part("")
         out = self._send("response.output_item.added", output_index=len(self._output), item=self._open)
         if self._hidden:
@@ -247,13 +297,13 @@ class ResponsesView:
             item, self._open = self._items.fill(self._open, text, status), None
             return self._done(item)
         if self._open["type"] == "message":
-            out = self._send("response.output_text.done", **self._at(), text=text, logprobs=[])
+            out = self._send("response.output_text.done", **self._at(), text=text, logprobs=self._shown)
         else:
             name = "reasoning_summary_text" if self._summarises else "reasoning_text"
             out = self._send(f"response.{name}.done", **self._at(), text=text)
         name, part = self._part(text)
         out += self._send(f"response.{name}.done", **self._at(), part=part)
-        item, self._open = self._items.fill(self._open, text, status), None
+        item, self._open = self._items.fill(self._open, text, status, self._shown), None
         return out + self._done(item)
 
     def _call(self, call: ToolCall) -> bytes:

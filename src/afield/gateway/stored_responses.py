@@ -1,0 +1,136 @@
+"""Stored responses of OpenAI Responses: fetched, listed by their input, deleted.
+
+A response is its turn, and what the answer repeats of the request is kept with that. So it is there as long
+as its session is, also after a restart. Deleting one hides it from the client: its turn stays in the record
+and is trained. Responses that were asked for with `store: false` cannot be fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from msgspec import structs
+
+from afield.gateway.dialects.base import Wish
+from afield.gateway.dialects.compaction import Compaction
+from afield.gateway.dialects.logprobs import TokenText
+from afield.gateway.dialects.responses_items import InputItems, image_url
+from afield.gateway.dialects.responses_request import KEPT, LOGPROBS, Shown, shown_again
+from afield.gateway.dialects.responses_view import Items, output_of
+from afield.gateway.http import Scope
+from afield.gateway.marks import turn_of_response
+from afield.gateway.placing import off_loop
+from afield.gateway.refusal import bad_request, not_found
+from afield.gateway.request import Done, Started
+from afield.gateway.session import Session
+from afield.gateway.sessions import Sessions
+from afield.gateway.store import Store, TurnRow
+from afield.tokens import ChatTokens
+from afield.types import Turn, TurnStatus
+
+Json = dict[str, Any]
+_ROUTE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?P<rest>/input_items|/cancel)?")
+_METHODS = {("GET", None), ("DELETE", None), ("GET", "/input_items"), ("POST", "/cancel")}
+SEALED, IMAGES = "reasoning.encrypted_content", "message.input_image.image_url"
+MOST, USUAL = 100, 20  # items of a page
+
+
+def match(method: str, path: str) -> Mapping[str, str | None] | None:
+    found = _ROUTE.fullmatch(path)
+    return found.groupdict() if found and (method, found["rest"]) in _METHODS else None
+
+
+class StoredResponses:
+    def __init__(self, store: Store, sessions: Sessions, tokens: ChatTokens) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._tokens = tokens
+
+    def compaction(self, session: Session) -> Compaction:
+        return Compaction(self._tokens, session.forest.path, lambda digest: self._image(session, digest))
+
+    async def serve(self, session: Session, scope: Scope, parts: Mapping[str, str | None]) -> Json:
+        asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
+        row = self._row(session, parts["id"] or "")
+        if parts["rest"] == "/cancel":
+            raise bad_request(
+                "only responses with background=true can be cancelled, and none is served",
+                "close the connection of a request to end it",
+            )
+        if scope["method"] == "DELETE":
+            await self._sessions.delete_response(session, row.turn.id)
+            return {"id": parts["id"], "object": "response", "deleted": True}
+        include = [value for name, value in asked if name in ("include", "include[]")]
+        if parts["rest"]:
+            return self._input_items(session, row, dict(asked), include)
+        if dict(asked).get("stream") == "true":
+            raise bad_request("a stored response is not streamed again", "fetch it without stream")
+        return await self._response(session, row, include)
+
+    def _row(self, session: Session, response_id: str) -> TurnRow:
+        turn_id = turn_of_response(response_id, session.id)
+        row = session.rows.get(int(turn_id[1:])) if turn_id else None
+        there = row is not None and row.turn.status is TurnStatus.COMMITTED and row.shown
+        if row is None or not there or row.turn.id in session.row.deleted_responses:
+            raise not_found(
+                f"response {response_id[:80]!r} is not stored in this session",
+                "it was deleted, asked for with store false, or belongs to another session",
+            )
+        return row
+
+    def _shown(self, session: Session, row: TurnRow, include: list[str]) -> tuple[Shown, Wish]:
+        kept = KEPT.decode(row.shown)
+        shown = shown_again(kept, self._store.text(session.id, kept.shared))
+        if SEALED in include:
+            shown = structs.replace(shown, sealed=True)
+        logprobs, count = LOGPROBS in include, int(shown.fields.get("top_logprobs") or 0)
+        return shown, Wish(model=kept.model, logprobs=logprobs, top_logprobs=count, echo={"shown": shown})
+
+    async def _response(self, session: Session, row: TurnRow, include: list[str]) -> Json:
+        _, wish = self._shown(session, row, include)
+        turn, reply = row.turn, row.turn.messages[-1]
+        thought = 0
+        if reply.reasoning:
+            parser = self._tokens.parser(tools=())
+            thought = await off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
+        prompt = session.forest.length(turn.id) - len(turn.token_ids)
+        done = Done(turn, reply, prompt, thought=thought, scores=row.scores)
+        items = self._items(session, turn, wish)
+        return items.ended(done, output_of(items, done))
+
+    def _items(self, session: Session, turn: Turn, wish: Wish) -> Items:
+        started = Started(session.id, turn.id, (), turn.started, sampling=turn.sampling)
+        return Items(started, wish, TokenText(self._tokens, wish))
+
+    def _image(self, session: Session, digest: str) -> str | None:
+        return image_url(self._store.image(session.id, digest))
+
+    def _input_items(
+        self, session: Session, row: TurnRow, asked: Mapping[str, str], include: list[str]
+    ) -> Json:
+        shown, wish = self._shown(session, row, include)
+        images = (lambda digest: self._image(session, digest)) if IMAGES in include else (lambda _: None)
+        made = InputItems(lambda turn: self._items(session, turn, wish), images)
+        items = made.of(session.forest.path(row.turn.id), shown.fields["instructions"])
+        return _page(items, asked)
+
+
+def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
+    order, limit = asked.get("order", "desc"), asked.get("limit", str(USUAL))
+    if order not in ("asc", "desc"):
+        raise bad_request(f"order={order!r} is unknown", "choose one of: asc, desc")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MOST:
+        raise bad_request(f"limit={limit!r} must be between 1 and {MOST}")
+    if order == "desc":
+        items = items[::-1]
+    if (after := asked.get("after")) is not None:
+        places = [n for n, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise bad_request(f"after={after!r} is no item of this list")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+    return {"object": "list", "data": page, **ends, "has_more": len(page) < len(items)}
