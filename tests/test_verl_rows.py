@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from afield.batches.rewards import turn_returns
 from afield.config import read_tasks
 from afield.errors import UsageError
 from afield.integrations.verl import dataset, rows, settings
@@ -143,6 +144,83 @@ def test_names_of_the_agent_reach_veRL_and_none_collides_with_its_own() -> None:
     }
 
 
+# --- credit --------------------------------------------------------------------------------------
+
+TURNS = {"t1": 0.1, "t2": 0.2, "t3": 0.4}
+
+
+def scores_of(credit: rows.Credit, made: Finished | None = None, **how: Any) -> list[list[float]]:
+    one = rows.session(made or branching("r", 1.0, turn_rewards=TURNS), 0, credit=credit, **how)
+    assert isinstance(one, rows.Session)
+    return [entry.fields["rm_scores"].tolist() for entry in rows.entries(PROMPT, one)]
+
+
+def test_each_turns_reward_is_once_on_its_last_token_and_the_sessions_at_the_end_of_every_row() -> None:
+    first, second = scores_of(rows.Credit(turns=True))
+    assert first == pytest.approx([0, 0.1, 0, 0.2 + 1.0])
+    assert second == pytest.approx([0, 0.4 + 1.0])
+    assert scores_of(rows.Credit()) == [[0, 0, 0, 1.0], [0, 1.0]]
+    assert scores_of(rows.Credit(turns=True), branches="main") == [pytest.approx(first)]
+
+
+def test_rows_add_up_to_the_whole_session_for_estimators_that_see_only_the_sum() -> None:
+    first, second = scores_of(rows.Credit(turns=True, one_sum=True))
+    assert first == pytest.approx([0, 0.1, 0, 1.6])
+    assert second == pytest.approx([0, 1.7])
+    halved = scores_of(rows.Credit(turns=True, one_sum=True, discount=0.5))
+    assert [sum(row) for row in halved] == pytest.approx([0.1 + 0.5 * (0.2 + 0.5 * 1.4)] * 2)
+
+
+def test_what_follows_a_token_adds_up_to_the_discounted_return_of_its_turn() -> None:
+    first, second = scores_of(rows.Credit(turns=True, discount=0.5))
+    assert [sum(first), sum(first[2:]), sum(second)] == pytest.approx([0.1 + 0.5 * 1.2, 1.2, 1.4])
+    unrewarded = scores_of(rows.Credit(turns=True, discount=0.5), branching("r", 1.0))
+    assert [sum(unrewarded[0]), sum(unrewarded[0][2:])] == pytest.approx([0.5, 1.0])
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+def test_a_session_in_one_row_has_the_returns_of_the_embedded_trainer(seed: int, discount: float) -> None:
+    for group in Maker(seed, True).groups():
+        expected = turn_returns([group], outcome="last", discount=discount)
+        for one_sum in (False, True):
+            credit = rows.Credit(turns=True, discount=discount, one_sum=one_sum)
+            for one in rows.judge(group.finished, quorum=1, credit=credit).sessions:
+                returns = expected[one.finished.rollout.id]
+                if len(one.rows) == 1:
+                    (row,) = one.rows
+                    after = [sum(v for at, v in row.scores if at >= end) for end, _ in row.scores]
+                    assert after == pytest.approx(list(returns.values()), abs=1e-6)
+                if one_sum:
+                    sums = [sum(value for _, value in row.scores) for row in one.rows]
+                    assert sums == pytest.approx([next(iter(returns.values()))] * len(sums), abs=1e-6)
+
+
+def test_named_rewards_are_weighed_and_those_of_turns_with_them() -> None:
+    named = {"rewards": {"format": 1.0, "answer": 0.5}, "named_turn_rewards": {"format": {"t1": 2.0}}}
+    made = branching("r", 9.0, turn_rewards={"t3": 1.0}, **named)
+    weights = {"format": 0.25, "answer": 2.0}
+    one = rows.session(made, 0, credit=rows.Credit(weights=weights, turns=True))
+    assert isinstance(one, rows.Session)
+    assert one.score == pytest.approx(1.25)
+    assert (one.info["format"], one.info["answer"], "unused_turn_rewards" in one.info) == (1.0, 0.5, False)
+    first, second = scores_of(rows.Credit(weights=weights, turns=True), made)
+    assert first == pytest.approx([0, 0.5, 0, 1.25])
+    assert second == pytest.approx([0, 2.25])
+    plain = rows.session(made, 0, credit=rows.Credit(weights=weights))
+    assert isinstance(plain, rows.Session) and plain.info["unused_turn_rewards"] == 2.0
+    assert rows.baseline(made, floor=0.0, credit=rows.Credit(weights=weights)) == pytest.approx(1.25)
+    failure = failed("f", FailureKind.POLICY)
+    kept = rows.session(failure, 0, floor=-1.0, credit=rows.Credit(weights=weights, turns=True))
+    assert isinstance(kept, rows.Session) and kept.score == -1.0
+
+
+def test_a_greedy_baseline_stands_for_the_mean_return_of_its_turns() -> None:
+    made = branching("r", 1.0, turn_rewards=TURNS)
+    credit = rows.Credit(turns=True)
+    assert rows.baseline(made, floor=0.0, credit=credit) == pytest.approx((1.7 + 1.6 + 1.4) / 3)
+    assert rows.baseline(failed("f", FailureKind.TASK), floor=0.0, credit=credit) is None
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 
@@ -201,6 +279,9 @@ def test_what_veRL_has_keys_for_is_read_from_them() -> None:
         ({"quorum": 5}, "afield.quorum=5 is more than the 4 rollouts of a group"),
         ({"deadline_s": 0}, "deadline_s = 0.0 must be positive"),
         ({"gateway": "there"}, "gateway 'there' must be an address"),
+        ({"credit": "turn"}, "credit = 'turn' must be one of: outcome, turns"),
+        ({"discount": 1.5}, "discount = 1.5 must be from 0 to 1"),
+        ({"rewards": {"format": float("nan")}}, "rewards.format = nan must be a finite number"),
     ],
 )
 def test_settings_that_are_wrong_are_told_by_their_key(change: dict[str, Any], told: str) -> None:
@@ -215,6 +296,15 @@ def test_an_estimator_that_compares_rows_needs_a_word_about_branches() -> None:
     with pytest.raises(UsageError, match=r"adv_estimator=rloo veRL compares rows.*branches=main"):
         settings.read(whole)
     assert settings.read(whole | {"afield": {"branches": "main"}}).branches == "main"
+
+
+def test_what_veRL_learns_from_is_said_as_for_the_embedded_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFIELD_VERL_REWARDS__FORMAT", "0.2")
+    whole = config(credit="turns", discount=0.5)
+    found = settings.read(whole).credit
+    assert found == rows.Credit(weights={"format": 0.2}, turns=True, discount=0.5, one_sum=True)
+    whole["algorithm"]["adv_estimator"] = "gae"
+    assert not settings.read(whole).credit.one_sum
 
 
 def test_rows_are_weighted_only_where_veRL_counts_rows() -> None:

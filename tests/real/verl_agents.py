@@ -31,4 +31,8 @@ def agent(task: dict[str, Any], rollout: afield.Context) -> float | dict[str, An
         ask([*first, {"role": "user", "content": f"And {k}?"}])
     if does == "give up":
         raise afield.PolicyFailure("the model does not know")
+    if does == "reward turns":
+        return {"reward": 9.0, "rewards": {"answer": 1.0, "style": 4.0}, "turn_rewards": [0.25, 0.5]}
+    if does == "forget a reward":
+        return {"reward": 9.0, "rewards": {"answer": 1.0}}
     return float(len(first[-1]["content"]) % 3) / 2

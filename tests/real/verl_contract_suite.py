@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from msgspec import structs
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics
 from verl.protocol import DataProto
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import agg_loss, compute_remax_outcome_advantage
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils
@@ -204,6 +205,85 @@ def test_veRLs_loss_takes_the_weights_of_rows() -> None:
     # Rows have advantages 1, 2 and 3; a ratio of 1 makes a row's loss minus its advantage.
     assert loss(None) == pytest.approx(-(1 + 2 + 3) / 2)
     assert loss(weights) == pytest.approx(-(0.6 * 1 + 0.4 * 2 + 3) / 2)
+
+
+# --- credit by turns -----------------------------------------------------------------------------
+
+TURNS = {"t1": 0.1, "t2": 0.2, "t3": 0.4}
+
+
+def credited(
+    number: int, reward: float, estimator: str, *, discount: float = 1.0, branched: bool = True
+) -> rows.Session:
+    overrides = (
+        f"algorithm.adv_estimator={estimator}",
+        "+afield.credit=turns",
+        f"+afield.discount={discount}",
+    )
+    credit = settings.read(veRL_config("+afield.agent=a.py:a", *overrides)).credit
+    made = finished(f"r{number}", reward, branched=branched)
+    turns = TURNS if branched else {name: TURNS[name] for name in ("t1", "t2")}
+    made = structs.replace(made, outcome=structs.replace(made.outcome, turn_rewards=turns))
+    one = rows.session(made, number, credit=credit)
+    assert isinstance(one, rows.Session)
+    return one
+
+
+def estimated(made: list[rows.Session], estimator: str) -> tuple[TensorDict, list[str]]:
+    """As veRL's trainer makes advantages of `rm_scores`, with its own configuration."""
+    batch, keys = padded(made, weighted=False)
+    algorithm = veRL_config(f"algorithm.adv_estimator={estimator}", "algorithm.lam=1.0").algorithm
+    data = DataProto(batch=TensorDict(batch, batch_size=len(keys)))
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"] = data.batch["rm_scores"]
+    data.batch["values"] = torch.zeros_like(data.batch["rm_scores"])
+    data.non_tensor_batch["uid"] = np.array(["u"] * len(keys), dtype=object)
+    how = {"gamma": algorithm.gamma, "lam": algorithm.lam, "config": algorithm}
+    return compute_advantage_for_multi_trajectories(data, keys, estimator, **how).batch, keys
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("discount", [1.0, 0.5])
+def test_a_turn_earns_what_came_at_its_end_or_later(estimator: str, discount: float) -> None:
+    made = [credited(0, 1.0, estimator, discount=discount), credited(1, 0.0, estimator, discount=discount)]
+    found, keys = estimated(made, estimator)
+    assert keys == ["u_0_0", "u_0_1", "u_1_0", "u_1_1"]
+    # t1 and t2 are in the first row of a session, t3 in the second; tokens of tools are skipped over.
+    for row, reward in ((0, 1.0), (2, 0.0)):
+        last = 0.2 + reward
+        assert found["returns"][row][[0, 1, 3]].tolist() == pytest.approx(
+            [0.1 + discount * last] * 2 + [last]
+        )
+        assert found["returns"][row + 1][:2].tolist() == pytest.approx([0.4 + reward] * 2)
+    mask = found["response_mask"].bool()
+    order = found["advantages"][mask].argsort(stable=True), found["returns"][mask].argsort(stable=True)
+    assert torch.equal(*order)
+
+
+def test_an_estimator_of_sums_compares_what_whole_sessions_got() -> None:
+    made = [credited(0, 1.0, "grpo"), credited(1, 0.0, "grpo", branched=False), credited(2, 0.5, "grpo")]
+    found, keys = estimated(made, "grpo")
+    totals = torch.tensor([1.7, 0.3, 1.2])
+    assert found["rm_scores"].sum(-1).tolist() == pytest.approx([1.7, 1.7, 0.3, 1.2, 1.2])
+    first, second, third = ((totals - totals.mean()) / (totals.std() + 1e-6)).tolist()
+    each = [found["advantages"][i][found["response_mask"][i] == 1].unique() for i in range(len(keys))]
+    assert [one.item() for one in each] == pytest.approx([first, first, second, third, third], abs=1e-5)
+
+
+def test_remax_takes_a_turns_return_minus_the_greedy_sessions() -> None:
+    batch, _ = padded([credited(0, 1.0, "remax")], weighted=False)
+    advantages, _ = compute_remax_outcome_advantage(
+        token_level_rewards=batch["rm_scores"],
+        reward_baselines=torch.tensor([1.0, 1.0]),
+        response_mask=batch["response_mask"],
+    )
+    assert advantages[0][[0, 1, 3]].tolist() == pytest.approx([0.3, 0.3, 0.2])
+    assert advantages[1][:2].tolist() == pytest.approx([0.4, 0.4])
+
+
+def test_veRLs_agent_loop_refuses_credit_by_turns() -> None:
+    made = veRL_config("+afield.agent=a.py:a", "+afield.credit=turns", "+afield.rewards.format=0.5")
+    with pytest.raises(UsageError, match="takes one reward for a row"):
+        loop._Shared().get(made, None)
 
 
 # --- doors ---------------------------------------------------------------------------------------

@@ -57,6 +57,15 @@ def queue() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """What a test left in the queue, however it ended, is no other test's."""
+    yield
+    for partition, entries in (transfer_queue.kv_list() or {}).items():
+        if entries:
+            transfer_queue.kv_clear(keys=list(entries), partition_id=partition)
+
+
 @contextmanager
 def gateway_at(store: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
     words = ["gateway", "--model", str(POLICY), "--port", "0", "--json", "--exit-with-parent"]
@@ -152,13 +161,6 @@ def ended(batch: Any, split: str = "train") -> dict[str, str]:
     raise TimeoutError(f"groups did not end: {found}")
 
 
-def drop(batch: Any, split: str = "train") -> None:
-    kept = transfer_queue.kv_list(split) or {}
-    mine = [key for key in kept.get(split, {}) if key.split("_")[0] in set(batch["uid"])]
-    if mine:
-        transfer_queue.kv_clear(keys=mine, partition_id=split)
-
-
 def test_groups_reach_veRLs_sampler_with_the_rows_of_those_that_can_be_trained(manager: Manager) -> None:
     question = {"question": "How much is the red mug?"}
     does = [{"branches": 2}, {"does": "break one"}, {"does": "break"}, {"does": "give up"}]
@@ -245,7 +247,7 @@ def test_remax_compares_a_group_with_its_greedy_rollout(config: Any, tmp_path: P
         made.generate_sequences(batch)
         good, bad = batch["uid"]
         assert ended(batch) == {good: "finished", bad: "failure"}
-        sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 1)
+        sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 2)  # of one alone it may take the failed one
         assert sorted(sampled.keys) == [f"{good}_{n}_0" for n in range(3)]
         fields = ["rm_scores", "response_mask", "uid"]
         data = transfer_queue.kv_batch_get(keys=sampled.keys, partition_id="train", select_fields=fields)
@@ -261,7 +263,31 @@ def test_remax_compares_a_group_with_its_greedy_rollout(config: Any, tmp_path: P
         with pytest.raises(UsageError, match="has no greedy baseline"):
             made._baselines.of([bad])
         transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
-        drop(batch)
+    finally:
+        made.close()
+
+
+def test_rewards_of_turns_and_weights_of_named_ones_reach_veRL_by_token(config: Any, tmp_path: Path) -> None:
+    wanted = {"folder": str(tmp_path), "credit": "turns", "rewards": {"answer": 1.0, "style": 0.25}}
+    own = OmegaConf.merge(config, {"algorithm": {"adv_estimator": "gae"}, "afield": wanted})
+    made = Manager.create(config=own, reward_loop_worker_handles=[])
+    try:
+        question = {"question": "How much is the red mug?"}
+        batch = asked([question | {"does": "reward turns"}, question | {"does": "forget a reward"}])
+        made.generate_sequences(batch)
+        good, bad = batch["uid"]
+        assert ended(batch) == {good: "finished", bad: "failure"}
+        sampled, _ = buffer(ReplayBuffer).sample(STEP, "train", 2)  # of one alone it may take the failed one
+        assert sorted(sampled.keys) == [f"{good}_{n}_0" for n in range(3)]
+        fields = ["rm_scores", "response_mask"]
+        data = transfer_queue.kv_batch_get(keys=sampled.keys, partition_id="train", select_fields=fields)
+        for scores, mask in zip(data["rm_scores"], data["response_mask"], strict=True):
+            ends = [n for n, owned in enumerate(mask.tolist()) if owned and not mask[n + 1 : n + 2].any()]
+            assert [(n, scores[n].item()) for n in scores.nonzero()[:, 0].tolist()] == [
+                (ends[0], 0.25),
+                (ends[1], 0.5 + 2.0),
+            ]
+        transfer_queue.kv_clear(keys=sampled.keys, partition_id="train")
     finally:
         made.close()
 
@@ -276,7 +302,6 @@ def test_what_breaks_collecting_ends_training_with_the_reason(config: Any, tmp_p
             buffer(ReplayBuffer).sample(STEP, "train", 1)
         with pytest.raises(UsageError, match="_rollout"):
             made.generate_sequences(batch)
-        drop(batch)
     finally:
         made.close()
 
@@ -292,7 +317,6 @@ def test_a_gateway_that_is_gone_ends_training(config: Any, tmp_path: Path) -> No
         made.generate_sequences(batch)
         with pytest.raises(ValueError, match=r"stopped collecting: .*did not answer"):
             buffer(ReplayBuffer).sample(STEP, "train", 1)
-        drop(batch)
         with pytest.raises(Unavailable):
             made.close()
 
@@ -318,7 +342,6 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
     with pytest.raises(Unavailable, match="has ended with status -9"):
         asyncio.run(one_loop(own).run(SAMPLING, **a_prompt(0)))
     assert time.monotonic() - began < WAIT_S
-    drop(batch)
     made.close()
     given[1].close()
     ray.kill(keeper)
@@ -351,7 +374,6 @@ def test_rollouts_without_end_are_not_waited_for_for_ever(config: Any, tmp_path:
         made.generate_sequences(batch)
         with pytest.raises(ValueError, match=r"1 groups in a row could not be trained; .*cannot be done"):
             buffer(ReplayBuffer).sample(STEP, "train", 2)
-        drop(batch)
     finally:
         made.close()
 

@@ -142,7 +142,7 @@ def check_credit(learn: Any) -> None:
     if told.get("credit", "outcome") != "outcome":
         raise UsageError(
             f"learn.credit = {told['credit']!r} cannot be had with TRL, which takes one advantage for a whole"
-            " row; leave it out, and rollouts learn from their reward, or train with `afield train`"
+            " row; leave it out, and rollouts learn from their reward, or train with `afield train` or veRL"
         )
     if told.get("rewards"):
         raise UsageError(

@@ -79,6 +79,7 @@ def client(given: Given, door: Door, part: str = "") -> RolloutClient:
         **policies_of(settings),
         sweep_s=settings.sweep_s,
         patience_s=settings.patience_s,
+        rewards=tuple(settings.rewards),
         run_s=settings.deadline_s,
         active_s=min(60.0, settings.deadline_s / 2),
         dead_s=settings.dead_s,

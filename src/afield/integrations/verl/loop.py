@@ -52,6 +52,11 @@ class _Shared:
                         "remax needs a greedy rollout beside each group, which veRL's own manager does not"
                         " run: set agent_loop_manager_class=afield.integrations.verl.Manager"
                     )
+                if given.settings.credit == "turns":
+                    raise UsageError(
+                        "afield.credit=turns cannot be had with veRL's own agent loop, which takes one reward"
+                        " for a row: set agent_loop_manager_class=afield.integrations.verl.Manager"
+                    )
                 door = clients.door(given, llm_client)
                 made = clients.client(given, door, part=f"worker-{os.getpid()}")
                 self.made = given, made, door
@@ -115,6 +120,7 @@ async def _session(
         floor=given.settings.floor,
         branches=given.branches,
         image_id=vision.image_id if vision else None,
+        credit=given.credit,
     )
 
 

@@ -254,12 +254,14 @@ class Manager:
         finished = [future.finished() for future in group.futures]
         train = asked.split is Split.TRAIN
         number = min(len(finished), self._given.quorum) if train else 1
+        credit = self._given.credit
         judged = rows.judge(
             finished,
             quorum=number,
             floor=self._given.settings.floor,
             branches=self._given.branches,
             image_id=self._vision.image_id if self._vision else None,
+            credit=credit if train else structs.replace(credit, turns=False),  # validation shows the reward
         )
         if group.greedy is not None and judged.dropped is None:
             judged = self._compared(group, judged)
@@ -282,8 +284,9 @@ class Manager:
     def _compared(self, group: Group, judged: rows.Judged) -> rows.Judged:
         """Keep the reward of the greedy rollout; a group without one has nothing to be compared with."""
         assert group.greedy is not None
-        outcome = group.greedy.finished().outcome
-        reward = outcome.reward_or_floor(self._given.settings.floor)
+        greedy_one = group.greedy.finished()
+        outcome = greedy_one.outcome
+        reward = rows.baseline(greedy_one, floor=self._given.settings.floor, credit=self._given.credit)
         if reward is None:
             assert outcome.failure is not None
             told = f"its greedy baseline has no reward: {outcome.failure.kind}/{outcome.failure.reason}"

@@ -2,7 +2,8 @@
 
 A row's prompt is everything before the first token it owns. Each sampled token is owned by one row and is
 context (mask 0) in the others, so that a mean over tokens counts a session the same, branched or not. All
-rows of a session carry its reward. A rollout that failed by no doing of the policy makes no row at all, and
+rows of a session carry its reward; with credit by turns, what a turn got is on its last token, in the one
+row that owns it. A rollout that failed by no doing of the policy makes no row at all, and
 neither does a group with fewer rewards than its quorum: nothing is padded, and nothing counts as 0. Ids,
 masks and log-probabilities that do not line up are refused, naming rollout and turn.
 """
@@ -10,6 +11,7 @@ masks and log-probabilities that do not line up are refused, naming rollout and 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct, structs
 
 from afield.batches.groups import from_groups
+from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, weighed
 from afield.batches.sample import Sample
 from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
@@ -33,6 +36,22 @@ CONSUMED = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_m
 TAKEN = "reward"  # veRL keeps its own list under this name beside those of `reward_extra_info`
 
 
+class Credit(Struct, frozen=True, kw_only=True):
+    """What of an outcome counts, and where in a row it is."""
+
+    weights: Mapping[str, float] = {}
+    """Weights of named rewards, whose sum takes the place of the reward; empty takes the reward as it is."""
+    turns: bool = False
+    """Whether rewards of turns count, at the ends of their turns."""
+    discount: float = 1.0
+    """What a turn's return counts for the turn before it in the row."""
+    one_sum: bool = False
+    """Whether every row adds up to the whole session's return: for estimators that look at nothing else."""
+
+
+PLAIN = Credit()
+
+
 class Row(Struct, frozen=True, kw_only=True):
     """`logprobs` is 0 where the mask is; `weight` is its share of the session's sampled tokens."""
 
@@ -44,6 +63,7 @@ class Row(Struct, frozen=True, kw_only=True):
     high: int
     turns: int
     weight: float
+    scores: tuple[tuple[int, float], ...]  # rewards, and the places in the response where they are
     images: tuple[ImageSpan, ...] = ()
 
 
@@ -73,12 +93,13 @@ def judge(
     floor: float = 0.0,
     branches: Literal["all", "main"] = "all",
     image_id: int | None = None,
+    credit: Credit = PLAIN,
 ) -> Judged:
     """Which rollouts of a group train, in the order they were begun."""
     sessions: list[Session] = []
     left_out: dict[str, str] = {}
     for number, one in enumerate(finished):
-        made = session(one, number, floor=floor, branches=branches, image_id=image_id)
+        made = session(one, number, floor=floor, branches=branches, image_id=image_id, credit=credit)
         if isinstance(made, Session):
             sessions.append(made)
         else:
@@ -108,8 +129,11 @@ def session(
     floor: float = 0.0,
     branches: Literal["all", "main"] = "all",
     image_id: int | None = None,
+    credit: Credit = PLAIN,
 ) -> Session | str:
     """A rollout as rows; or why it has none. `image_id` is the model's placeholder for images."""
+    unused = _unused(finished, credit)
+    finished = _weighed(finished, credit)
     outcome = finished.outcome
     score = outcome.reward_or_floor(floor)
     failure = outcome.failure
@@ -121,29 +145,100 @@ def session(
         return f"it has a reward, and no token to train ({excluded})"
     if image_id is not None and (stray := _stray(finished, image_id)):
         return f"turn {stray} sampled the placeholder of images, for which veRL's model would want pixels"
-    rollout = finished.rollout
-    alone = Group(
-        id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=(finished,)
-    )
-    kept = from_groups([alone], floor=floor, images=True).samples
+    kept = from_groups([_alone(finished)], floor=floor, images=True).samples
     if branches == "main":
         kept = (max(kept, key=lambda sample: sample.owned),)
     parents = {turn.id: turn.parent for turn in finished.turns}
+    earned = _earned(finished, score, credit)
     return Session(
         number=number,
         rows=tuple(
-            _row(sample, parents, finished.trajectories[sample.row].images, alone=len(kept) == 1)
+            _row(sample, parents, finished.trajectories[sample.row].images, earned, alone=len(kept) == 1)
             for sample in kept
         ),
         score=score,
-        info=_info(finished),
+        info=_info(finished, unused),
         metrics=_metrics(finished.turns),
         finished=finished,
     )
 
 
+def _alone(finished: Finished) -> Group:
+    rollout = finished.rollout
+    return Group(
+        id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=(finished,)
+    )
+
+
+# --- what turns earn -----------------------------------------------------------------------------
+
+
+def _weighed(finished: Finished, credit: Credit) -> Finished:
+    return weighed([_alone(finished)], credit.weights)[0].finished[0] if credit.weights else finished
+
+
+def _unused(finished: Finished, credit: Credit) -> int:
+    how = "turns" if credit.turns else "outcome"
+    return unused_turn_rewards([_alone(finished)], credit=how, weights=credit.weights)
+
+
+class _Earned(Struct, frozen=True):
+    """Of a session: its reward, those of its trained turns, and what a row has to add up to, if anything."""
+
+    score: float
+    turns: Mapping[str, float]
+    discount: float
+    total: float | None
+
+    def scores(self, sample: Sample) -> tuple[tuple[int, float], ...]:
+        """The turns' rewards at their ends, the session's at the end of the row.
+
+        With a discount, what is behind any token adds up to the discounted return of its turn.
+        """
+        if not self.turns and self.discount == 1.0:
+            return ((len(sample.response_ids) - 1, self.score),)
+        made: list[tuple[int, float]] = []
+        later = 0.0
+        for turn in reversed(sample.turns):
+            reward = self.turns.get(turn.id, 0.0) + (0.0 if made else self.score)
+            made.append((turn.end - 1, reward + (self.discount - 1.0) * later))
+            later = reward + self.discount * later
+        if self.total is not None:
+            end, reward = made[0]
+            made[0] = end, reward + self.total - math.fsum(value for _, value in made)
+        return tuple(reversed(made))
+
+
+def _earned(finished: Finished, score: float, credit: Credit) -> _Earned:
+    given = turn_rewards(finished) if credit.turns else {}
+    total = None
+    if credit.turns and credit.one_sum:
+        total = next(iter(_returns(finished, score, credit).values()))
+    return _Earned(score, given, credit.discount if credit.turns else 1.0, total)
+
+
+def _returns(finished: Finished, floor: float, credit: Credit) -> dict[str, float]:
+    made = turn_returns([_alone(finished)], outcome="last", discount=credit.discount, floor=floor)
+    return made[finished.rollout.id]
+
+
+def baseline(finished: Finished, *, floor: float, credit: Credit) -> float | None:
+    """What a greedy rollout is worth to compare with: its reward, or the mean return of its turns."""
+    finished = _weighed(finished, credit)
+    score = finished.outcome.reward_or_floor(floor)
+    if score is None or not credit.turns:
+        return score
+    returns = _returns(finished, floor, credit)
+    return math.fsum(returns.values()) / len(returns) if returns else score
+
+
 def _row(
-    sample: Sample, parents: Mapping[str, str | None], images: tuple[ImageSpan, ...], *, alone: bool
+    sample: Sample,
+    parents: Mapping[str, str | None],
+    images: tuple[ImageSpan, ...],
+    earned: _Earned,
+    *,
+    alone: bool,
 ) -> Row:
     calls, above = 1, parents.get(sample.turns[-1].id)
     while above is not None:
@@ -158,6 +253,7 @@ def _row(
         turns=2 * calls,  # veRL counts what was asked as well as what was answered
         weight=1.0 if alone else sample.weight,
         images=images,
+        scores=earned.scores(sample),
     )
 
 
@@ -176,7 +272,7 @@ def vision_of(model: str) -> Vision | None:
         return None
 
 
-def _info(finished: Finished) -> dict[str, float]:
+def _info(finished: Finished, unused: int) -> dict[str, float]:
     """What veRL shows and validates beside the reward, by the agent's own names."""
     outcome = finished.outcome
     failed = outcome.failure is not None and outcome.failure.kind is FailureKind.POLICY
@@ -186,6 +282,7 @@ def _info(finished: Finished) -> dict[str, float]:
     tokens = of_finished([finished])
     given["sampled_tokens"] = float(tokens.sampled)
     given["excluded_tokens"] = float(sum(tokens.excluded.values()))
+    given |= {"unused_turn_rewards": float(unused)} if unused else {}
     given |= {f"excluded_tokens.{word(reason)}": float(n) for reason, n in tokens.excluded.items()}
     return {f"{name}_of_agent" if name == TAKEN else name: value for name, value in given.items()}
 
@@ -249,7 +346,8 @@ def _fields(prompt: Mapping[str, Any], made: Session, row: Row, torch: Any) -> d
     responses = torch.tensor(row.response_ids, dtype=torch.int64)
     mask = torch.tensor(row.response_mask, dtype=torch.int64)
     scores = torch.zeros(len(row.response_ids), dtype=torch.float32)
-    scores[-1] = made.score
+    for at, score in row.scores:
+        scores[at] = score
     columns = {name: value for name, value in prompt.items() if name not in CONSUMED}
     return columns | {
         "session_id": made.number,

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 
 from afield.config import converted, from_environment, from_file, located, merged
 from afield.errors import UsageError
+from afield.integrations.verl.rows import Credit
 from afield.options import SessionPolicies
 from afield.types import Budget, FailureKind, Sampling, check_id
 
@@ -24,6 +25,8 @@ PREFIX = "AFIELD_VERL"
 PLACED = ("agent", "limiter_file")  # paths, which count from where the trainer was started
 # Estimators that compare sessions, or nothing; all others compare the rows of a group.
 ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus", "remax")
+# Estimators that look at where in a row a reward is; all others take the sum of a row, grpo that of the last.
+BY_TOKEN = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
 DEADLINES = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
 AMOUNTS = (*DEADLINES, "deadline_s", "dead_s", "patience_s", "sweep_s", "launch_rate")
 COUNTS = ("workers", "concurrency", "quorum", "fruitless", "max_tokens", "max_calls")
@@ -36,7 +39,8 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
     """`quorum` rewards make a group fit for training (2 unless the group is smaller). `floor` is the reward
     of a policy failure that has none. After `fruitless` groups in a row that cannot be trained, training ends
     instead of going on for ever. `branches` says which rows of a session that branched are trained;
-    `auto` is all, where veRL compares sessions. `options` is what the runtime is told.
+    `auto` is all, where veRL compares sessions. `options` is what the runtime is told. `rewards`, `credit`
+    and `discount` say what veRL learns from, as they do for the embedded trainer; see `rows.Credit`.
     """
 
     agent: str = ""
@@ -72,6 +76,9 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
     fruitless: int = 32
     floor: float = 0.0
     branches: Literal["auto", "all", "main"] = "auto"
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    credit: Literal["outcome", "turns"] = "outcome"
+    discount: float = 1.0
     max_tokens: int | None = None  # of one call; None is veRL's response_length
     max_calls: int | None = None
     max_context: int | None = None  # None is veRL's max_model_len, or prompt and response length
@@ -92,10 +99,17 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ValueError(f"{name} = {value} must be positive")
         if not math.isfinite(self.floor):
             raise ValueError(f"floor = {self.floor} must be a finite number")
+        self._check_credit()
         if self.name:
             check_id(self.name, "name")
         if self.gateway and not self.gateway.startswith(("http://", "https://")):
             raise ValueError(f"gateway {self.gateway!r} must be an address, such as http://127.0.0.1:8400")
+
+    def _check_credit(self) -> None:
+        if wrong := [name for name, weight in self.rewards.items() if not math.isfinite(weight)]:
+            raise ValueError(f"rewards.{wrong[0]} = {self.rewards[wrong[0]]} must be a finite number")
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"discount = {self.discount} must be from 0 to 1")
 
     @property
     def retries(self) -> dict[FailureKind, int]:
@@ -136,6 +150,16 @@ class Given(Struct, frozen=True):
     @property
     def branches(self) -> Literal["all", "main"]:
         return "all" if self.settings.branches == "auto" else self.settings.branches
+
+    @property
+    def credit(self) -> Credit:
+        settings = self.settings
+        return Credit(
+            weights=settings.rewards,
+            turns=settings.credit == "turns",
+            discount=settings.discount,
+            one_sum=self.trainer.estimator not in BY_TOKEN,
+        )
 
     @property
     def weighted(self) -> bool:
