@@ -73,11 +73,13 @@ class Place:
 
 
 @contextmanager
-def place(root: Path, model: Path = POLICY) -> Iterator[Place]:
+def place(root: Path, model: Path = POLICY, *, path_keys: bool = False) -> Iterator[Place]:
     engine = ScriptedEngine(lambda _: YES)
     with (
         start_blocking_portal() as portal,
-        portal.wrap_async_context_manager(running(engine, root / "gateway", model)) as up,
+        portal.wrap_async_context_manager(
+            running(engine, root / "gateway", model, path_keys=path_keys)
+        ) as up,
     ):
         yield Place(portal, up, root)
 

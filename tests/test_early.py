@@ -168,7 +168,7 @@ def test_a_program_that_starts_a_gateway_gets_one_line_of_json(tmp_path: Path) -
 async def test_the_gateway_of_a_run_takes_as_much_as_the_run_says(tmp_path: Path) -> None:
     script = str(unlearned(tmp_path)[1])
     given: dict[str, Any] = {"agent": "a.py:agent", "model": str(POLICY), "engine": script}
-    config = train_config(None, given | {"max_submission_mb": 1, "max_rewards": 2})
+    config = train_config(None, given | {"max_submission_mb": 1, "max_rewards": 2, "path_keys": True})
     async with gateway_child(config, RunDir(tmp_path / "run")) as child:
         told = await child.ready()
         async with HttpGateway(told["local_url"], told["admin_key"]) as gateway:
@@ -176,10 +176,11 @@ async def test_the_gateway_of_a_run_takes_as_much_as_the_run_says(tmp_path: Path
         bodies = [{"reward": 1.0, "name": name} for name in "abc"]
         bodies.append({"reward": 1.0, "name": "a", "metadata": {"large": "x" * 2_000_000}})
         said: list[str] = []
-        async with aiohttp.ClientSession(headers={"authorization": f"Bearer {ticket.api_key}"}) as http:
+        assert ticket.base_url == f"{told['url']}/k/{ticket.api_key}"
+        async with aiohttp.ClientSession() as http:
             for body in map(json.dumps, bodies):
                 data = io.BytesIO(body.encode())
-                async with http.post(f"{told['local_url']}/s/r.1/reward", data=data) as answer:
+                async with http.post(f"{ticket.base_url}/reward", data=data) as answer:
                     said.append(await answer.text())
     assert "error" not in said[0] + said[1]
     assert "too_many_rewards" in said[2]

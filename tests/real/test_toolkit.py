@@ -1,7 +1,8 @@
 """An agent written with the published `agentcore-rl-toolkit`, unmodified, trained through S3.
 
 It is served by the wheel's own code in an environment of its own, puts one object, and knows nothing of
-commits or queues. S3 is moto's server, the model a real gateway in front of a scripted engine.
+commits or queues. S3 is moto's server, the model a real gateway in front of a scripted engine. Like the
+toolkit's own examples it sends a placeholder as its key: the gateway's base URLs carry the session's.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def agent(payload, context):
     rollout = payload["_rollout"]
     body = {"model": rollout["model_id"], "messages": [{"role": "user", "content": payload["question"]}]}
     request = urllib.request.Request(
-        rollout["base_url"] + "/v1/chat/completions",
+        rollout["base_url"] + "/chat/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json", "Authorization": "Bearer " + rollout["api_key"]},
+        {"Content-Type": "application/json", "Authorization": "Bearer EMPTY"},
     )
     with urllib.request.urlopen(request) as response:
         answer = json.load(response)["choices"][0]["message"]["content"]
@@ -90,7 +91,7 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     transport = StoreTransport(S3Outcomes(bucket), MemoryNotifier())
     runtime = ServedRuntime([agent_url], poll_s=0.2)
     with (
-        place(tmp_path) as there,
+        place(tmp_path, path_keys=True) as there,
         there.client(runtime=runtime, transport=transport, sweep_s=0.5, exp_id="toolkit") as client,
     ):
         good = client.submit({"question": "Is it so?"}, input_id="a b/ü")
