@@ -8,7 +8,8 @@ are those of the SDKs' types and of vLLM's extra parameters; docs/parameters.md 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -273,7 +274,10 @@ RESPONSES = [
         " own tools, of which there is no output",
         "include",
     ),
-    *refused("use Chat Completions for the likeliest tokens", {"top_logprobs": (0,)}),
+    *honoured(
+        "so many of the likeliest tokens at each place, where `include` asks for log-probabilities",
+        "top_logprobs",
+    ),
     *honoured("an object", "text", "reasoning"),
     *honoured(FORM, "text.format"),
     *honoured(EFFORT, "reasoning.effort"),
@@ -537,10 +541,20 @@ def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ..
     return unsupported(name, f"{name}={_shown(value)} is not supported", entry.effect, ignore=ignore)
 
 
-def check_within(dialect: str, name: str, given: Mapping[str, Any] | None, *, ignore: bool) -> Iterator[str]:
+def check_within(dialect: str, name: str, given: Mapping[str, Any], *, ignore: bool) -> tuple[str, ...]:
     """The same for what stands in an object."""
-    for key, value in (given or {}).items():
-        yield from check(dialect, f"{name}.{key}", value, ignore=ignore)
+    if _supported(dialect, name, tuple(given)):
+        return ()
+    tags: list[str] = []
+    for key, value in given.items():
+        tags += check(dialect, f"{name}.{key}", value, ignore=ignore)
+    return tuple(tags)
+
+
+@lru_cache(maxsize=256)
+def _supported(dialect: str, name: str, keys: tuple[str, ...]) -> bool:
+    entries = [TABLE[dialect].get(f"{name}.{key}") for key in keys]
+    return all(entry is not None and entry.fate != "refused" for entry in entries)
 
 
 def _shown(value: Any) -> str:

@@ -24,7 +24,7 @@ from afield.gateway.dialects.reading import Reading
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked
 from afield.gateway.marks import unseal
-from afield.gateway.parameters import check_within
+from afield.gateway.parameters import check, check_within
 from afield.gateway.refusal import bad_request
 from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.wishes import Wishing, wishes
@@ -105,6 +105,7 @@ class Body(Wishing, kw_only=True):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = False
     logprobs: bool | None = False
@@ -120,14 +121,18 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire, tags = BODY.read(asked)
     for name in ("thinking", "output_config", "chat_template_kwargs", "tool_choice"):
         if held := getattr(wire, name):
-            tags += tuple(check_within("anthropic", name, held, ignore=asked.ignore))
+            tags += check_within("anthropic", name, held, ignore=asked.ignore)
     if not wire.messages:
         raise bad_request("messages is empty", "send at least one message")
     if wire.max_tokens is not None and wire.max_tokens < 1:
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1")
     toolbox = _Toolbox(wire.tools or [])
-    given = _given_choice(wire)
-    choice = checked(_choice(given, toolbox), toolbox.callable, "tool_choice")
+    if wire.context_management is not None:
+        tags += check("anthropic", "context_management", wire.context_management, ignore=asked.ignore)
+    given, choice = None, tool_choice.AUTO
+    if wire.tool_choice is not None:
+        given = _given_choice(wire)
+        choice = checked(_choice(given, toolbox), toolbox.callable, "tool_choice")
     output, form = _output(wire)
     reasoning, names = _reasoning(wire)
     reader = _Reader(toolbox)
@@ -206,6 +211,8 @@ def _choice(given: ToolChoice | None, toolbox: _Toolbox) -> tool_choice.ToolChoi
 
 
 def _output(wire: Body) -> tuple[OutputFormat | None, str]:
+    if wire.output_config is None and wire.output_format is None:
+        return None, "output_config.format"
     given = (wire.output_config or {}).get("format")
     first = response_format(given if isinstance(given, dict) else None, "output_config.format", flat=True)
     older = response_format(wire.output_format, "output_format", flat=True)

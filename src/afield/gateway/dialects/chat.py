@@ -30,7 +30,7 @@ from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
 from afield.gateway.dialects.reading import Reading
 from afield.gateway.dialects.thinking import AskedReasoning
-from afield.gateway.dialects.tool_choice import checked, openai_choice
+from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
 from afield.gateway.memo import Memo
 from afield.gateway.parameters import check_within, unsupported
 from afield.gateway.refusal import Refusal, bad_request
@@ -158,14 +158,18 @@ TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire, tags = BODY.read(asked)
     _check(wire)
-    for name in ("stream_options", "reasoning", "thinking", "chat_template_kwargs", "structured_outputs"):
-        if held := getattr(wire, name):
-            tags += tuple(check_within("chat", name, held, ignore=asked.ignore))
-    reasoning, names = _reasoning(wire)
+    if wire.stream_options:
+        tags += check_within("chat", "stream_options", wire.stream_options, ignore=asked.ignore)
     gallery = Gallery()
     tools, left_out = _tools(bytes(wire.tools), asked.ignore)
-    choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
-    output, form = asked_output(wire)
+    choice, output, reasoning, names = AUTO, None, NO_REASONING, NAMES
+    if wire.tool_choice is not None:
+        choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
+    if _SPECIAL(wire) != _NOTHING:
+        tags += _check_objects(wire, asked.ignore)
+        output, form = asked_output(wire)
+        reasoning, named = _reasoning(wire)
+        names = {**NAMES, "output": form, **named}
     request = ModelRequest(
         dialect="chat",
         model=wire.model or "",
@@ -177,7 +181,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         parallel_calls=wire.parallel_tool_calls is not False,
         output=output,
         reasoning=reasoning,
-        names=NAMES if form == "response_format" and not names else {**NAMES, "output": form, **names},
+        names=names,
         max_tokens=wire.max_completion_tokens or wire.max_tokens,
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
@@ -206,7 +210,7 @@ def wants_usage(options: dict[str, Any] | None) -> bool:
     return bool(options and options.get("include_usage"))
 
 
-_THINKING = attrgetter(
+_THINKING = (
     "reasoning_effort",
     "reasoning",
     "thinking",
@@ -215,11 +219,20 @@ _THINKING = attrgetter(
     "thinking_budget",
     "chat_template_kwargs",
 )
-_SILENT = (None,) * 7
+_SPECIAL = attrgetter(*_THINKING, "response_format", *VLLM)
+_NOTHING = (None,) * (len(_THINKING) + 1 + len(VLLM))
+
+
+def _check_objects(wire: Body, ignore: bool) -> tuple[str, ...]:
+    tags: tuple[str, ...] = ()
+    for name in ("reasoning", "thinking", "chat_template_kwargs", "structured_outputs"):
+        if held := getattr(wire, name):
+            tags += check_within("chat", name, held, ignore=ignore)
+    return tags
 
 
 def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
-    if _THINKING(wire) == _SILENT:
+    if all(getattr(wire, name) is None for name in _THINKING):
         return NO_REASONING, {}
     asked = AskedReasoning()
     asked.kwargs(wire.chat_template_kwargs)

@@ -51,7 +51,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     _check(wire)
     for name in ("stream_options", "structured_outputs"):
         if held := getattr(wire, name):
-            tags += tuple(check_within("completions", name, held, ignore=asked.ignore))
+            tags += check_within("completions", name, held, ignore=asked.ignore)
     prompt = _prompt(wire.prompt)
     output, form = chat.asked_output(wire)
     request = ModelRequest(

@@ -67,6 +67,7 @@ SCHEMA_NAMES = {
     "ref": "$ref",
 }
 LOGPROBS = "generationConfig.logprobs"
+NAMES = {"must_call": CALLING, "top_logprobs": LOGPROBS}
 THINKING = "generationConfig.thinkingConfig"
 URL_SAFE = str.maketrans("-_", "+/")
 
@@ -74,16 +75,18 @@ URL_SAFE = str.maketrans("-_", "+/")
 def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire, config, ignored = body_of(asked)
     _check(wire, config)
-    given = wire.tool_config or {}
-    ignored += tuple(check_within("gemini", "toolConfig", given, ignore=asked.ignore))
-    calls = given.get("functionCallingConfig") or {}
-    ignored += tuple(check_within("gemini", CALLING, calls, ignore=asked.ignore))
-    thinking = config.thinking_config or {}
-    ignored += tuple(check_within("gemini", THINKING, thinking, ignore=asked.ignore))
-    reasoning, names = _reasoning(thinking)
+    if wire.tool_config:
+        ignored += check_within("gemini", "toolConfig", wire.tool_config, ignore=asked.ignore)
+        if isinstance(calls := wire.tool_config.get("functionCallingConfig"), dict):
+            ignored += check_within("gemini", CALLING, calls, ignore=asked.ignore)
+    reasoning, names, thinking = NO_REASONING, NAMES, config.thinking_config
+    if thinking:
+        ignored += check_within("gemini", THINKING, thinking, ignore=asked.ignore)
+        reasoning, names = _reasoning(thinking)
+        names = {**NAMES, **names}
     model = asked.parts.get("model", "")
     tools, tags = _tools(wire.tools or [])
-    calling = checked(_choice(wire, tools), tools, CALLING)
+    calling = checked(_choice(wire, tools), tools, CALLING) if wire.tool_config else tool_choice.AUTO
     output, form = _output(config)
     reader = _Reader()
     messages = reader.messages(wire)
@@ -97,7 +100,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         callable_tools=calling.callable_tools,
         output=output,
         reasoning=reasoning,
-        names={"must_call": CALLING, "output": form, "top_logprobs": LOGPROBS, **names},
+        names={**names, "output": form} if output else names,
         top_logprobs=config.logprobs or 0,
         max_tokens=config.max_output_tokens,
         stop=tuple(config.stop_sequences or ()),
@@ -115,7 +118,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         logprobs=bool(config.response_logprobs),
         top_logprobs=config.logprobs or 0,
         token_ids=bool(wire.return_token_ids),
-        reasoning=bool(thinking.get("includeThoughts")),
+        reasoning=bool(thinking and thinking.get("includeThoughts")),
         echo=echo,
     )
     return request, wish

@@ -10,12 +10,12 @@ from msgspec import Raw, Struct
 
 from afield.gateway.dialects.base import Asked, encode, read
 from afield.gateway.dialects.reading import Reading
-from afield.gateway.parameters import TABLE
 from afield.gateway.wishes import Wishing
 
 
-def snake_name(name: str) -> str:
-    return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
+def camel_name(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
 
 
 class Wire(Struct, rename="camel"):
@@ -113,9 +113,10 @@ class Declaration(Wire):
 
 
 WHAT = "a generateContent request"
-BODY = Reading("gemini", Body, WHAT)
-CONFIG = Reading("gemini", GenerationConfig, f"{WHAT}: generationConfig", "generationConfig.")
-_TOOL = ("function_declarations",)  # the one name that is looked for in tools, which are read as they come
+BODY = Reading("gemini", Body, WHAT, spelled=camel_name)
+CONFIG = Reading("gemini", GenerationConfig, f"{WHAT}: generationConfig", "generationConfig.", camel_name)
+# Names that are looked for in objects that are read as they come.
+_READ = ("function_declarations", "function_calling_config")
 _STRUCTS = (
     FunctionCall,
     Blob,
@@ -129,10 +130,9 @@ _STRUCTS = (
     Body,
     Declaration,
 )
-# Every name of a field that has another spelling in snake case: no list to forget one in.
-_LISTED = {snake_name(word) for name in TABLE["gemini"] for word in name.split(".")}
-_FIELDS = {n for struct in _STRUCTS for n in struct.__struct_fields__}
-_SNAKE_NAMES = sorted(n for n in _LISTED | _FIELDS | {*_TOOL} if "_" in n)
+# Every name of a field that has another spelling in snake case: no list to forget one in. What the table
+# alone has is respelled when it is looked up.
+_SNAKE_NAMES = sorted({n for struct in _STRUCTS for n in struct.__struct_fields__ if "_" in n} | {*_READ})
 SNAKE = re.compile(rf'"(?:{"|".join(_SNAKE_NAMES)})"\s*:'.encode())
 ANY = msgspec.json.Decoder()
 # Below these lies the client's own data, whose keys are not ours to respell.
@@ -162,8 +162,3 @@ def camel(value: Any) -> Any:
         return value
     named = {camel_name(key): item for key, item in value.items()}
     return {key: item if key in OPAQUE else camel(item) for key, item in named.items()}
-
-
-def camel_name(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)

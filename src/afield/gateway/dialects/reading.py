@@ -1,12 +1,12 @@
-"""Reads the body of a request in one pass, and looks up what its dialect does not read.
+"""Reads the body of a request, and looks up the parameters that its dialect does not read.
 
-The parameters of the table that a dialect's struct has no field for are decoded into fields of their own,
-raw. Only where a refused one was sent, or one that nobody knows, is anything looked up.
+A request with parameters that its dialect's struct has fields for, or that have no effect, is read in one
+pass. Any other name makes that pass fail; then the names are looked up in the table, one by one.
 """
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -16,61 +16,54 @@ from afield.gateway import parameters
 from afield.gateway.dialects.base import Asked, read
 
 T = TypeVar("T", bound=Struct)
-ABSENT = Raw(b"")
+VALUE = msgspec.json.Decoder()
 NAMES = msgspec.json.Decoder(dict[str, Raw])
 
 
 class Reading(Generic[T]):
-    """`under` is the object of the request that this reads, with a dot behind it."""
+    """`under` is the object that this reads, with a dot behind it; `spelled` gives the spelling of names."""
 
-    def __init__(self, dialect: str, body: type[T], what: str, under: str = "") -> None:
-        self._dialect, self._what, self._under = dialect, what, under
+    def __init__(
+        self,
+        dialect: str,
+        body: type[T],
+        what: str,
+        under: str = "",
+        spelled: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self._dialect, self._what, self._under, self._spelled = dialect, what, under, spelled
         self._known = frozenset(body.__struct_encode_fields__)
-        table = parameters.TABLE[dialect]
-        listed = [name.removeprefix(under) for name in table if name.startswith(under)]
-        others = [name for name in listed if "." not in name and name not in self._known]
-        names = {f"other_{n}": name for n, name in enumerate(others)}
-        fields: list[Any] = [(field, Raw, ABSENT) for field in names]
-        refused = {field: name for field, name in names.items() if table[under + name].fate == "refused"}
-        self._refused = list(refused.values())
-        renamed = names | dict(zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True))
+        entries = [entry for name, entry in parameters.TABLE[dialect].items() if name.startswith(under)]
+        names = [entry.name.removeprefix(under) for entry in entries if entry.fate != "refused"]
+        unread = {
+            f"unread_{n}": name for n, name in enumerate(names) if "." not in name and name not in self._known
+        }
+        fields: list[Any] = [(field, Raw, Raw(b"")) for field in unread]
+        renamed = dict(zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True))
         strict = msgspec.defstruct(
             f"Strict{body.__name__}",
             fields,
             bases=(body,),
             kw_only=True,
             forbid_unknown_fields=True,
-            rename=renamed,
+            rename=renamed | unread,
             module=__name__,
         )
         self._strict = msgspec.json.Decoder(cast("type[T]", strict))
         self._lenient = msgspec.json.Decoder(body)
-        self._sent = attrgetter(*refused)
-        self._nothing = (ABSENT,) * len(refused)
 
     def read(self, asked: Asked, body: bytes | None = None) -> tuple[T, tuple[str, ...]]:
         """The request, and the tags of what was ignored."""
         text = asked.body if body is None else body
         try:
-            wire = self._strict.decode(text or b"{}")
+            return self._strict.decode(text or b"{}"), ()
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return read(self._lenient, text, self._what), self._unknown(text, asked.ignore)
-        sent = self._sent(wire)
-        if sent == self._nothing:
-            return wire, ()
-        pairs = [(name, raw) for name, raw in zip(self._refused, sent, strict=True) if raw is not ABSENT]
-        return wire, self._checked(pairs, asked.ignore)
+            return read(self._lenient, text, self._what), self._looked_up(text, asked.ignore)
 
-    def _unknown(self, text: bytes, ignore: bool) -> tuple[str, ...]:
-        given = read(NAMES, text, self._what)
-        return self._checked([(name, raw) for name, raw in given.items() if name not in self._known], ignore)
-
-    def _checked(self, pairs: list[tuple[str, Raw]], ignore: bool) -> tuple[str, ...]:
+    def _looked_up(self, text: bytes, ignore: bool) -> tuple[str, ...]:
         tags: list[str] = []
-        for name, raw in pairs:
-            value = read(VALUE, bytes(raw), self._what)
-            tags += parameters.check(self._dialect, self._under + name, value, ignore=ignore)
+        for name, raw in read(NAMES, text, self._what).items():
+            if name not in self._known:
+                value, full = read(VALUE, bytes(raw), self._what), self._under + self._spelled(name)
+                tags += parameters.check(self._dialect, full, value, ignore=ignore)
         return tuple(tags)
-
-
-VALUE = msgspec.json.Decoder()

@@ -24,7 +24,7 @@ from afield.gateway.dialects.reading import Reading
 from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
 from afield.gateway.dialects.summaries import summary_message
 from afield.gateway.dialects.thinking import AskedReasoning
-from afield.gateway.dialects.tool_choice import checked, openai_choice
+from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
 from afield.gateway.marks import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.gateway.parameters import check_within
 from afield.gateway.refusal import Refusal, bad_request
@@ -147,16 +147,17 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     wire, tags = BODY.read(asked)
     for name in NESTED:
         if held := getattr(wire, name):
-            tags += tuple(check_within("responses", name, held, ignore=asked.ignore))
+            tags += check_within("responses", name, held, ignore=asked.ignore)
     if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
         raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
     check_count(wire.top_logprobs, "top_logprobs")
     reasoning, names = _reasoning(wire)
     toolbox = read_tools(wire.tools)
     scored = LOGPROBS in (wire.include or ())
-    choice = checked(
-        openai_choice(wire.tool_choice, nested=False, to_model=toolbox.to_model), toolbox.tools, "tool_choice"
-    )
+    choice = AUTO
+    if wire.tool_choice is not None:
+        choice = openai_choice(wire.tool_choice, nested=False, to_model=toolbox.to_model)
+        choice = checked(choice, toolbox.tools, "tool_choice")
     output, form = _output(wire)
     after, items = _history(wire, asked.session_id)
     talk = Conversation(toolbox)
@@ -222,6 +223,8 @@ def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
 
 
 def _output(wire: Body) -> tuple[OutputFormat | None, str]:
+    if wire.text is None and wire.structured_outputs is None:
+        return None, "text.format"
     form = (wire.text or {}).get("format")
     first = response_format(form if isinstance(form, dict) else None, "text.format", flat=True)
     return one(first, "text.format", guided({"structured_outputs": wire.structured_outputs}))
