@@ -172,6 +172,15 @@ async def test_what_the_engine_cannot_tell_is_refused_by_name(tmp_path: Path) ->
         assert ok.choices[0].message.content == "Hi."
         turns = (await up.client.finalize("r.1")).turns
         assert len(turns) == 1
+        client = await up.agent("r.2", unsupported="ignore")
+        more: Any = {"logprobs": True, "top_logprobs": 3}
+        answer = await client.chat.completions.create(
+            model="m", messages=HELLO, **more, extra_body={"prompt_logprobs": 1}
+        )
+        assert answer.choices[0].logprobs and answer.choices[0].logprobs.content
+        assert [len(entry.top_logprobs) for entry in answer.choices[0].logprobs.content] == [2] * 4
+        (turn,) = (await up.client.finalize("r.2")).turns
+        assert turn.tags == ("ignored:prompt_logprobs", "ignored:top_logprobs")
 
 
 # --- completions ----------------------------------------------------------------------------------

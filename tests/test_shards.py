@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -109,10 +110,13 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
             assert 'afield_calls_total{dialect="chat",finish="stop"} 24' in numbers
             async with http.get(f"{url}/sessions", headers=key) as listed:
                 assert [s["id"] for s in (await listed.json())["sessions"]] == sorted(SESSIONS)
+            responses = [await respond(http, url, ticket.api_key) for ticket in tickets]
             await kill_one(pid)
             await asyncio.gather(*(until_there(admin, session) for session in SESSIONS))
-            for ticket in tickets:
+            for ticket, response in zip(tickets, responses, strict=True):
                 key = {"authorization": f"Bearer {ticket.api_key}"}
+                async with http.get(f"{url}/v1/responses/{response['id']}", headers=key) as stored:
+                    assert await stored.json() == response  # also of the process that was killed
                 async with http.post(
                     f"{url}/s/{ticket.id}/outcome", json={"reward": 1}, headers=key
                 ) as answer:
@@ -121,7 +125,7 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
             waiting = [Waiting(rollout_of(session), Attempt.from_session_id(session)) for session in SESSIONS]
             assert len(await outcomes.sweep(waiting)) == 8
         records = [await admin.finalize(session) for session in SESSIONS]
-        assert [len(record.turns) for record in records] == [3] * 8
+        assert [len(record.turns) for record in records] == [4] * 8
 
 
 def rollout_of(session: str) -> Rollout:
@@ -143,6 +147,14 @@ async def talk(base_url: str, key: str) -> None:
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "Go on."}]
 
 
+async def respond(http: aiohttp.ClientSession, url: str, key: str) -> dict[str, Any]:
+    """A response, over the one connection of all sessions."""
+    body, headers = {"model": "m", "input": "Hi"}, {"authorization": f"Bearer {key}"}
+    async with http.post(f"{url}/v1/responses", json=body, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()
+
+
 async def kill_one(pid: int) -> None:
     before = children(pid)
     os.kill(before[0], signal.SIGKILL)
@@ -155,7 +167,7 @@ async def until_there(admin: HttpGateway, session: str) -> None:
     async with asyncio.timeout(60):
         while True:
             with suppress(Unavailable):
-                assert (await admin.state(session)).calls == 3
+                assert (await admin.state(session)).calls == 4
                 return
             await asyncio.sleep(0.2)
 

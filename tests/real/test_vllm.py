@@ -165,6 +165,41 @@ async def test_truncated_sampling_reports_the_truncated_distribution(engine: Vll
     assert max(map(abs, logprobs(chunks))) < TOLERANCE
 
 
+@pytest.mark.parametrize("endpoint", ["generate", "completions"])
+async def test_the_likeliest_tokens_and_the_prompts_scores_are_those_of_the_model(
+    engine: VllmEngine, weights: list[Path], monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    assert (await engine.info()).max_top_logprobs == 20
+    monkeypatch.setattr(engine, "_exact", endpoint == "generate")
+    model = AutoModelForCausalLM.from_pretrained(weights[0], dtype=torch.float32).eval()
+    for stream, temperature, count in ((True, 0.0, 3), (False, 1.3, 3), (True, 1.3, 20)):
+        call = a_call(12, stream=stream, temperature=temperature, length=40, seed=5)
+        chunks = await answer(engine, structs.replace(call, top_logprobs=count))
+        tops = [top for chunk in chunks for top in chunk.top_logprobs]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*call.prompt_ids, *ids(chunks)]])).logits[0, 39:-1]
+        rows = (logits / (temperature or 1.0)).log_softmax(-1)
+        for top, row, token, own in zip(tops, rows, ids(chunks), logprobs(chunks), strict=True):
+            assert len(top) == count
+            best = row.topk(count)
+            # Asked for as many as it tells, the server puts the sampled token in place of the last of them.
+            among = count < 20 or token in best.indices.tolist()
+            shown = count if among else count - 1
+            assert worst([p for _, p in top[:shown]], best.values.tolist()[:shown]) < TOLERANCE
+            assert dict(top).get(token, own) == own
+            assert temperature or top[0] == (token, own)
+    scoring = structs.replace(a_call(4, length=40), prompt_logprobs=2)
+    first, *later = await answer(engine, scoring)
+    assert first.prompt_logprobs is not None and not any(chunk.prompt_logprobs for chunk in later)
+    with torch.no_grad():
+        rows = model(torch.tensor([scoring.prompt_ids])).logits[0].log_softmax(-1)
+    assert first.prompt_logprobs[0] == ()
+    for n, top in enumerate(first.prompt_logprobs[1:], 1):
+        assert top[0][0] == scoring.prompt_ids[n]
+        assert worst([p for _, p in top], [rows[n - 1, token].item() for token, _ in top]) < TOLERANCE
+        assert set(rows[n - 1].topk(2).indices.tolist()) <= {token for token, _ in top}
+
+
 async def test_a_prompt_with_an_unknown_id_is_the_callers_fault(server: str) -> None:
     async with VllmEngine(server) as engine:
         with pytest.raises(ValueError, match="out of vocabulary"):

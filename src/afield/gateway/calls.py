@@ -21,6 +21,7 @@ from afield.gateway import lineage, placing, wishes
 from afield.gateway.images import Checker, image_spans
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
+from afield.gateway.parameters import unsupported
 from afield.gateway.partial import Partial
 from afield.gateway.refusal import Refusal, bad_request, engine_down
 from afield.gateway.repeats import RETRY
@@ -67,6 +68,8 @@ class Calls:
         """Started, then Pieces, then Done. Close it early to abandon the call."""
         session.check_open(self._clock())
         self._check(session, request)
+        if request.top_logprobs or request.prompt_logprobs is not None:
+            request = self._with_logprobs(session, request)
         if request.images:
             await self._take_images(session, request)
         self._sampling(session, request)
@@ -117,8 +120,6 @@ class Calls:
         return tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render), request
 
     def _check(self, session: Session, request: ModelRequest) -> None:
-        if request.top_logprobs or request.prompt_logprobs is not None:
-            self._check_logprobs(request)
         if request.tools and not self._reads_calls(session):
             raise self._unsupported(session)
         if request.images and not self._info.images:
@@ -127,16 +128,22 @@ class Calls:
                 "send text, or serve a model and an engine that take images",
             )
 
-    def _check_logprobs(self, request: ModelRequest) -> None:
-        info, names = self._info, request.names
+    def _with_logprobs(self, session: Session, request: ModelRequest) -> ModelRequest:
+        """The request with what the engine can tell; one that asks for more is refused, or goes without."""
+        info, ignore = self._info, session.row.spec.unsupported == "ignore"
+        name = request.names.get("prompt_logprobs", "prompt_logprobs")
         if request.prompt_logprobs is not None and not info.prompt_logprobs:
-            name = names.get("prompt_logprobs", "prompt_logprobs")
-            told = f"the engine ({info.kind}) does not tell the log-probabilities of prompts"
-            raise bad_request(f"{name}: {told}", "ask without it")
-        name = names.get("top_logprobs", "top_logprobs")
-        if (asked := max(request.top_logprobs, request.prompt_logprobs or 0)) > info.max_top_logprobs:
-            told = f"the engine ({info.kind}) tells the {info.max_top_logprobs} likeliest tokens at most"
-            raise bad_request(f"{name}={asked}: {told}", "ask for fewer, or use an engine that tells more")
+            told = f"{name}: the engine ({info.kind}) does not tell the log-probabilities of prompts"
+            tags = unsupported(name, told, "ask without it", ignore=ignore)
+            request = structs.replace(request, prompt_logprobs=None, tags=(*request.tags, *tags))
+        most = info.max_top_logprobs
+        for field in ("top_logprobs", "prompt_logprobs"):
+            asked, name = getattr(request, field) or 0, request.names.get(field, field)
+            if asked > most:
+                told = f"{name}={asked}: the engine ({info.kind}) tells the {most} likeliest tokens at most"
+                tags = unsupported(name, told, "use an engine that tells more", ignore=ignore)
+                request = structs.replace(request, tags=(*request.tags, *tags), **{field: most})
+        return request
 
     def _reads_calls(self, session: Session) -> bool:
         certificate = self._tokens.certificate

@@ -54,6 +54,10 @@ ONE_EACH = "ask once per choice; each call is its own turn"
 STOPS = "use stop strings; a turn ends where the chat template says"
 NO_AUDIO = "ask for text; there is no audio"
 TEMPLATE = "the prompt is always that of the model's own chat template"
+LIKELIEST = (
+    "so many of the likeliest tokens at each place, 20 at most; 400 where the engine does not tell them"
+)
+SCORED = "log-probabilities of the prompt's tokens; 400 where the engine does not tell them, or with `stream`"
 ENGINE = "leave it out; calls go to the run's engine as they are"
 
 WISHES = [*overridden(CHOSEN, "temperature", "top_p", "top_k", "seed")]
@@ -186,8 +190,8 @@ CHAT = [
     *honoured("may only lower what the session allows", "max_tokens", "max_completion_tokens"),
     *honoured("the reply ends before the first of them", "stop"),
     *honoured("log-probabilities as they are recorded", "logprobs"),
-    *honoured("so many of the likeliest tokens at each place", "top_logprobs"),
-    *honoured("log-probabilities of the prompt's tokens", "prompt_logprobs"),
+    *honoured(LIKELIEST, "top_logprobs"),
+    *honoured(SCORED, "prompt_logprobs"),
     *honoured("tokens in log-probabilities are spelled `token_id:ID`", "return_tokens_as_token_ids"),
     *honoured(FORM, "response_format"),
     *STREAM,
@@ -239,9 +243,12 @@ COMPLETIONS = [
     *honoured("may only lower what the session allows", "max_tokens"),
     *honoured("the text ends before the first of them", "stop"),
     *honoured("log-probabilities as they are recorded, and so many of the likeliest tokens", "logprobs"),
-    *honoured("log-probabilities of the prompt's tokens", "prompt_logprobs"),
+    *honoured(SCORED, "prompt_logprobs"),
     *honoured("tokens in log-probabilities are spelled `token_id:ID`", "return_tokens_as_token_ids"),
-    *honoured("the prompt comes first in the text", "echo"),
+    *honoured(
+        "the prompt comes first in the text, with `logprobs` scored; with `max_tokens` 0 nothing is sampled",
+        "echo",
+    ),
     *honoured(FORM, "response_format"),
     *STREAM,
     *USAGE,
@@ -274,10 +281,7 @@ RESPONSES = [
         " own tools, of which there is no output",
         "include",
     ),
-    *honoured(
-        "so many of the likeliest tokens at each place, where `include` asks for log-probabilities",
-        "top_logprobs",
-    ),
+    *honoured(f"where `include` asks for log-probabilities, {LIKELIEST}", "top_logprobs"),
     *honoured("an object", "text", "reasoning"),
     *honoured(FORM, "text.format"),
     *honoured(EFFORT, "reasoning.effort"),
@@ -287,7 +291,10 @@ RESPONSES = [
         "reasoning.generate_summary",
     ),
     *honoured("true: the text of the reasoning is in the answer, as its content", "include_reasoning"),
-    *honoured("whether the response can be fetched later; it is recorded in any case", "store"),
+    *honoured(
+        "false: the response cannot be fetched later; it is recorded, and may be continued, in any case",
+        "store",
+    ),
     *STREAM,
     *WISHES,
     *PENALTIES,
@@ -306,7 +313,10 @@ RESPONSES = [
     *refused("wait for the answer, or stream it", {"background": (False,)}),
     *refused("send the items, or previous_response_id", {"conversation": ()}),
     *refused("send the text of the template as input", {"prompt": ()}),
-    *refused("shorten the conversation yourself", {"truncation": ("disabled",), "context_management": ()}),
+    *refused(
+        "compact it with POST responses/compact, or shorten the conversation yourself",
+        {"truncation": ("disabled",), "context_management": ()},
+    ),
     *refused("leave it out; nothing is moderated here", {"moderation": ()}),
     *refused("leave it out; it selects a provider's own programme", {"access_programs": ()}),
     *refused("send images in the size that the model is to see", {"image": ()}),
@@ -448,7 +458,7 @@ GEMINI = [
         ),
     ),
     *honoured("log-probabilities as they are recorded", f"{CONFIG}responseLogprobs"),
-    *honoured("so many of the likeliest tokens at each place", f"{CONFIG}logprobs"),
+    *honoured(LIKELIEST, f"{CONFIG}logprobs"),
     *honoured(
         "true: thought parts are in the answer; they are recorded in any case",
         f"{CONFIG}thinkingConfig.includeThoughts",

@@ -21,7 +21,9 @@ Json = dict[str, Any]
 
 def check_count(count: int | None, name: str, most: int = MOST) -> int:
     if count is not None and not 0 <= count <= most:
-        raise bad_request(f"{name}={count} must be between 0 and {most}")
+        refusal = bad_request(f"{name}={count} must be between 0 and {most}")
+        refusal.parameter = name
+        raise refusal
     return count or 0
 
 
