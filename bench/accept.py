@@ -98,6 +98,10 @@ def gateway(bars: Bars, cwd: Path) -> dict[str, Any]:
     seen = f"{told['killed']} of {told['mutants']} killed, errors {told['errors']}"
     killed = told["killed"] == told["mutants"] >= 20 and not told["survived"] and not told["errors"]
     bars.check("mutants of the gateway", seen, killed, ">= 20, all killed")
+    told = runs["parameters"] = last_line([sys.executable, "bench/parameters.py", "--json"], ROOT)
+    seen = f"{told['requests']} requests, {told['answered']} answered, {told['refused']} refused by name"
+    well = told["requests"] >= 1000 and not told["problems"]
+    bars.check("random parameters, every dialect", seen, well, ">= 1000, each honoured or refused by name")
     told = runs["oracle"] = last_line([sys.executable, "bench/oracle.py"], ROOT)
     bars.check(
         "forest oracle: sessions", told["sessions"], told["ok"] and told["sessions"] >= 2000, ">= 2000"

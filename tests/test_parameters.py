@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import random_requests
 import sdk_parameters
 from afield.gateway.dialects import Asked, anthropic_request, gemini_wire, responses_request
 from afield.gateway.dialects import chat as chat_dialect
@@ -293,3 +294,10 @@ def test_the_page_is_made_from_the_table() -> None:
     script = runpy.run_path(str(root / "scripts" / "parameters_page.py"))
     made = (root / "docs" / "parameters.md").read_text()
     assert made == script["page"](), "run .venv/bin/python scripts/parameters_page.py"
+
+
+@pytest.mark.anyio
+async def test_random_requests_are_honoured_or_refused_by_name(tmp_path: Path) -> None:
+    told = await random_requests.run(tmp_path, 12, seed=1)
+    assert not told["problems"], "\n".join(told["problems"])
+    assert told["answered"] > 12 and told["refused"] > 12
