@@ -178,8 +178,7 @@ def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
     thinking = wire.thinking or {}
     asked.kind(thinking.get("type"), "thinking.type")
     asked.budget(thinking.get("budget_tokens"), "thinking.budget_tokens")
-    if asked.enabled is not False:  # how hard to think, not whether
-        asked.effort(effort, "output_config.effort", turns_on=False)
+    asked.effort(effort, "output_config.effort", turns_on=False)  # how hard to think, not whether
     asked.kwargs(wire.chat_template_kwargs)
     return asked.made()
 

@@ -51,16 +51,23 @@ class AskedReasoning:
         if value == "none" or turns_on:
             self.switch(value != "none", name)
         if value != "none":
+            self._once("effort", name, self._effort in ("", value))
             self._effort = value
-            self._names["effort"] = name
 
     def budget(self, value: Any, name: str) -> None:
         if value is None:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise bad_request(f"{name}={value!r} must be at least 1", "leave it out, or turn thinking off")
+        self._once("budget", name, self._budget is None)
         self._budget = value
-        self._names["budget"] = name
+
+    def _once(self, what: str, name: str, agrees: bool) -> None:
+        if not agrees:
+            raise bad_request(
+                f"{self._names[what]} and {name} both say how much to think", "send one of them"
+            )
+        self._names[what] = name
 
     def kwargs(self, given: Mapping[str, Any] | None) -> None:
         """`chat_template_kwargs`: those by which templates turn thinking on and off."""
