@@ -15,14 +15,14 @@ from afield.conformance.foreign.patterns import example
 from afield.conformance.foreign.rule_model import Conversation, reply_to, uses_of
 from afield.conformance.foreign.values import Values
 from afield.conformance.scenario import Use
-from afield.errors import Unavailable
 
 CALL = re.compile(r'"name": ("(?:[^"\\]|\\.)*"), "arguments": $')
+SHOWN = re.compile(r"\{\s*\"[^{}]*\}")
 Element = dict[str, Any]
 
 
 def constrained(grammar: str, talk: Conversation, vocabulary: Any) -> str:
-    """Text that matches. Unavailable for a grammar in EBNF, for which there are no rules."""
+    """Text that matches. ValueError for a grammar in EBNF, for which there are no rules."""
     return _Writer(talk, vocabulary).write(json.loads(grammar)["format"])
 
 
@@ -40,7 +40,7 @@ class _Writer:
         return getattr(self, f"_{element['type']}", self._unknown)(element)
 
     def _unknown(self, element: Element) -> str:
-        raise Unavailable(f"the model has no rule for {element['type']} in a grammar")
+        raise ValueError(f"the model has no rule for {element['type']!r} in a constraint")
 
     def _const_string(self, element: Element) -> str:
         if found := CALL.search(element["value"]):
@@ -69,7 +69,14 @@ class _Writer:
         words = [one.get("value") for one in options]
         if not all(isinstance(word, str) for word in words):
             return options[0]
-        return options[words.index(self._values.of({"enum": words}))]
+        said = [entry.text for entry in self._talk.entries if entry.role == "assistant"]
+        left = [word for word in words if word not in said] if self._again else words
+        return options[words.index(self._values.of({"enum": left or words}))]
+
+    @property
+    def _again(self) -> bool:
+        """Whether the user wants something else than before."""
+        return bool(re.search(r"\b(?:another|different|disagree)\b", self._talk.question, re.I))
 
     def _optional(self, element: Element) -> str:
         opening = next(_leaves(element["content"]))
@@ -89,6 +96,8 @@ class _Writer:
         if name:
             return json.dumps(self._arguments(name), ensure_ascii=False)
         if isinstance(schema, dict) and schema.get("type") == "object" and not schema.get("properties"):
+            if shown := SHOWN.search(self._talk.question):
+                return shown[0]  # the user says what it looks like
             return json.dumps({word: f"some {word}" for word in self._values.quoted})
         return json.dumps(self._values.of(schema), ensure_ascii=False)
 
@@ -99,7 +108,8 @@ class _Writer:
         return uses_of(tool, self._talk.question)[0].arguments
 
     def _regex(self, element: Element) -> str:
-        return "\n\n" if element["pattern"] == r"\n{0,2}" else example(element["pattern"])
+        pattern = element["pattern"]
+        return "\n\n" if pattern == r"\n{0,2}" else example(pattern, 2 if self._again else 0)
 
     def _any_text(self, element: Element) -> str:
         if self._thinking:

@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 from afield import wiring
 from afield.conformance.families import hermes
 from afield.conformance.foreign.template import IMAGE, NO_THOUGHT, TOOLS
-from afield.conformance.foreign.values import QUOTED, Values, places
+from afield.conformance.foreign.values import QUOTED, SUM, Values, computed, places
 from afield.conformance.model import CONTROL
 from afield.conformance.scenario import Reply, Use
 from afield.conformance.script import Sampler
@@ -63,7 +63,6 @@ REPEAT = re.compile(
 )
 NAME = re.compile(r"\bmy name is (\w+)", re.I)
 ONLY = re.compile(r"without any other text|only the (?:number|result|answer)", re.I)
-SUM = re.compile(r"(-?\d+)\s*([+*x-])\s*(-?\d+)")
 
 
 class ToolSpec(Struct, frozen=True, kw_only=True):
@@ -182,6 +181,8 @@ def reply_to(talk: Conversation) -> Reply:
     question = talk.question
     thought = f"The user says: {question[:60].strip()!r}. I answer by the rules."
     wanted = _wanted(question, talk.tools)
+    if not wanted and not talk.results:  # a tool that is there to answer with
+        wanted = [tool for tool in talk.tools if tool.description.lower().startswith("respond with")]
     open_calls = [tool for tool in wanted if tool.name not in talk.called]
     if open_calls and (not talk.called or _in_turn(question)):
         first = open_calls[:1] if _in_turn(question) else open_calls
@@ -239,9 +240,8 @@ def words(talk: Conversation) -> str:
         if said:
             return f"Your name is {said[-1]}."
     if found := SUM.search(question):
-        a, sign, b = int(found[1]), found[2], int(found[3])
-        value = a + b if sign == "+" else a - b if sign == "-" else a * b
-        return str(value) if ONLY.search(question) else f"{a} {sign} {b} = {value}"
+        value = computed(question)
+        return str(value) if ONLY.search(question) else f"{found[1]} {found[2]} {found[3]} = {value}"
     if re.fullmatch(r"\W*(?:hi|hey|hello)\b.{0,20}", question.strip(), re.I | re.S):
         return HELLO
     if quoted := QUOTED.search(question):

@@ -26,7 +26,20 @@ TEXTS = {
     "uuid": "5f0c7a2e-8f1d-4c3b-9a6e-2d4b8c1e7f90",
     "ipv4": "192.0.2.1",
 }
+DAYS = re.compile(r"\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b")
+PEOPLE = ("participant", "people", "person", "attendee", "names")
+EVENT = re.compile(r"\b(?:to|at|of) an? ([a-z][a-z ]*?)(?= on\b| at\b| in\b|[.,!?]|$)")
+SUM = re.compile(r"(-?\d+)\s*([+*x-])\s*(-?\d+)")
+RESULTS = ("result", "answer", "sum", "total")
 DEEP = 12  # levels after which an optional property of a recursive schema is left out
+
+
+def computed(text: str) -> int | None:
+    """The value of the first sum or product of two numbers in a text."""
+    if not (found := SUM.search(text)):
+        return None
+    a, sign, b = int(found[1]), found[2], int(found[3])
+    return a + b if sign == "+" else a - b if sign == "-" else a * b
 
 
 def places(text: str) -> list[str]:
@@ -77,6 +90,9 @@ class Values:
         kind = str(kind or ("object" if "properties" in schema else "string")).lower()
         if kind == "object":
             return self._object(schema, root, depth)
+        people = re.findall(r"\b[A-Z][a-z]+\b", DAYS.sub("", self._text))
+        if kind == "array" and people and any(word in name.lower() for word in PEOPLE):
+            return people
         if kind == "array":
             items = schema.get("items", {})
             first = schema.get("prefixItems", [])
@@ -87,6 +103,8 @@ class Values:
                 for n in range(count)
             ]
         if kind in ("integer", "number"):
+            if name.lower() in RESULTS and (value := computed(self._text)) is not None:
+                return value
             return self._number(schema, kind == "integer")
         if kind == "boolean":
             return True
@@ -136,6 +154,10 @@ class Values:
         lower = name.lower()
         if self._place and any(place in lower for place in PLACES):
             return self._place
+        if ("date" in lower or "day" in lower) and (day := DAYS.search(self._text)):
+            return day[0]
+        if "event" in lower and (event := EVENT.search(self._text)):
+            return event[1]
         if self.quoted:
             return self.quoted.pop(0)
         text = f"{name.replace('_', ' ') or 'text'} of {_topic(self._text)}".strip()

@@ -27,7 +27,7 @@ def _chat() -> tuple[type, dict[str, Any]]:
     if PROVIDER == "openai-responses":
         effort = {"effort": "medium", "summary": "auto"} if ON else {"effort": "none"}
         return ChatOpenAI, {**told, "use_responses_api": True, "reasoning": effort}
-    return ChatOpenAI, {**told, "reasoning_effort": "medium" if ON else "none"}
+    return ChatOpenAI, {**told, "reasoning_effort": "medium" if ON else "none", "stream_usage": True}
 
 
 def _anthropic() -> tuple[type, dict[str, Any]]:

@@ -192,10 +192,18 @@ test('generateObject with an array', async () => {
 });
 
 test('streamObject', async () => {
-  const result = streamObject({ model, schema: recipe, prompt: 'A recipe for soup in 20 minutes.' });
+  // Without this option the SDK asks Anthropic for a tool call, and the gateway sends a call's input in one piece.
+  const providerOptions = { anthropic: { structuredOutputMode: 'outputFormat' } };
+  const result = streamObject({ model, schema: recipe, prompt: 'A recipe for soup in 20 minutes.', providerOptions });
   let partial = 0;
   for await (const part of result.partialObjectStream) partial += part !== undefined;
   assert.ok(partial > 1, `${partial} partial objects`);
+  recipe.parse(await result.object);
+});
+
+test('streamObject as the provider does it', async () => {
+  const result = streamObject({ model, schema: recipe, prompt: 'A recipe for soup in 20 minutes.' });
+  for await (const _ of result.partialObjectStream);
   recipe.parse(await result.object);
 });
 
