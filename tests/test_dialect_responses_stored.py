@@ -331,3 +331,10 @@ async def test_a_compaction_without_a_summary_is_an_error(tmp_path: Path) -> Non
         client = await agent(up)
         with pytest.raises(openai.InternalServerError, match="wrote no summary"):
             await client.responses.compact(model="m", input="Hi")
+
+
+async def test_a_compaction_needs_a_model(tmp_path: Path) -> None:
+    async with running(ScriptedEngine(answers), tmp_path / "s") as up:
+        client = await agent(up)
+        with pytest.raises(openai.BadRequestError, match="needs a model"):
+            await client.responses.compact(model=None, input="Hi")

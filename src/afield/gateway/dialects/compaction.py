@@ -41,6 +41,8 @@ class Compaction(Responses):
 
     def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
         request, wish = super().decode(asked)
+        if not request.model:
+            raise bad_request("a compaction needs a model", "name it in model")
         if request.stream:
             raise bad_request("stream is not served for a compaction", "ask without stream")
         request = structs.replace(
