@@ -33,6 +33,8 @@ PYTHON = {
         *("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     ),
     "verifiers": ("verifiers==0.4.0", "pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
+    # The SDKs' major lines that the development environment does not have.
+    "sdks": ("openai==3.49.0", "anthropic==1.17.0", "google-genai==2.34.0"),
     "pytest": ("pytest==9.2.0", "pytest-asyncio==1.4.1.post1"),
     "openai-agents": ("openai-agents==0.24.0", "openai==3.49.0"),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.62.0", "openai==3.49.0"),
