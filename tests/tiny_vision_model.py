@@ -61,8 +61,8 @@ def build_tiny_vision_model(
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,  # of 32, the least that vLLM computes on a CPU
+        "num_key_value_heads": 1,
         "max_position_embeddings": max_positions,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -110,7 +110,7 @@ def _config(family: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
             image_seq_length=4,
             tie_word_embeddings=False,
         )
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     vision: dict[str, Any] = {
         "depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE,
         "temporal_patch_size": 2, "in_channels": 3, "initializer_range": 0.2,
@@ -134,7 +134,7 @@ def _config(family: str, text: dict[str, Any], ids: dict[str, int]) -> Any:
     }  # fmt: skip
     rope = {**rope, "mrope_interleaved": True}
     return transformers.Qwen3VLConfig(
-        text_config={**text, "head_dim": 16, "rope_parameters": rope}, vision_config=vision, **shared
+        text_config={**text, "head_dim": 32, "rope_parameters": rope}, vision_config=vision, **shared
     )
 
 

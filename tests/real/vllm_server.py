@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,8 +33,57 @@ SETTINGS = {
 }
 
 
+TORCHVISION = "torchvision==0.28.0"
+# The wheel is CUDA's, and torch is the CPU's: what is compiled in it cannot be loaded, and is not used.
+CUSTOMIZE = """
+import sys
+
+
+class Before:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            Before.kept = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                Before.kept.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+sys.meta_path.insert(0, Before())
+"""
+
+
+def with_torchvision() -> dict[str, str]:
+    """What a server needs in its environment for images: vLLM's processors want torchvision."""
+    python = python_environment(CACHE, "vllm", pins.VLLM, without=pins.VLLM_WITHOUT)
+    place = CACHE / TORCHVISION.replace("==", "-")
+    if not place.is_dir():
+        with tempfile.TemporaryDirectory(dir=CACHE) as fresh:
+            command = [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                f"{fresh}/made",
+            ]
+            done = subprocess.run([*command, TORCHVISION], capture_output=True, text=True, check=False)
+            if done.returncode:
+                why = f"{TORCHVISION} cannot be had here: {done.stderr[-500:]}"
+                pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+            (Path(fresh) / "made" / "sitecustomize.py").write_text(CUSTOMIZE)
+            with contextlib.suppress(OSError):  # another test was faster
+                (Path(fresh) / "made").rename(place)
+    return {"PYTHONPATH": str(place)}
+
+
 @contextmanager
-def serving_vllm(model: Path, log: Path, *options: str) -> Iterator[str]:
+def serving_vllm(
+    model: Path, log: Path, *options: str, settings: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """The url of a server of `model`, under the name "policy"."""
     python = python_environment(CACHE, "vllm", pins.VLLM, without=pins.VLLM_WITHOUT)
     port = str(free_ports(1)[0])
@@ -43,7 +94,7 @@ def serving_vllm(model: Path, log: Path, *options: str) -> Iterator[str]:
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **SETTINGS},
+            env={**os.environ, **SETTINGS, **(settings or {})},
             stdout=out,
             stderr=out,
             cwd=log.parent,
