@@ -89,7 +89,17 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
         logprobs.extend(turn.logprobs if own else [0.0] * len(turn.token_ids))
         if own:
             how = turn.sampling
-            ranges.append(TurnRange(turn.id, start, len(ids), how.temperature, how.truncated, turn.tier))
+            ranges.append(
+                TurnRange(
+                    turn.id,
+                    start,
+                    len(ids),
+                    how.temperature,
+                    how.truncated,
+                    turn.tier,
+                    turn.constraint,
+                )
+            )
             versions.extend(VersionSpan(start + s.start, start + s.end, s.low, s.high) for s in turn.versions)
     return Trajectory(
         token_ids=tuple(ids),

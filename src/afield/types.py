@@ -331,6 +331,9 @@ class Constraint(Struct, frozen=True, kw_only=True, gc=False):
     """What a reply is held to while it is sampled: tokens that cannot lead to a match have no probability."""
 
     grammar: str
+    """A structural tag of xgrammar, as JSON. Engines and trainer compile the same text, see `masks`."""
+    stop_ids: tuple[int, ...] = ()
+    """The tokens that may end the reply; allowed where the grammar is complete and nowhere else."""
 
 
 class Turn(Struct, frozen=True, kw_only=True, gc=False):
@@ -393,11 +396,15 @@ class TurnRange(Struct, frozen=True):
     temperature: float
     truncated: bool = False
     tier: str = ""
+    constraint: Constraint | None = None
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """One training sequence. `logprobs` is 0.0 only where `loss_mask` is 0; `turns` lists what it owns,
-    `images` the places of images among its ids."""
+    """One training sequence; `turns` lists what it owns, `images` the places of images among its ids.
+
+    `loss_mask` says which tokens it trains. `logprobs` is 0.0 where that is 0, and for sampled tokens about
+    which a constraint left no choice.
+    """
 
     token_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]

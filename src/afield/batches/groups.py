@@ -192,6 +192,7 @@ def _owned(turn: TurnRange, *, order: int, parent: str) -> OwnedTurn:
         truncated=turn.truncated,
         tier=turn.tier,
         parent=parent,
+        constraint=turn.constraint,
     )
 
 

@@ -271,5 +271,6 @@ def _turn(arrow: Any) -> Any:
             ("tier", text),
             ("parent", text),
             ("finish_reason", text),
+            ("constraint", arrow.struct([("grammar", text), ("stop_ids", arrow.list_(whole))])),
         ]
     )

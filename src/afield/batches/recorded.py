@@ -91,7 +91,8 @@ def _difference(row: Trajectory, part: TurnRange, turn: Turn) -> str | None:
         "mask entries": all(row.loss_mask[start:end]),
         "versions": versions == [(s.start, s.end, s.low, s.high) for s in turn.versions],
         "sampling parameters": part.temperature == turn.sampling.temperature
-        and part.truncated == turn.sampling.truncated,
+        and part.truncated == turn.sampling.truncated
+        and part.constraint == turn.constraint,
     }
     return next((name for name, same in kept.items() if not same), None)
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from afield.errors import UsageError
 from afield.types import (
+    Constraint,
     Exclusion,
     Outcome,
     Rollout,
@@ -53,6 +54,7 @@ class OwnedTurn(Struct, frozen=True, kw_only=True):
     tier: str = ""
     parent: str = ""
     finish_reason: str = ""
+    constraint: Constraint | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -60,7 +62,7 @@ class OwnedTurn(Struct, frozen=True, kw_only=True):
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """One training row. `logprobs` is 0.0 only where `response_mask` is 0."""
+    """One training row. `logprobs` is 0.0 where `response_mask` is 0."""
 
     rollout_id: str
     group_id: str
@@ -119,7 +121,15 @@ class Sample(Struct, frozen=True, kw_only=True):
                 VersionSpan(before + s.start, before + s.end, s.low, s.high) for s in self.versions
             ),
             turns=tuple(
-                TurnRange(t.id, before + t.start, before + t.end, t.temperature, t.truncated, t.tier)
+                TurnRange(
+                    t.id,
+                    before + t.start,
+                    before + t.end,
+                    t.temperature,
+                    t.truncated,
+                    t.tier,
+                    t.constraint,
+                )
                 for t in self.turns
             ),
             weight=self.weight,

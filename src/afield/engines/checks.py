@@ -25,6 +25,8 @@ def check_call(call: Call, info: EngineInfo, *, ids: bool = True) -> None:
         raise ValueError(
             f"call {call.id!r} asks for log-probabilities of its prompt, which this engine does not tell"
         )
+    if call.constraint is not None and not info.constraints:
+        raise ValueError(f"call {call.id!r} has a constraint, which this engine ({info.kind}) cannot enforce")
     if call.max_tokens < 1:
         raise ValueError(f"call {call.id!r} asks for {call.max_tokens} tokens; ask for at least 1")
 

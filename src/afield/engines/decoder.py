@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from afield.engines.graphs import Flight, Steps, forward
 from afield.engines.sampler import Top, distribution, draw, likeliest
 from afield.engines.slots import Slots
+from afield.masks import Walker
 
 if TYPE_CHECKING:
     from afield.engines.images import ImageEncoder
@@ -99,8 +100,10 @@ class Sink(Protocol):
 class Request:
     """A call in flight. Its ids live in its slot; here are the sampled ones that were not handed over."""
 
-    def __init__(self, ask: Ask, sink: Sink) -> None:
+    def __init__(self, ask: Ask, sink: Sink, walker: Walker | None = None) -> None:
         self.ask, self.sink = ask, sink
+        self.walker = walker  # the masks of its constraint
+        self.redrawn = ask.truncated or walker is not None  # a step's own draw does not do
         self.slot = -1
         self.length = len(ask.prompt_ids)
         self.room = ask.max_tokens
@@ -307,7 +310,7 @@ class Decoder:
         A call that turns out to have ended is computed once more, for nothing.
         """
         last = self._launched
-        if last is None or any(r.ask.needs_logits for r in last.requests):
+        if last is None or any(r.ask.needs_logits or r.walker for r in last.requests):
             return None
         going = [r for r in last.requests if not (r.ended or r.room == 1 or r.length + 1 == self.max_context)]
         # With most lanes idle, a smaller step is worth the wait; calls that wait to join are worth it too.
@@ -330,9 +333,11 @@ class Decoder:
             return 0
         requests, uniforms, flight = launched
         tokens, logprobs = self.steps.read(flight)
-        if cut := [i for i, r in enumerate(requests) if r.ask.truncated]:
+        # One that was dropped meanwhile may have ended its constraint.
+        if cut := [i for i, r in enumerate(requests) if r.redrawn and not r.ended]:
             logits = self.steps.logits([flight.lanes[i] for i in cut])
-            drawn = draw(logits, [requests[i].ask for i in cut], [uniforms[i] for i in cut])
+            again = [requests[i] for i in cut]
+            drawn = draw(logits, [r.ask for r in again], [uniforms[i] for i in cut], _masks(again))
             for i, token, logprob in zip(cut, *drawn, strict=True):
                 tokens[i], logprobs[i] = token, logprob
         for i, request in enumerate(requests):
@@ -345,14 +350,14 @@ class Decoder:
 
     def _draw(self, requests: list[Request], logits: Tensor) -> None:
         asks = [r.ask for r in requests]
-        tokens, logprobs = draw(logits, asks, [r.uniform() for r in requests])
+        tokens, logprobs = draw(logits, asks, [r.uniform() for r in requests], _masks(requests))
         for i, request in enumerate(requests):
             if request.ask.top_logprobs:
                 self._note_top(request, logits[i : i + 1], tokens[i], logprobs[i])
         self._take_all(requests, tokens, logprobs)
 
     def _note_top(self, request: Request, logits: Tensor, token: int, logprob: float) -> None:
-        row = distribution(logits, [request.ask])[0]
+        row = distribution(logits, [request.ask], _masks([request]))[0]
         request.next_top = likeliest(row, request.ask.top_logprobs, token, logprob)
 
     def _take_all(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
@@ -367,9 +372,10 @@ class Decoder:
         if not all(bool(weight.isfinite().all()) for weight in self._weights):
             raise ArithmeticError(f"the weights of version {self.version} are not all finite")
         log.warning(
-            "call of %d tokens aborted: its logits are not finite at temperature %g",
+            "call of %d tokens aborted: its logits are not finite at temperature %g%s",
             request.length,
             request.ask.temperature,
+            ", or its constraint allows no token" if request.walker else "",
         )
         self._end(request)
         request.hand_over("aborted")
@@ -382,6 +388,8 @@ class Decoder:
         request.logprobs.append(logprob)
         if request.ask.top_logprobs:
             request.tops.append(request.next_top)
+        if request.walker is not None and not request.walker.accept(token):
+            raise AssertionError(f"token {token} was drawn against the constraint of its call")
         self._slots.append(request.slot, request.length, token)
         request.length += 1
         request.room -= 1
@@ -401,3 +409,8 @@ class Decoder:
         self._slots.release(request.slot)
         if self.images is not None and request.ask.pictures:
             self.images.keep({number for other in self._running for number in other.ask.pictures})
+
+
+def _masks(requests: Sequence[Request]) -> dict[int, Tensor]:
+    """Of the rows that have a constraint."""
+    return {row: r.walker.mask for row, r in enumerate(requests) if r.walker is not None}

@@ -1,19 +1,21 @@
 """Drawing tokens: one uniform number per token, inverted through the distribution's running sum.
 
-The distribution is the model's after temperature, then top-k, then top-p, renormalised; the
-log-probability that comes back is that distribution's, in float32. Temperature 0 takes the most
-likely token and reports the untempered model's log-probability. `draw` does all of it; `pick` does
-not truncate, and never waits for the device, so that it can be part of a recorded step.
+The distribution is the model's, held to a constraint's mask, after temperature, then top-k, then top-p,
+renormalised; the log-probability that comes back is that distribution's, in float32. Temperature 0 takes
+the most likely token and reports the untempered model's log-probability. `draw` does all of it; `pick`
+neither masks nor truncates, and never waits for the device, so that it can be part of a recorded step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from afield.masks import restrict
 
 BLOCK = 128
 # Of logits and temperatures: the highest score of each block of tokens, and the sum of exp(score - highest).
@@ -33,9 +35,18 @@ class Sampling(Protocol):
     def top_k(self) -> int: ...
 
 
-def distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The log-probabilities that each row of `logits` [rows, vocabulary] is drawn with, in float32."""
+def distribution(
+    logits: Tensor, samplings: Sequence[Sampling], masks: Mapping[int, Tensor] | None = None
+) -> Tensor:
+    """The log-probabilities that each row of `logits` [rows, vocabulary] is drawn with, in float32.
+
+    Rows with one of `masks` are held to it before anything else.
+    """
     scores = logits.float()
+    if masks:
+        rows = torch.tensor(list(masks), device=scores.device)
+        words = torch.stack(list(masks.values())).to(scores.device)
+        scores = scores.index_copy(0, rows, restrict(scores[rows], words))
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         temperature = [s.temperature or 1.0 for s in samplings]
         scores = scores / torch.tensor(temperature, device=scores.device)[:, None]
@@ -47,10 +58,13 @@ def distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def draw(
-    logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+    logits: Tensor,
+    samplings: Sequence[Sampling],
+    uniforms: Sequence[float],
+    masks: Mapping[int, Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
     """A token and its log-probability for each row of `logits` [rows, vocabulary]."""
-    logprobs = distribution(logits, samplings)
+    logprobs = distribution(logits, samplings, masks)
     tokens = _invert(logprobs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
     greedy = [not s.temperature for s in samplings]
     if any(greedy):

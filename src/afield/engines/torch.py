@@ -32,15 +32,17 @@ from afield.engines.images import ImageEncoder, ImagePrompt
 from afield.engines.slots import Slots
 from afield.engines.weights import Parameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
+from afield.masks import Masks, Walker
 from afield.rounding import Rounding
 from afield.seams.engine import Call, Chunk, EngineInfo
-from afield.types import Failure, FailureKind, FinishReason, Reason
+from afield.types import Constraint, Failure, FailureKind, FinishReason, Reason
 from afield.vision import Vision
 
 # A GPU computes this many ids in about the time of one.
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 PROBE = 12
 MAX_TOP_LOGPROBS = 20
+COMPILE_S = 30.0  # how long a constraint may take to compile
 CLOSED = "the engine is not running; enter it with `async with`"
 
 
@@ -181,6 +183,7 @@ class TorchEngine:
         self._seed, self._prefill_tokens = seed, prefill_tokens
         self._fixed_steps = fixed_steps
         self._parameters: list[Parameter] = []
+        self._masks: Masks | None = None
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._outbox: Outbox = {}
         self._lock = threading.Lock()
@@ -225,14 +228,16 @@ class TorchEngine:
             notes=decoder.notes,
             max_top_logprobs=MAX_TOP_LOGPROBS,
             prompt_logprobs=True,
+            constraints=self._masks is not None and not self._masks.missing,
         )
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         info = await self.info()
         check_call(call, info)
         pictured = await self._pictured(call, info) if call.images else None
+        walker = await self._walk(call.constraint) if call.constraint else None
         mailbox = _Mailbox(self._outbox)
-        request = Request(to_ask(call, self._seed, pictured), mailbox)
+        request = Request(to_ask(call, self._seed, pictured), mailbox, walker)
         self._send(request)
         ended = False
         told = None if pictured is None else pictured.ids
@@ -258,6 +263,16 @@ class TorchEngine:
             pictured = await asyncio.to_thread(images.prompt, call.prompt_ids, call.image_places, call.images)
         check_call(structs.replace(call, prompt_ids=pictured.ids), info)
         return pictured
+
+    async def _walk(self, constraint: Constraint) -> Walker:
+        assert self._masks is not None  # check_call has seen to it
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                return await asyncio.to_thread(self._masks.walk, constraint)
+        except TimeoutError as error:
+            raise ValueError(
+                f"the constraint takes more than {COMPILE_S:g} s to compile; ask for a simpler one"
+            ) from error
 
     async def load(self, version: int, path: str) -> None:
         async with self._loading:
@@ -349,6 +364,7 @@ class TorchEngine:
         if fixed and mrope:
             fixed, notes = False, (*notes, "decode steps are slower: tokens have three positions (M-RoPE)")
         self._parameters = parameters(model)
+        self._masks = Masks(self._path, model.config.get_text_config().vocab_size)
         return Decoder(
             model,
             slots,

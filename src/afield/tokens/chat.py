@@ -31,6 +31,7 @@ from afield.tokens.modeldir import ModelFiles
 from afield.tokens.parser import Parser, Spellings
 from afield.tokens.probes import Switches, find_switches
 from afield.tokens.reply import Reader, ReplyReader
+from afield.tokens.reply_grammar import ReplyForm
 from afield.tokens.rule_probes import as_taken, unchanged, with_rules
 from afield.tokens.template import ChatTemplate, TemplateRefusal, Tool
 from afield.types import Message
@@ -83,6 +84,7 @@ class ChatTokens:
         markers = {vocab.control.get(text) for text in self._markers()}
         hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
         self._spellings = Spellings(vocab, hidden)
+        self._verbatim = Spellings(vocab, frozenset(self.stop_ids))
 
     @classmethod
     def load(
@@ -283,13 +285,26 @@ class ChatTokens:
         ids = self._vocab.encode(text)
         return ids if truncated else ids[1:]
 
-    def parser(self, *, tools: Sequence[Tool], hold_calls: bool = False) -> Parser:
+    def parser(self, *, tools: Sequence[Tool], hold_calls: bool = False, verbatim: bool = False) -> Parser:
         """A fresh parser for one reply.
 
         A call is reported as it is sampled, and withdrawn should it turn out malformed; with
         `hold_calls` it is reported when it is closed, all at once, and nothing is ever withdrawn.
+        `verbatim` shows control tokens in the middle of a reply as they are spelled, which is how a
+        constraint has read them.
         """
-        return Parser(self._spellings, self._reader(tools, hold_calls))
+        return Parser(self._verbatim if verbatim else self._spellings, self._reader(tools, hold_calls))
+
+    def reply_form(self) -> ReplyForm:
+        """How the model spells a reply to the prompts that are rendered here."""
+        markers = {text: self._vocab.control[text] for text in self._markers() if text in self._vocab.control}
+        return ReplyForm(
+            markers=markers,
+            tool_format=self._format,
+            reasoning=self._tags,
+            opened=self.certificate.opens_thinking,
+            harmony=self.certificate.reasoning == HARMONY,
+        )
 
     def _reader(self, tools: Sequence[Tool], hold_calls: bool) -> Reader:
         if self.certificate.reasoning == HARMONY:
@@ -302,10 +317,10 @@ class ChatTokens:
             tools=tools,
         )
 
-    def plain_parser(self) -> Parser:
+    def plain_parser(self, *, verbatim: bool = False) -> Parser:
         """For a reply that is nothing but text: no reasoning, no calls."""
         reader = ReplyReader(reasoning=None, thinking=False, tool_format=None, hold_calls=True)
-        return Parser(self._spellings, reader)
+        return Parser(self._verbatim if verbatim else self._spellings, reader)
 
     def encode_raw(self, text: str) -> list[int]:
         """A prompt that a client wrote itself: control tokens that it spells are meant."""

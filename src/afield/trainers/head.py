@@ -6,12 +6,15 @@ chunk of tokens and are reduced in float32; for the gradient they are computed a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from afield.masks import restrict
 
 CHUNK_BYTES = 1 << 30  # of float32 logits; a few times as much is in use
 KEPT_SHARE = 32  # logits that take less than this part of the memory are kept
@@ -20,15 +23,24 @@ PROBE = 1e-4
 
 class _LogProbabilities(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, heat: Tensor):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        heat: Tensor,
+        masks: Tensor | None,
+    ):
         # Cast here, so that what chunks add up to reaches weights of more precision unrounded.
         ctx.kinds = weight.dtype, None if bias is None else bias.dtype
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         normalisers: list[Tensor] = []
         chosen: list[Tensor] = []
         ctx.kept = [] if _few(len(target), weight) else None
-        for h, t, c in _chunks(weight, hidden, target, heat):
-            logits = _logits(h, weight, bias)
+        ctx.masks = masks
+        for h, t, c, m in _chunks(weight, hidden, target, heat, masks):
+            logits = _logits(h, weight, bias, m)
             normaliser, picked = _reduce(h.device.type)(logits, t, c)
             normalisers.append(normaliser)
             chosen.append(picked)
@@ -46,10 +58,10 @@ class _LogProbabilities(torch.autograd.Function):
         # Chunks add up in float32: many small sums in bfloat16 would lose what is small beside the whole.
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
-        for number, (h, t, c, n, g) in enumerate(
-            _chunks(weight, hidden, target, heat, normaliser, gradients[0])
+        for number, (h, t, c, m, n, g) in enumerate(
+            _chunks(weight, hidden, target, heat, ctx.masks, normaliser, gradients[0])
         ):
-            logits = ctx.kept[number] if ctx.kept is not None else _logits(h, weight, bias)
+            logits = ctx.kept[number] if ctx.kept is not None else _logits(h, weight, bias, m)
             slope = _slope(h.device.type)(logits, t, c, n, g)
             if wants_hidden:
                 to_hidden.append(slope @ weight)
@@ -60,7 +72,7 @@ class _LogProbabilities(torch.autograd.Function):
         summed = (
             None if t is None else t.to(kind) for t, kind in zip((to_weight, to_bias), ctx.kinds, strict=True)
         )
-        return torch.cat(to_hidden) if to_hidden else None, *summed, None, None
+        return torch.cat(to_hidden) if to_hidden else None, *summed, None, None, None
 
 
 class _Taken(torch.autograd.Function):
@@ -91,13 +103,16 @@ def _few(tokens: int, weight: Tensor) -> bool:
     return tokens * weight.shape[0] * weight.element_size() < whole // KEPT_SHARE
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, masks: Tensor | None) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return logits if masks is None else restrict(logits, masks)
 
 
-def _chunks(weight: Tensor, *tensors: Tensor):
+def _chunks(weight: Tensor, first: Tensor, *others: Tensor | None) -> Iterator[Any]:
+    """So many tokens of each at a time; None for a tensor that is not there."""
     size = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    for start in range(0, len(first), size):
+        yield tuple(None if t is None else t[start : start + size] for t in (first, *others))
 
 
 def _reduce_logits(logits: Tensor, target: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,12 +138,18 @@ def _slope(device: str) -> Any:
 
 
 def sampled_log_probabilities(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: Tensor,
+    masks: Tensor | None = None,
 ) -> Tensor:
-    """Of each `target` [n], drawn at `temperature` [n] from the logits that `hidden` [n, size] gives."""
+    """Of each `target` [n], drawn at `temperature` [n] from the logits that `hidden` [n, size] gives; less
+    those that `masks` [n, words] do not allow."""
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    return _LogProbabilities.apply(hidden, weight, bias, target, temperature.float())
+    return _LogProbabilities.apply(hidden, weight, bias, target, temperature.float(), masks)
 
 
 _plain: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

@@ -15,14 +15,23 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from afield.errors import UsageError
+from afield.masks import Masks, restrict
 from afield.trainers.head import plain_head, sampled_log_probabilities, taken
 from afield.trainers.images import ImageReader
 from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded, images_in
 from afield.trainers.rows import Row
 from afield.trainers.tree import Tree
+from afield.types import TurnRange
 
 LayoutName = Literal["tree", "padded"]
+
+
+class Masked(NamedTuple):
+    """Which sampled tokens of a pass have a mask, and those masks."""
+
+    tokens: Tensor
+    words: Tensor
 
 
 class Pass(NamedTuple):
@@ -37,6 +46,7 @@ class Pass(NamedTuple):
     sampler: Tensor  # its log-probability when it was sampled
     advantage: Tensor
     weight: Tensor  # a rollout's sum to 1
+    masked: Masked | None = None  # of tokens that were sampled under a constraint
 
 
 def to_passes(
@@ -46,9 +56,22 @@ def to_passes(
     layout: LayoutName = "tree",
     longest: int | None = None,
     reader: ImageReader | None = None,
+    masks: Masks | None = None,
 ) -> list[Pass]:
     """Passes over at most `max_tokens` tokens each, unless one row alone has more. With a `longest` row for
-    trees, longer ones are padded; so are rows with images, which need `reader`."""
+    trees, longer ones are padded; so are rows with images, which need `reader`. Turns that were sampled under
+    a constraint need `masks`."""
+    return [_masked(batch, masks) for batch in _laid_out(rows, max_tokens, device, layout, longest, reader)]
+
+
+def _laid_out(
+    rows: Sequence[Row],
+    max_tokens: int,
+    device: torch.device,
+    layout: LayoutName,
+    longest: int | None,
+    reader: ImageReader | None,
+) -> list[Pass]:
     rows = [row for row in rows if row.trajectory.owned]
     if layout == "padded":
         return _side_by_side(rows, max_tokens, device, reader)
@@ -112,7 +135,38 @@ def _pass(
                 for p in range(turn.start, turn.end)
             ]
     columns = [torch.tensor(column, device=device) for column in zip(*entries, strict=True)]
-    return Pass(rows, layout, computed, torch.tensor(sources, device=device), *columns)
+    return Pass(rows, layout, computed, torch.tensor(sources, device=device), *columns, masked=None)
+
+
+def _masked(batch: Pass, masks: Masks | None) -> Pass:
+    """With the masks that the constraints of its turns give for the very ids that were sampled."""
+    tokens: list[int] = []
+    words: list[Tensor] = []
+    at = 0
+    for row in batch.rows:
+        for turn in row.trajectory.turns:
+            if turn.constraint is not None:
+                words.append(_along(row, turn, masks))
+                tokens.extend(range(at, at + turn.end - turn.start))
+            at += turn.end - turn.start
+    if not words:
+        return batch
+    device = batch.target.device
+    return batch._replace(masked=Masked(torch.tensor(tokens, device=device), torch.cat(words).to(device)))
+
+
+def _along(row: Row, turn: TurnRange, masks: Masks | None) -> Tensor:
+    where = f"rollout {row.rollout_id}, turn {turn.id}"
+    assert turn.constraint is not None
+    if masks is None or masks.missing:
+        why = masks.missing if masks else "this trainer knows no constraints"
+        raise UsageError(f"{where}: sampled under a constraint; {why}, or set constrained_turns = 'exclude'")
+    try:
+        return masks.along(turn.constraint, row.trajectory.token_ids[turn.start : turn.end])
+    except ValueError as error:
+        raise UsageError(
+            f"{where}: {error}; do engine and trainer have the same tokenizer and xgrammar?"
+        ) from error
 
 
 def log_probabilities(model: Any, batch: Pass) -> Tensor:
@@ -121,8 +175,32 @@ def log_probabilities(model: Any, batch: Pass) -> Tensor:
     if not isinstance(model, FSDPModule) and plain_head(model):
         head = model.get_output_embeddings()
         hidden = taken(batch.layout.hidden(model), batch.source)
-        return sampled_log_probabilities(hidden, head.weight, head.bias, batch.target, batch.temperature)
+        return _of_hidden(hidden, head, batch)
     needed, place = torch.unique(batch.source, return_inverse=True)
     logits = batch.layout.logits(model, needed)[place]
-    scaled = logits.float() / batch.temperature[:, None]
+    scaled = logits.float()
+    if batch.masked is not None:
+        tokens, words = batch.masked
+        scaled = scaled.index_copy(0, tokens, restrict(scaled[tokens], words))
+    scaled = scaled / batch.temperature[:, None]
     return torch.log_softmax(scaled, dim=-1).gather(1, batch.target[:, None]).squeeze(1)
+
+
+def _of_hidden(hidden: Tensor, head: Any, batch: Pass) -> Tensor:
+    """Tokens with a mask on their own, so that the others do not pay for it."""
+    weight, bias = head.weight, head.bias
+    if batch.masked is None:
+        return sampled_log_probabilities(hidden, weight, bias, batch.target, batch.temperature)
+    held = batch.masked.tokens
+    free = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+    free[held] = False
+    parts = ((free.nonzero().flatten(), None), (held, batch.masked.words))
+    found = [
+        sampled_log_probabilities(
+            hidden[tokens], weight, bias, batch.target[tokens], batch.temperature[tokens], words
+        )
+        for tokens, words in parts
+        if len(tokens)
+    ]
+    order = torch.cat([tokens for tokens, _ in parts])
+    return torch.zeros(len(hidden), device=hidden.device).index_copy(0, order, torch.cat(found))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from afield.errors import UsageError
+from afield.masks import Masks
 from afield.options import LoraOptions
 from afield.precision import in_float32
 from afield.rounding import Arrived, Rounding, dtype_of, write_rounding
@@ -84,6 +85,7 @@ class PolicyModel:
         config = self.model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.images, self.no_images = self._load_vision()
+        self.masks = Masks(self.path, self.vocabulary)
         self.context = longest_row(config, tree=False)
         self.tree_context = longest_row(config, tree=True)
         if self.layout == "tree" and self.tree_context != self.context:

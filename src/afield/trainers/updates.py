@@ -70,7 +70,13 @@ class Updates:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
         policy = self.policy
         return to_passes(
-            rows, self.max_tokens_per_pass, policy.device, self.layout, policy.tree_context, policy.images
+            rows,
+            self.max_tokens_per_pass,
+            policy.device,
+            self.layout,
+            policy.tree_context,
+            policy.images,
+            policy.masks,
         )
 
     @torch.no_grad()

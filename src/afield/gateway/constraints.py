@@ -1,0 +1,138 @@
+"""What a request holds its reply to, as a constraint for the engine.
+
+1. `wanted` names the parameters that need one: structured output, tool choice, one call at most, and a budget
+   for reasoning that the reply could exceed.
+2. `constraint` writes the grammar in the model's own format. Schemas that cannot be enforced are refused by
+   the name of their keyword.
+
+Work for it is done only for requests that ask; grammars of the last requests are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from afield.gateway.request import ModelRequest, OutputFormat
+from afield.gateway.schemas import check_pattern, enforceable
+from afield.tokens import ChatTokens, Tool, reply_grammar
+from afield.tokens.reply_grammar import ANY_OBJECT, CallSpec, Element
+from afield.types import Constraint
+
+MAX_TEXT = 1 << 17
+
+
+def wanted(request: ModelRequest, limit: int) -> tuple[str, ...]:
+    """Parameters of a request that its reply has to be held to; `limit` is how long that may be."""
+    found: list[str] = []
+    if request.output is not None:
+        found.append("response_format")
+    if request.must_call or (request.callable_tools and _may_call(request)):
+        found.append("tool_choice")
+    if not request.parallel_calls and _may_call(request) and not request.must_call:
+        found.append("parallel_tool_calls")
+    if request.reasoning.budget is not None and 0 <= request.reasoning.budget < limit:
+        found.append("reasoning budget")
+    return tuple(found)
+
+
+def _may_call(request: ModelRequest) -> bool:
+    return request.may_call and bool(request.tools)
+
+
+def constraint(tokens: ChatTokens, request: ModelRequest) -> Constraint:
+    """For a request with something `wanted`. ValueError, with the reason, for what cannot be enforced."""
+    grammar = _kept(
+        tokens,
+        request.output,
+        _tools_key(_callable(request)),
+        request.must_call,
+        request.parallel_calls,
+        request.prompt is not None,
+        request.reasoning.enabled is not False,
+        request.reasoning.budget,
+    )
+    return Constraint(grammar=grammar, stop_ids=tokens.stop_ids)
+
+
+def _callable(request: ModelRequest) -> tuple[Tool, ...]:
+    if not _may_call(request):
+        if request.must_call:
+            raise ValueError("tool_choice asks for a call, and the request has no tools")
+        return ()
+    names = request.callable_tools
+    if unknown := sorted(set(names) - {tool.name for tool in request.tools}):
+        raise ValueError(f"tool_choice names {unknown[0]!r}, which is not among the tools")
+    return tuple(tool for tool in request.tools if not names or tool.name in names)
+
+
+def _tools_key(tools: Sequence[Tool]) -> bytes:
+    return msgspec.json.encode([(tool.name, tool.parameters) for tool in tools]) if tools else b""
+
+
+@lru_cache(maxsize=256)
+def _kept(
+    tokens: ChatTokens,
+    output: OutputFormat | None,
+    tools: bytes,
+    forced: bool,
+    several: bool,
+    plain: bool,
+    thinks: bool,
+    budget: int | None,
+) -> str:
+    form = tokens.reply_form()
+    if plain:  # a prompt that the client wrote itself
+        form = msgspec.structs.replace(form, reasoning=None, opened=False, harmony=False)
+    known: list[tuple[str, Any]] = msgspec.json.decode(tools) if tools else []
+    calls = [_call(name, schema, forced=forced) for name, schema in known]
+    return reply_grammar.grammar(
+        form,
+        output=None if output is None else _output(output),
+        calls=calls,
+        forced=forced,
+        several=several,
+        thinks=thinks,
+        budget=budget,
+    )
+
+
+def _call(name: str, schema: Any, *, forced: bool) -> CallSpec:
+    """Arguments of calls that are not forced follow their schema as far as it can be enforced."""
+    try:
+        return CallSpec(name, enforceable(schema or ANY_OBJECT, what=f"the schema of tool {name!r}"))
+    except ValueError as error:
+        if forced:
+            raise ValueError(f"tool {name!r}: {error}") from error
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        return CallSpec(name, {**ANY_OBJECT, "properties": {key: {} for key in properties}})
+
+
+def _output(output: OutputFormat) -> Element:
+    if len(output.text) > MAX_TEXT:
+        raise ValueError(f"{output.kind} has more than {MAX_TEXT} characters")
+    if output.kind == "json_object":
+        return reply_grammar.json_value(ANY_OBJECT)
+    if output.kind == "json_schema":
+        return reply_grammar.json_value(enforceable(_json(output)))
+    if output.kind == "regex":
+        return reply_grammar.regex(check_pattern(output.text, "regex"))
+    if output.kind == "choice":
+        values = _json(output)
+        if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
+            raise ValueError("choice must be a list of at least one string")
+        return reply_grammar.choice(values)
+    if not output.text.strip():
+        raise ValueError("grammar is empty; write one in EBNF, with a rule `root ::= ...`")
+    return reply_grammar.ebnf(output.text)
+
+
+def _json(output: OutputFormat) -> Any:
+    try:
+        return json.loads(output.text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{output.kind} is no JSON: {error}") from error

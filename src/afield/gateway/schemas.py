@@ -1,0 +1,356 @@
+"""JSON schemas that can be enforced, written so that whatever the grammar allows is valid.
+
+The library behind constraints passes over some keywords and reads others loosely. Here a schema is rewritten
+with those it enforces (a type that is missing is filled in, a length becomes a pattern, and so on), and what
+cannot be enforced is refused by the name of its keyword. What is rewritten may allow less than the schema
+does, never more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+MAX_CHARACTERS = 1 << 17
+MAX_DEPTH = 48
+MOST = 100_000  # of what is repeated
+
+Schema = dict[str, Any]
+
+
+class Unenforceable(ValueError):
+    """A keyword that cannot be enforced, and where it stands."""
+
+    def __init__(self, keyword: str, path: str, why: str = "") -> None:
+        super().__init__(
+            f"the JSON schema keyword {keyword!r} at {path or 'the top'} cannot be enforced{why}"
+        )
+        self.keyword = keyword
+
+
+ANNOTATIONS = {
+    *("title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "deprecated"),
+    *("readOnly", "writeOnly", "discriminator", "contentMediaType", "contentEncoding", "propertyOrdering"),
+}
+DEFINITIONS = ("$defs", "definitions")
+FAMILIES: dict[str, set[str]] = {
+    "string": {"minLength", "maxLength", "pattern", "format"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "format"},
+    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
+    "object": {
+        *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
+        *("patternProperties", "propertyNames"),
+    },
+    "boolean": set(),
+    "null": set(),
+}
+FAMILIES["integer"] = FAMILIES["number"]
+FORMATS = {
+    *("email", "date", "time", "date-time", "duration", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
+    *("uri-template", "json-pointer", "relative-json-pointer"),
+}
+TOLD_ONLY = {"password", "enum", "int32", "int64", "float", "double"}  # formats that bound nothing
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
+# Characters that a JSON string has as they are, but for half surrogates, which no text has.
+_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+_UNREAD = re.compile(r'\(\?(?!:)|\\[bBkpPux1-9]|"|\\\\')
+
+
+def enforceable(schema: Any, *, what: str = "the JSON schema") -> Any:
+    """The schema as it is given to the grammar. ValueError for one that cannot be enforced."""
+    try:
+        if len(json.dumps(schema)) > MAX_CHARACTERS:
+            raise ValueError(f"{what} has more than {MAX_CHARACTERS} characters")
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply") from error
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"{what} must be an object, or true")
+    return _Reader(schema).read(schema, "")
+
+
+def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
+    """Refuse a regular expression with parts that would be read in another way."""
+    if found := _UNREAD.search(pattern):
+        raise Unenforceable(keyword, path, f": its part {found[0]!r}")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{keyword} {pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+class _Reader:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def read(self, node: Any, path: str) -> Any:
+        if path.count("/") > 2 * MAX_DEPTH:
+            raise ValueError(f"the JSON schema is nested too deeply, at {path[:80]}")
+        if node is True:
+            return {}
+        if not isinstance(node, dict):
+            raise Unenforceable(json.dumps(node), path)
+        node = dict(node)
+        kept = self._definitions(node, path)
+        given = {k: v for k, v in node.items() if k not in ANNOTATIONS and not k.startswith("x-")}
+        if order := node.get("propertyOrdering"):
+            given = _ordered(given, order)
+        if given.pop("nullable", False) is True:
+            return {"anyOf": [self._one(given, path), {"type": "null"}], **kept}
+        return {**self._one(given, path), **kept}
+
+    def _definitions(self, node: Schema, path: str) -> Schema:
+        return {
+            name: {key: self.read(value, f"{path}/{name}/{key}") for key, value in node.pop(name).items()}
+            for name in DEFINITIONS
+            if isinstance(node.get(name), dict)
+        }
+
+    def _one(self, node: Schema, path: str) -> Schema:
+        for keyword, read in self._readers().items():
+            if keyword in node:
+                return read(node, path)
+        return self._typed(node, path)
+
+    def _readers(self) -> dict[str, Callable[[Schema, str], Schema]]:
+        return {
+            "$ref": self._reference,
+            "allOf": self._all,
+            "anyOf": self._any,
+            "oneOf": self._any,
+            "enum": self._values,
+            "const": self._values,
+        }
+
+    def _reference(self, node: Schema, path: str) -> Schema:
+        if others := sorted(node.keys() - {"$ref"}):
+            raise Unenforceable(others[0], path, " beside $ref")
+        target, seen = node, set[str]()
+        while isinstance(target, dict) and "$ref" in target:
+            name = target["$ref"]
+            if name in seen or not isinstance(name, str) or not name.startswith("#"):
+                raise Unenforceable("$ref", path, f": {name!r}")
+            seen.add(name)
+            target = self._found(name, path)
+        return node
+
+    def _found(self, name: str, path: str) -> Any:
+        found: Any = self._root
+        for step in name.removeprefix("#").split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or step not in found:
+                raise Unenforceable("$ref", path, f": there is no {name!r}")
+            found = found[step]
+        return found
+
+    def _all(self, node: Schema, path: str) -> Schema:
+        parts = node["allOf"]
+        if not isinstance(parts, list) or len(parts) != 1 or len(node) > 1:
+            raise Unenforceable("allOf", path)
+        return self.read(parts[0], f"{path}/allOf/0")
+
+    def _any(self, node: Schema, path: str) -> Schema:
+        keyword = "anyOf" if "anyOf" in node else "oneOf"
+        options = node[keyword]
+        if others := sorted(node.keys() - {keyword, "type"}):
+            raise Unenforceable(others[0], path, f" beside {keyword}")
+        if not isinstance(options, list) or not options:
+            raise Unenforceable(keyword, path)
+        if "type" in node:
+            options = [{"type": node["type"], **o} if isinstance(o, dict) else o for o in options]
+        if keyword == "oneOf" and not self._disjoint(options):
+            raise Unenforceable("oneOf", path, ": what it lists may overlap; say anyOf")
+        return {"anyOf": [self.read(option, f"{path}/{keyword}/{n}") for n, option in enumerate(options)]}
+
+    def _disjoint(self, options: list[Any]) -> bool:
+        """Whether no value can be of two of them: by type, or by a constant that each requires."""
+        full = [self._resolved(option) for option in options]
+        kinds = [_types(option) for option in full]
+        names = {"number" if kind == "integer" else kind for given in kinds for kind in given}
+        if all(kinds) and sum(map(len, kinds)) == len(names):
+            return True
+        shared = set.intersection(*(set(option.get("required", ())) for option in full))
+        for name in shared:
+            values = [_constants(option.get("properties", {}).get(name)) for option in full]
+            flat = [json.dumps(value) for given in values for value in given]
+            if all(values) and len(flat) == len(set(flat)):
+                return True
+        return False
+
+    def _resolved(self, option: Any) -> Schema:
+        for _ in range(MAX_DEPTH):
+            if not (isinstance(option, dict) and isinstance(option.get("$ref"), str)):
+                break
+            option = self._found(option["$ref"], "")
+        return option if isinstance(option, dict) else {}
+
+    def _values(self, node: Schema, path: str) -> Schema:
+        keyword = "enum" if "enum" in node else "const"
+        if others := sorted(node.keys() - {"enum", "const", "type"}):
+            raise Unenforceable(others[0], path, f" beside {keyword}")
+        values = node["enum"] if keyword == "enum" else [node["const"]]
+        if not isinstance(values, list):
+            raise Unenforceable(keyword, path)
+        if "const" in node:
+            values = [value for value in values if value == node["const"]]
+        if kinds := _types(node):
+            values = [value for value in values if _kinds_of(value) & kinds]
+        if not values:
+            raise Unenforceable(keyword, path, ": it allows nothing")
+        return {"enum": values}
+
+    def _typed(self, node: Schema, path: str) -> Schema:
+        kinds = sorted(_types(node)) or self._guessed(node)
+        if not kinds:
+            if unknown := sorted(node):
+                raise Unenforceable(unknown[0], path)
+            return {}
+        known = set[str]().union(*(FAMILIES.get(kind, set()) for kind in kinds))
+        if unknown := sorted(node.keys() - known - {"type"}):
+            raise Unenforceable(unknown[0], path)
+        parts = [self._of_kind(kind, node, path) for kind in kinds]
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
+
+    def _guessed(self, node: Schema) -> list[str]:
+        """The type that keywords without one are about."""
+        found = [
+            kind
+            for kind, keywords in FAMILIES.items()
+            if kind != "integer" and keywords and node.keys() & (keywords - {"format"})
+        ]
+        return ["string"] if not found and "format" in node else found
+
+    def _of_kind(self, kind: str, node: Schema, path: str) -> Schema:
+        if kind not in FAMILIES:
+            raise Unenforceable("type", path, f": {kind!r}")
+        mine = {key: value for key, value in node.items() if key in FAMILIES[kind]}
+        read = {"string": self._string, "array": self._array, "object": self._object}
+        if kind in read:
+            return read[kind](mine, path)
+        return self._number(kind, mine, path)
+
+    def _number(self, kind: str, node: Schema, path: str) -> Schema:
+        if node.pop("format", None) not in {None, *TOLD_ONLY}:
+            raise Unenforceable("format", path)
+        if node.pop("multipleOf", 1) != 1 or (kind == "number" and "multipleOf" in node):
+            raise Unenforceable("multipleOf", path)
+        for keyword, bound in node.items():
+            if isinstance(bound, bool) or not isinstance(bound, int | float):
+                raise Unenforceable(keyword, path)
+        return {"type": kind, **node}
+
+    def _string(self, node: Schema, path: str) -> Schema:
+        if node.get("format") in TOLD_ONLY:
+            del node["format"]
+        if "format" in node:
+            if others := sorted(node.keys() - {"format"}):
+                raise Unenforceable(others[0], path, " beside format")
+            if node["format"] == "ipv4":
+                return {"type": "string", "pattern": _IPV4}
+            if node["format"] not in FORMATS:
+                raise Unenforceable("format", path, f": {node['format']!r}")
+            return {"type": "string", **node}
+        low, high = _bounds(node, "minLength", "maxLength", path)
+        if "pattern" in node:
+            if low or high is not None:
+                raise Unenforceable("pattern", path, " beside minLength or maxLength")
+            return {"type": "string", "pattern": check_pattern(node["pattern"], "pattern", path)}
+        if low or high is not None:
+            return {"type": "string", "pattern": f"^{_CHARACTER}{{{low},{'' if high is None else high}}}$"}
+        return {"type": "string"}
+
+    def _array(self, node: Schema, path: str) -> Schema:
+        if node.pop("uniqueItems", False):
+            raise Unenforceable("uniqueItems", path)
+        _bounds(node, "minItems", "maxItems", path)
+        if "items" in node and node["items"] is not False:
+            node["items"] = self.read(node["items"], f"{path}/items")
+        if "prefixItems" in node:
+            parts = enumerate(node["prefixItems"])
+            node["prefixItems"] = [self.read(part, f"{path}/prefixItems/{n}") for n, part in parts]
+        return {"type": "array", **node}
+
+    def _object(self, node: Schema, path: str) -> Schema:
+        _bounds(node, "minProperties", "maxProperties", path)
+        if "patternProperties" in node or "propertyNames" in node:
+            return self._open(node, path)
+        properties = node.get("properties", {})
+        if not isinstance(properties, dict):
+            raise Unenforceable("properties", path)
+        made = {name: self.read(value, f"{path}/properties/{name}") for name, value in properties.items()}
+        required = node.get("required", [])
+        more = node.get("additionalProperties", "properties" not in node and not required)
+        for name in required:
+            if name not in made:
+                made[name] = self.read(more, path) if isinstance(more, dict) else {}
+        if isinstance(more, dict):
+            more = self.read(more, f"{path}/additionalProperties")
+        rest = {k: v for k, v in node.items() if k in ("minProperties", "maxProperties")}
+        kept = {"properties": made} if made else {}
+        return {"type": "object", **kept, "required": required, "additionalProperties": more, **rest}
+
+    def _open(self, node: Schema, path: str) -> Schema:
+        """Objects by the names of their keys, and nothing else beside."""
+        keyword = "patternProperties" if "patternProperties" in node else "propertyNames"
+        allowed = {keyword, "minProperties", "maxProperties"}
+        if others := sorted(node.keys() - allowed - {"additionalProperties"}):
+            raise Unenforceable(others[0], path, f" beside {keyword}")
+        if keyword == "propertyNames" or len(node[keyword]) != 1:
+            raise Unenforceable(keyword, path)
+        ((pattern, value),) = node[keyword].items()
+        check_pattern(pattern, keyword, path)
+        return {
+            **{key: bound for key, bound in node.items() if key in allowed},
+            "type": "object",
+            keyword: {pattern: self.read(value, f"{path}/{keyword}")},
+            "additionalProperties": False,
+        }
+
+
+def _bounds(node: Schema, low: str, high: str, path: str) -> tuple[int, int | None]:
+    least, most = node.get(low, 0), node.get(high)
+    for keyword, bound in ((low, least), (high, most)):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
+            raise Unenforceable(keyword, path)
+    if least > MOST or (most is not None and most < least):
+        raise Unenforceable(low, path, f": {least}")
+    if most is not None and most > MOST:
+        most = node[high] = MOST
+    return least, most
+
+
+def _ordered(node: Schema, order: Any) -> Schema:
+    properties = node.get("properties")
+    if not isinstance(properties, dict) or not isinstance(order, list):
+        return node
+    names = [name for name in order if name in properties]
+    names += [name for name in properties if name not in names]
+    return {**node, "properties": {name: properties[name] for name in names}}
+
+
+def _types(node: Any) -> set[str]:
+    given = node.get("type") if isinstance(node, dict) else None
+    names = given if isinstance(given, list) else [given]
+    found = {name.lower() for name in names if isinstance(name, str)}
+    return found - {"integer"} if "number" in found else found
+
+
+def _constants(schema: Any) -> list[Any]:
+    if not isinstance(schema, dict):
+        return []
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+
+
+def _kinds_of(value: Any) -> set[str]:
+    if value is None:
+        return {"null"}
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number"}
+    return {{str: "string", list: "array"}.get(type(value), "object")}

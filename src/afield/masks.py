@@ -1,0 +1,142 @@
+"""Token masks of constraints: which tokens may be drawn at each place of a reply.
+
+Sampling in the embedded engine and rescoring in the trainer walk the same masks, made by xgrammar from the
+text that vLLM and SGLang are given and compile with the same library, for the tokenizer in the model's
+directory and the model's own number of logits. A mask is a row of 32-bit words, one bit for each token.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from afield.errors import UsageError
+from afield.types import Constraint
+
+if TYPE_CHECKING:
+    import xgrammar
+
+CACHE_BYTES = 512 << 20  # of compiled grammars
+INSTALL = "pip install 'afield[structured]'"
+
+
+class Walker:
+    """The masks along one reply: look at `mask`, draw a token, `accept` it."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, words: int) -> None:
+        self._matcher = matcher
+        self._words = words
+
+    @property
+    def mask(self) -> Tensor:
+        """Of the next token, as 32-bit words. Once the reply has ended nothing is allowed."""
+        words = torch.zeros(1, self._words, dtype=torch.int32)
+        if not self._matcher.is_terminated():
+            words.fill_(-1)
+            self._matcher.fill_next_token_bitmask(words)
+        return words[0]
+
+    def accept(self, token: int) -> bool:
+        """Whether the token was allowed."""
+        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+
+
+class Masks:
+    """Constraints compiled for one model. Safe to use from several threads; compiled grammars are kept.
+
+    The library and the tokenizer are loaded when the first constraint comes.
+    """
+
+    def __init__(self, model: str | Path, vocabulary: int) -> None:
+        """`vocabulary` is how many logits the model gives."""
+        self.path, self.vocabulary = Path(model), vocabulary
+        self._words = -(-vocabulary // 32)
+        self._lock = threading.Lock()
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._kept: dict[str, xgrammar.CompiledGrammar] = {}  # the one used last comes last
+
+    @property
+    def missing(self) -> str:
+        """What is missing to compile constraints, and the remedy; empty if nothing is."""
+        if find_spec("xgrammar") is None:
+            return f"constraints need xgrammar; {INSTALL}"
+        if not any((self.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return f"constraints need the model's tokenizer, which {self.path} does not have"
+        return ""
+
+    def _loaded(self) -> xgrammar.GrammarCompiler:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._load()
+            return self._compiler
+
+    def _load(self) -> xgrammar.GrammarCompiler:
+        if self.missing:
+            raise UsageError(self.missing)
+        import xgrammar
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.path} has no tokenizer that transformers loads: {error}") from error
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=self.vocabulary)
+        threads = min(4, os.cpu_count() or 1)
+        # Its own cache takes grammars for the same that differ in nothing but the ids of tokens (0.2.8).
+        return xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+
+    def _compiled(self, grammar: str) -> xgrammar.CompiledGrammar:
+        compiler = self._loaded()
+        with self._lock:
+            if (known := self._kept.pop(grammar, None)) is not None:
+                self._kept[grammar] = known
+                return known
+        try:
+            made = compiler.compile_structural_tag(grammar)
+        except (RuntimeError, ValueError, TypeError) as error:
+            told = str(error).strip().partition("\n")[0]
+            raise ValueError(f"the constraint cannot be compiled: {told}") from error
+        with self._lock:
+            self._kept[grammar] = made
+            while len(self._kept) > 1 and self._size() > CACHE_BYTES:
+                del self._kept[next(iter(self._kept))]
+        return made
+
+    def _size(self) -> int:
+        return sum(compiled.memory_size_bytes for compiled in self._kept.values())
+
+    def walk(self, constraint: Constraint) -> Walker:
+        """From the beginning of a reply. ValueError for a grammar that cannot be compiled."""
+        compiled = self._compiled(constraint.grammar)
+        import xgrammar
+
+        stops = list(constraint.stop_ids) or None
+        return Walker(xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops), self._words)
+
+    def along(self, constraint: Constraint, ids: Sequence[int]) -> Tensor:
+        """The masks [ids, words] under which these ids were drawn. ValueError for ids that they forbid."""
+        walker = self.walk(constraint)
+        masks: list[Tensor] = []
+        for place, token in enumerate(ids):
+            masks.append(walker.mask)
+            if not walker.accept(token):
+                raise ValueError(f"the constraint does not allow token {token} at place {place} of the reply")
+        return torch.stack(masks) if masks else torch.zeros(0, self._words, dtype=torch.int32)
+
+
+def allowed(words: Tensor, vocabulary: int) -> Tensor:
+    """Masks of words [..., words] as one boolean for each token [..., vocabulary]."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> bits) & 1).bool().flatten(-2)[..., :vocabulary]
+
+
+def restrict(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits [rows, vocabulary] with minus infinity for what masks [rows, words] do not allow."""
+    return logits.masked_fill(~allowed(words, logits.shape[-1]), float("-inf"))
