@@ -19,6 +19,7 @@ from msgspec import structs
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Chunk, Engine, Image, TopLogprobs
 from afield.types import FinishReason, Sampling
+from fake_vllm import held
 
 TYPES = {"stop": "stop", "length": "length", "aborted": "abort"}
 
@@ -165,10 +166,12 @@ class FakeSglang:
             stop_ids=() if given["ignore_eos"] else tuple(given["stop_token_ids"]),
             stream=True,
             images=tuple(Image(digest=d, media_type="?", url=d) for d in body.get("image_data", ())),
+            constraint=held(given if "structural_tag" in given else None, given["stop_token_ids"]),
             top_logprobs=body.get("top_logprobs_num", 0),
             prompt_logprobs=body.get("top_logprobs_num", 0) if body.get("logprob_start_len") == 0 else None,
         )
-        fault = self.faults.pop(0) if self.faults and given["max_new_tokens"] != 8 else ""
+        probing = given["max_new_tokens"] == 8 or "structural_tag" in given
+        fault = self.faults.pop(0) if self.faults and not probing else ""
         adapter, rid = body.get("lora_path"), body.get("rid", "")
         if adapter is not None and adapter not in self.adapters:
             return web.json_response({"error": {"message": f"{adapter} is not loaded"}}, status=400)

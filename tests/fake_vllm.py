@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.seams.engine import Call, Chunk, Engine, Image
-from afield.types import FinishReason, Sampling
+from afield.types import Constraint, FinishReason, Sampling
 
 REASONS = {"stop": "stop", "length": "length", "aborted": "abort", None: None}
 
@@ -233,6 +233,7 @@ class FakeVllm:
             images=tuple(Image(digest=p["uuid"], media_type="?", url=p["url"]) for p in parts),
             top_logprobs=count,
             prompt_logprobs=given.get("prompt_logprobs"),
+            constraint=held(given.get("structured_outputs"), given["stop_token_ids"]),
         )
         probing = self.sessions[-1] == "probe"
         fault = self.faults.pop(0) if self.faults and not probing else ""
@@ -387,6 +388,10 @@ class FakeVllm:
             spans.append({"version": name, "start": start, "end": end})
             start = end
         return spans
+
+
+def held(asked: dict[str, str] | None, stop_ids: Sequence[int]) -> Constraint | None:
+    return Constraint(grammar=asked["structural_tag"], stop_ids=tuple(stop_ids)) if asked else None
 
 
 def _prompt_logprobs(seen: list[Chunk]) -> Any:

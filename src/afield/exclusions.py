@@ -60,6 +60,8 @@ class ExclusionReason(StrEnum):
     """The client asked the same again and went on from another answer."""
     TOO_LONG = "too_long"
     """The row is longer than the trainer's context."""
+    CONSTRAINED = "constrained"
+    """The reply was held to a form while it was sampled, and what trains it does not train such turns."""
     SIDE_DECLARED = "side:declared"
     """The request carries the header `x-afield-side-call: 1`."""
 
@@ -180,7 +182,12 @@ _RECORD = {
     ExclusionReason.ABANDONED: "raise the timeout of the agent's client, or find out why it asks again",
     ExclusionReason.TOO_LONG: "lower max_context to what the trainer takes",
 }
-_SESSION = {ExclusionReason.SIDE_DECLARED: f"{_TRAIN_THEM}; or leave {SIDE_CALL_HEADER} out of the request"}
+_SESSION = {
+    ExclusionReason.CONSTRAINED: (
+        'constrained_turns = "train" trains them with the embedded trainer; veRL, TRL and Tinker cannot'
+    ),
+    ExclusionReason.SIDE_DECLARED: f"{_TRAIN_THEM}; or leave {SIDE_CALL_HEADER} out of the request",
+}
 REASONS: dict[str, RegisteredReason] = {
     reason.name: reason
     for reason in (

@@ -9,6 +9,7 @@ again. A pause asked for from outside outlives a load.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -21,12 +22,31 @@ from msgspec import structs
 from afield.engines.adapters import Lease, Leases, is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.http import Http
-from afield.engines.logprobs import Drawn, check_mode
+from afield.engines.logprobs import Drawn, check_mode, probe_call
 from afield.engines.spans import Pieces
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
-from afield.types import FinishReason
+from afield.types import Constraint, FinishReason
+from afield.wire import encode
 
+log = logging.getLogger("afield.engines")
+FORCED = (5, 7)
+SURE = 1e-3
+# Tokens by their ids, after a text of no tokens: older releases of xgrammar do not know such a bound.
+PROBE = Constraint(
+    grammar=encode(
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "sequence",
+                "elements": [
+                    {"type": "any_text", "excludes": [], "max_tokens": 0},
+                    *({"type": "token", "token": token} for token in FORCED),
+                ],
+            },
+        }
+    ).decode()
+)
 UNKNOWN_VOCABULARY = 1 << 31  # the server refuses ids it does not have
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -102,6 +122,8 @@ class RemoteEngine(ABC):
                 async with aclosing(pieces):
                     async for chunk in pieces:
                         ours = ends != self._ends or (lease is not None and lease.called_back)
+                        # A server cannot begin in the middle of a grammar.
+                        ours = ours and call.constraint is None
                         goes_on = chunk.finish is FinishReason.ABORTED and ours
                         shown = sampled.add(chunk, goes_on)
                         if shown.token_ids or not goes_on:
@@ -219,6 +241,17 @@ class RemoteEngine(ABC):
         if call.images and not info.images:
             raise ValueError(f"call {call.id!r} has images, which {self.url} does not take")
         return min(call.max_tokens, info.max_context - len(call.prompt_ids))
+
+    async def _holds(self) -> bool:
+        """Whether the server holds replies to constraints as `afield.masks` does, and tells log-probabilities
+        of what is left: tried out with tokens that leave no choice."""
+        call = structs.replace(probe_call((1, 2, 3)), max_tokens=len(FORCED), constraint=PROBE)
+        try:
+            drawn = await self._draw(call)
+        except (ValueError, Unavailable) as error:
+            log.info("%s enforces no constraints: %s", self.url, error)
+            return False
+        return [token for token, _ in drawn] == list(FORCED) and all(abs(p) < SURE for _, p in drawn)
 
     async def _draw(self, call: Call) -> Drawn:
         drawn = [chunk async for chunk in self._whole(call)]

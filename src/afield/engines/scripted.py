@@ -10,12 +10,13 @@ images, each of which stands for `image_length` ids in the prompt.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 import msgspec
 from msgspec import Struct, structs
@@ -25,6 +26,9 @@ from afield.engines.ledger import Entry, watch
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo, TopLogprobs
 from afield.types import FinishReason
+
+if TYPE_CHECKING:
+    from afield.masks import Masks, Walker
 
 Failing = Literal["unavailable", "hang"]
 MAX_TOP_LOGPROBS = 20
@@ -67,11 +71,16 @@ class ScriptedEngine:
         vocab_size: int = 1 << 18,
         image_id: int | None = None,
         image_length: int = 4,
+        model: str | Path | None = None,
     ) -> None:
+        """Answers to calls with a constraint are held against it where the `model` directory is known, else
+        taken at their word. A call with one that the script has no answer for is drawn from its masks."""
         self._answer = script if callable(script) else _in_order(script)
         self._version = version
         self._max_context, self._vocab_size = max_context, vocab_size
         self._image_id, self._image_length = image_id, image_length
+        self._model = model
+        self._known_masks: Masks | None = None
         self._moving = asyncio.Event()
         self._moving.set()
         self._broken: str | None = None
@@ -99,6 +108,7 @@ class ScriptedEngine:
             max_context=self._max_context,
             vocab_size=self._vocab_size,
             images=self._image_id is not None,
+            constraints=True,
             max_top_logprobs=MAX_TOP_LOGPROBS,
             prompt_logprobs=True,
         )
@@ -123,7 +133,7 @@ class ScriptedEngine:
     async def _chunks(self, call: Call) -> AsyncGenerator[Chunk]:
         expanded = self._expanded(call)
         check_call(structs.replace(call, prompt_ids=expanded), await self.info())
-        answer = self._answer(call)
+        answer = self._held(call)
         tokens, finish = _as_sampled(answer, call, self._max_context - len(expanded))
         logprobs = answer.logprobs or tuple(_logprob(token, n) for n, token in enumerate(tokens))
         for start, end in _cuts(answer, len(tokens), call.stream):
@@ -146,6 +156,30 @@ class ScriptedEngine:
             self._check_up()
         if answer.fail == "unavailable":
             raise Unavailable(f"the script fails call {call.id!r} here")
+
+    def _held(self, call: Call) -> Scripted:
+        if call.constraint is None or self._model is None or (masks := self._masks(self._model)) is None:
+            return self._answer(call)
+        walker = masks.walk(call.constraint)
+        try:
+            answer = self._answer(call)
+        except Unavailable:
+            return _drawn(call, walker, self._vocab_size)
+        for place, token in enumerate(answer.token_ids):
+            if not walker.accept(token):
+                raise ValueError(
+                    f"the script answers call {call.id!r} with the ids {answer.token_ids}, and its constraint"
+                    f" does not allow the one at place {place}"
+                )
+        return answer
+
+    def _masks(self, model: str | Path) -> Masks | None:
+        """None where they cannot be made: without xgrammar."""
+        from afield.masks import Masks
+
+        if self._known_masks is None:
+            self._known_masks = Masks(model, self._vocab_size)
+        return None if self._known_masks.missing else self._known_masks
 
     def _expanded(self, call: Call) -> tuple[int, ...]:
         """The prompt with every image at its full length."""
@@ -171,6 +205,22 @@ class ScriptedEngine:
     def _check_up(self) -> None:
         if self._broken is not None:
             raise Unavailable(self._broken)
+
+
+def _drawn(call: Call, walker: Walker, vocabulary: int) -> Scripted:
+    """Something that the constraint allows, all tokens alike; it ends as soon as it may."""
+    from afield.masks import allowed
+
+    rng = random.Random(call.draw or call.id)
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while len(ids) < call.max_tokens and not (ids and ids[-1] in call.stop_ids):
+        may = allowed(walker.mask, vocabulary).nonzero().flatten().tolist()
+        ends = [token for token in may if token in call.stop_ids]
+        ids.append(rng.choice(ends or may))
+        logprobs.append(-math.log(len(ends or may)))
+        walker.accept(ids[-1])
+    return Scripted(token_ids=tuple(ids), logprobs=tuple(logprobs))
 
 
 def _in_order(answers: Sequence[Scripted]) -> Callable[[Call], Scripted]:

@@ -56,6 +56,7 @@ class SglangEngine(RemoteEngine):
         self._known = info = EngineInfo(
             kind="sglang",
             version=self._version,
+            constraints=True,
             max_context=served.max_req_input_len,
             vocab_size=self._vocab_size,
             images=told.has_image_understanding,
@@ -63,9 +64,9 @@ class SglangEngine(RemoteEngine):
             max_top_logprobs=MAX_TOP_LOGPROBS,
             prompt_logprobs=True,
         )
-        mode = await measure(self._draw)
+        mode, holds = await measure(self._draw), await self._holds()
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
-        return structs.replace(info, logprobs=mode, notes=notes)
+        return structs.replace(info, logprobs=mode, notes=notes, constraints=holds)
 
     async def _refresh(self) -> None:
         told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)

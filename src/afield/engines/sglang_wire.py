@@ -208,6 +208,8 @@ def body(call: Call, limit: int, lease: Lease | None = None, adapter: str = "") 
         asked["logprob_start_len"] = 0
     if call.stop:
         asked["sampling_params"]["stop"] = call.stop
+    if call.constraint:
+        asked["sampling_params"]["structural_tag"] = call.constraint.grammar
     if sampling.seed is not None:
         asked["sampling_params"]["sampling_seed"] = sampling.seed
     if call.images:

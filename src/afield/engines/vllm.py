@@ -85,18 +85,19 @@ class VllmEngine(RemoteEngine):
         self._known = info = EngineInfo(
             kind="vllm",
             version=self._version,
+            constraints=True,
             max_context=chosen.max_model_len,
             vocab_size=self._vocab_size,
             images=self._images and self._exact,
             exact_versions=self._exact and self._labelled,
             dtype=await self._adapters.dtype() if self._manageable else "",
         )
-        mode = await measure(self._draw)
+        mode, holds = await measure(self._draw), await self._holds()
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
         notes += () if self._exact else (NO_SPANS,)
         notes += () if self._labelled or not self._manageable else (NO_LABELS,)
         self._known = info = structs.replace(info, logprobs=mode, notes=notes, prompt_logprobs=True)
-        return structs.replace(info, max_top_logprobs=await self._most_candidates())
+        return structs.replace(info, max_top_logprobs=await self._most_candidates(), constraints=holds)
 
     async def _most_candidates(self) -> int:
         """How many of the likeliest tokens it tells (`--max-logprobs`, which it does not name)."""

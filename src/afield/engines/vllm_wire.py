@@ -182,9 +182,12 @@ def _sampling(call: Call, limit: int) -> dict[str, Any]:
     # Text is not what we read; held back for the sake of a stop string, it would hold ids back, too.
     strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}
     scores = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
+    # Under its default backend, xgrammar, a structural tag gives the very masks of `afield.masks`.
+    held = {"structured_outputs": {"structural_tag": call.constraint.grammar}} if call.constraint else {}
     return {
         **strings,
         **scores,
+        **held,
         "logprobs": call.top_logprobs,
         "max_tokens": limit,
         "temperature": sampling.temperature,

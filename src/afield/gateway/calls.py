@@ -17,7 +17,7 @@ from msgspec import structs
 
 from afield.errors import Unavailable
 from afield.forest import extend_digest
-from afield.gateway import lineage, placing, wishes
+from afield.gateway import constraints, lineage, placing, wishes
 from afield.gateway.images import Checker, image_spans
 from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
@@ -34,7 +34,7 @@ from afield.gateway.store import Store, TurnRow, to_its_end
 from afield.gateway.thinking import template_arguments
 from afield.seams import Call, Chunk, Engine, EngineInfo, Image
 from afield.tokens import ChatTokens, Event, Parser, ToolStart
-from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
+from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
 MALFORMED = "malformed-call"  # tag of a turn with a call that could not be read and stayed text
@@ -80,7 +80,10 @@ class Calls:
             for item in await self._score(session, request, place):
                 yield item
             return
-        if items := await self._again(session, tokens, request, place, limit):
+        held: Constraint | None = None
+        if asked := constraints.wanted(request):
+            request, held = await self._hold(session, tokens, request, asked)
+        if items := await self._again(session, tokens, request, place, limit, held):
             for item in items:
                 yield item
             return
@@ -89,7 +92,7 @@ class Calls:
         room = await session.reserve(limit, self._clock)
         n = session.charge(self._clock())
         with session.reserved(room) as reservation:
-            items = self._sample(session, tokens, request, place, limit, reservation, n)
+            items = self._sample(session, tokens, request, place, limit, reservation, n, held)
             async with aclosing(items):
                 async for item in items:
                     yield item
@@ -118,6 +121,24 @@ class Calls:
             if tags:
                 request = structs.replace(request, tags=(*request.tags, *tags))
         return tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render), request
+
+    async def _hold(
+        self, session: Session, tokens: ChatTokens, request: ModelRequest, asked: Sequence[str]
+    ) -> tuple[ModelRequest, Constraint | None]:
+        """The constraint of the reply; or the request without it, where the session says so."""
+        names = [request.names.get(field, field) for field in asked]
+        try:
+            if not self._info.constraints:
+                raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
+            made = placing.off_loop(constraints.size(request), constraints.constraint, tokens, request)
+            return request, await made
+        except ValueError as error:
+            if session.row.spec.unsupported == "ignore":
+                return constraints.without(request, [f"ignored:{name}" for name in names]), None
+            raise bad_request(
+                f"{', '.join(names)}: {error}",
+                "ask for something simpler, or open the session with unsupported: ignore",
+            ) from error
 
     def _check(self, session: Session, request: ModelRequest) -> None:
         if request.tools and not self._reads_calls(session):
@@ -166,19 +187,25 @@ class Calls:
     # --- asked again -----------------------------------------------------------------------------
 
     async def _again(
-        self, session: Session, tokens: ChatTokens, request: ModelRequest, place: lineage.Place, limit: int
+        self,
+        session: Session,
+        tokens: ChatTokens,
+        request: ModelRequest,
+        place: lineage.Place,
+        limit: int,
+        held: Constraint | None,
     ) -> list[Item]:
         """The answer that a client missed, or names by its idempotency key: nothing new is sampled for it."""
         key = request.idempotency_key
         if flight := session.flights.get(key):
             await asyncio.wait([flight])
         for turn in reversed(session.forest.asked(place.asked)):
-            if not _repeatable(session, turn, key, (place.parent, place.delta_ids, limit)):
+            if not _repeatable(session, turn, key, (place.parent, place.delta_ids, limit, held)):
                 continue
             scores = self._scores_again(session, request, turn)
             if _asks_scores(request) and scores is None:
                 continue
-            parser, stops = self._readers(tokens, request)
+            parser, stops = self._readers(tokens, request, held)
             pieces = self._pieces_again(request, turn, scores, parser, stops)
             reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
@@ -219,12 +246,16 @@ class Calls:
         asked = (request.top_logprobs, request.prompt_logprobs, request.by_token)
         return scores if scores and scores.answers(*asked) else None
 
-    def _readers(self, tokens: ChatTokens, request: ModelRequest) -> tuple[Parser, StopStrings]:
+    def _readers(
+        self, tokens: ChatTokens, request: ModelRequest, held: Constraint | None
+    ) -> tuple[Parser, StopStrings]:
+        verbatim = held is not None
         if request.prompt is not None:
-            parser = tokens.plain_parser()
+            parser = tokens.plain_parser(verbatim=verbatim)
         else:
             # Calls are shown when they are closed: a client never sees one that turns out malformed.
-            parser = tokens.parser(tools=request.tools if request.may_call else (), hold_calls=True)
+            tools = request.tools if request.may_call else ()
+            parser = tokens.parser(tools=tools, hold_calls=True, verbatim=verbatim)
         return parser, StopStrings(request.stop, parser)
 
     # --- prompts that are scored and not answered ------------------------------------------------
@@ -264,14 +295,15 @@ class Calls:
         limit: int,
         reserved: Reservation,
         n: int,
+        held: Constraint | None,
     ) -> AsyncGenerator[Item]:
         """`limit` is how many tokens were asked for, `n` the number of the call."""
-        intent = self._intent(session, request, place, limit, n)
+        intent = self._intent(session, request, place, limit, n, held)
         partial = Partial()
-        parser, stops = self._readers(tokens, request)
+        parser, stops = self._readers(tokens, request, held)
         spoken = _spoken(request, parser)
         await self._keep(session, request)
-        call = self._call(session, request, place, reserved.left, intent.id, n)
+        call = self._call(session, request, place, reserved.left, intent.id, n, held)
         chunks = sampled(self._engine, call, stops) if call.stop else self._engine.generate(call)
         broke: tuple[str, ...] = ()
         asked = len(place.prompt_ids)
@@ -437,7 +469,14 @@ class Calls:
         return tuple(n for n, token in enumerate(ids) if token == wanted and n not in sampled)
 
     def _call(
-        self, session: Session, request: ModelRequest, place: lineage.Place, room: int, turn_id: str, n: int
+        self,
+        session: Session,
+        request: ModelRequest,
+        place: lineage.Place,
+        room: int,
+        turn_id: str,
+        n: int,
+        held: Constraint | None = None,
     ) -> Call:
         spec, sampling = session.row.spec, self._sampling(session, request)
         images = self._images(session, place) if self._info.images else ()
@@ -457,10 +496,17 @@ class Calls:
             draw=f"{spec.draw or session.id}/t{n - session.dangling}",
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            constraint=held,
         )
 
     def _intent(
-        self, session: Session, request: ModelRequest, place: lineage.Place, limit: int, n: int
+        self,
+        session: Session,
+        request: ModelRequest,
+        place: lineage.Place,
+        limit: int,
+        n: int,
+        held: Constraint | None = None,
     ) -> Turn:
         sampling = self._sampling(session, request)
         return Turn(
@@ -483,6 +529,7 @@ class Calls:
                 *wishes.tags(sampling, request.wishes),
             ),
             links=place.links,
+            constraint=held,
             started=self._clock(),
         )
 
@@ -567,7 +614,7 @@ class Calls:
 
 
 def _repeatable(
-    session: Session, turn: Turn, key: str, asked: tuple[str | None, tuple[int, ...], int]
+    session: Session, turn: Turn, key: str, asked: tuple[str | None, tuple[int, ...], int, Constraint | None]
 ) -> bool:
     """Whether a turn may be given to a client that asks the same again.
 
@@ -576,7 +623,8 @@ def _repeatable(
     """
     if turn.status is not TurnStatus.COMMITTED or session.key_of(turn.id) != key:
         return False
-    if asked != (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens):
+    same = (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens, turn.constraint)
+    if asked != same:
         return False
     return bool(key) or turn.id in session.row.withheld or turn.id in session.unsure
 

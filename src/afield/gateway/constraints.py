@@ -1,7 +1,7 @@
 """What a request holds its reply to, as a constraint for the engine.
 
-1. `wanted` names the parameters that need one: structured output, tool choice, one call at most, and a budget
-   for reasoning that the reply could exceed.
+1. `wanted` names what needs one: structured output, tool choice, one call at most. A budget for reasoning
+   is part of it.
 2. `constraint` writes the grammar in the model's own format. Schemas that cannot be enforced are refused by
    the name of their keyword.
 
@@ -11,33 +11,58 @@ Work for it is done only for requests that ask; grammars of the last requests ar
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from afield.exclusions import ExclusionReason
 from afield.gateway.request import ModelRequest, OutputFormat
 from afield.gateway.schemas import check_pattern, enforceable
 from afield.tokens import ChatTokens, Tool, reply_grammar
 from afield.tokens.reply_grammar import ANY_OBJECT, CallSpec, Element
-from afield.types import Constraint
+from afield.types import Constraint, Turn, TurnStatus
 
 MAX_TEXT = 1 << 17
 
 
-def wanted(request: ModelRequest, limit: int) -> tuple[str, ...]:
-    """Parameters of a request that its reply has to be held to; `limit` is how long that may be."""
+def wanted(request: ModelRequest) -> list[str]:
+    """The fields of a request that its reply has to be held to; mostly none."""
     found: list[str] = []
     if request.output is not None:
-        found.append("response_format")
+        found.append("output")
     if request.must_call or (request.callable_tools and _may_call(request)):
-        found.append("tool_choice")
-    if not request.parallel_calls and _may_call(request) and not request.must_call:
-        found.append("parallel_tool_calls")
-    if request.reasoning.budget is not None and 0 <= request.reasoning.budget < limit:
-        found.append("reasoning budget")
-    return tuple(found)
+        found.append("must_call")
+    if not request.parallel_calls and not request.must_call and _may_call(request):
+        found.append("parallel_calls")
+    return found
+
+
+def without(request: ModelRequest, tags: Sequence[str]) -> ModelRequest:
+    """The request as if it had asked for nothing of that."""
+    return msgspec.structs.replace(
+        request,
+        output=None,
+        must_call=False,
+        callable_tools=(),
+        parallel_calls=True,
+        tags=(*request.tags, *tags),
+    )
+
+
+def size(request: ModelRequest) -> int:
+    """About how much there is to read, in characters."""
+    return (len(request.output.text) if request.output else 0) + 1000 * len(request.tools)
+
+
+def excluded(turns: Iterable[Turn]) -> dict[str, str]:
+    """The turns that were sampled under a constraint, and the reason for which a session may exclude them."""
+    return {
+        turn.id: ExclusionReason.CONSTRAINED
+        for turn in turns
+        if turn.constraint is not None and turn.status is TurnStatus.COMMITTED
+    }
 
 
 def _may_call(request: ModelRequest) -> bool:

@@ -75,6 +75,10 @@ class Flight:
         self._base = len(self._ids)
         self._cut = self.aborted = False
         rest = self._call
+        if self._ids and rest.constraint is not None:
+            raise Unavailable(
+                "its worker was lost, and no other can go on in the middle of a constrained reply"
+            )
         if self._ids:
             rest = structs.replace(
                 self._call,

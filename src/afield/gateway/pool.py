@@ -97,6 +97,7 @@ class Pool:
             dtype=common_dtype([fact.dtype for fact in facts]),
             max_top_logprobs=min(fact.max_top_logprobs for fact in facts),
             prompt_logprobs=all(fact.prompt_logprobs for fact in facts),
+            constraints=all(fact.constraints for fact in facts),
             notes=tuple(f"{name}: {note}" for name, fact in known for note in fact.notes),
         )
 

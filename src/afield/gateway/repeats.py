@@ -19,7 +19,7 @@ from collections.abc import Container, Sequence
 
 from afield.exclusions import AbandonedAnswers, ExclusionReason
 from afield.forest import Forest
-from afield.types import FinishReason, Turn, TurnStatus
+from afield.types import Constraint, FinishReason, Turn, TurnStatus
 
 QUOTED = 24  # characters of an answer that, found again in a later message, are no coincidence
 RETRY = "retry"  # tag of a turn whose client said that it asks again
@@ -30,10 +30,10 @@ def excluded(
 ) -> dict[str, str]:
     """The turns to keep out of the loss, and why. With `train` only those that are superseded. Those that are
     `recorded` as missed by their client are nobody's answers."""
-    answers: dict[tuple[str, str | None], list[Turn]] = {}
+    answers: dict[tuple[str, str | None, Constraint | None], list[Turn]] = {}
     for turn in forest.turns:
         if turn.status is TurnStatus.COMMITTED and turn.id not in recorded:
-            answers.setdefault((turn.asked, turn.parent), []).append(turn)
+            answers.setdefault((turn.asked, turn.parent, turn.constraint), []).append(turn)
     repeated = [group for group in answers.values() if len(group) > 1]
     if not repeated:
         return {}

@@ -17,7 +17,7 @@ from typing import Any, Self
 from afield import assembly
 from afield.exclusions import ExclusionReason
 from afield.forest import Forest
-from afield.gateway import outcomes, repeats, side
+from afield.gateway import constraints, outcomes, repeats, side
 from afield.gateway.memo import Memo
 from afield.gateway.recall import Recall
 from afield.gateway.refusal import budget_exhausted, conflict
@@ -114,7 +114,8 @@ class Session:
         """Committed turns that are not trained, and why: side calls, and what the record shows."""
         row = row or self.row
         unused = repeats.excluded(self.forest, row.spec.abandoned_answers, row.withheld)
-        recorded = unused | row.withheld
+        held = constraints.excluded(self.forest.turns) if row.spec.constrained_turns == "exclude" else {}
+        recorded = held | unused | row.withheld
         return side.withheld(self.forest.turns, recorded, row.spec.side_calls) | recorded
 
     @property

@@ -36,7 +36,7 @@ def engine(
             raise UsageError("--engine scripted needs a file: scripted=FILE")
         tokenizer = model / "tokenizer.json"
         codec = load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
-        built = made(load("engines.scripted:read_script")(argument, codec))
+        built = made(load("engines.scripted:read_script")(argument, codec), model=model)
     else:
         built = made(model, max_slots=slots, seed=seed, dtype=None if dtype == "auto" else dtype)
     return load("engines.ledger:Ledger")(built, ledger) if ledger else built

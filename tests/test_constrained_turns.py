@@ -1,0 +1,263 @@
+"""Constrained turns from a client to the trainer: enforced, recorded, and rescored under the same masks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+import torch
+from pydantic import BaseModel, Field
+
+from afield import assembly
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.torch import TorchEngine
+from afield.forest import Forest
+from afield.seams import SessionSpec
+from afield.trainers.audit import Audit
+from afield.trainers.passes import LayoutName
+from afield.trainers.policy import PolicyModel
+from afield.trainers.rows import Row, check_rows
+from afield.trainers.updates import Updates
+from afield.types import FinishReason, Sampling, Trajectory, Turn
+from gateways import Running, running, vocabulary
+from tiny_model import build_tiny_model
+
+pytestmark = pytest.mark.anyio
+
+LOOKUP = {
+    "type": "object",
+    "properties": {
+        "key": {"enum": ["seven", "nine"]},
+        "many": {"type": "integer", "maximum": 99, "minimum": 0},
+    },
+    "required": ["key", "many"],
+}
+COUNT = {"type": "object", "properties": {"to": {"enum": [1, 2, 3]}}, "required": ["to"]}
+SCHEMAS = {"lookup": LOOKUP, "count": COUNT}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+USER: list[Any] = [{"role": "user", "content": "What is the value of key seven?"}]
+ROOM = 150
+
+
+class Answer(BaseModel):
+    word: Literal["yes", "no"]
+    times: int = Field(ge=0, le=9)
+    note: str = Field(max_length=6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def rescored(model: Path, rows: Sequence[Trajectory], layout: LayoutName = "tree") -> float:
+    """How far the trainer is from the engine about any token."""
+    torch.set_num_threads(1)
+    policy = PolicyModel(model, device=torch.device("cpu"), layout=layout)
+    made = [Row(n, f"r{n}", "g", row, (1.0,) * len(row.turns)) for n, row in enumerate(rows)]
+    check_rows(made, vocabulary=policy.vocabulary, context=policy.context)
+    audit = Audit()
+    Updates(policy, lr=0.0).score(made, audit)
+    return audit.worst.by
+
+
+def trained(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
+    return assembly.linear(Forest(turns)).trajectories
+
+
+async def recorded(up: Running, session_id: str = "r.1") -> tuple[Turn, ...]:
+    return (await up.client.finalize(session_id)).turns
+
+
+def check_call(call: Any) -> None:
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+
+
+async def until_it_ends(ask: Callable[..., Awaitable[Any]], **asked: Any) -> Any:
+    """The choice of an answer that was not cut off: a model of random weights may think on and on."""
+    for _ in range(12):
+        try:
+            made = await ask(model="m", messages=USER, max_tokens=ROOM, **asked)
+        except openai.LengthFinishReasonError:
+            continue
+        if made.choices[0].finish_reason != "length":
+            return made.choices[0]
+    raise AssertionError("no answer ended")
+
+
+async def ask_everything(client: openai.AsyncOpenAI) -> None:
+    """A request of each kind, with the OpenAI SDK."""
+    chat = client.chat.completions
+    parsed = await until_it_ends(chat.parse, response_format=Answer)
+    assert isinstance(parsed.message.parsed, Answer) and parsed.finish_reason == "stop"
+    forms: list[tuple[str, Any, str]] = [
+        ("regex", "[a-f]{3}-[0-9]{2}", r"[a-f]{3}-[0-9]{2}"),
+        ("grammar", 'root ::= ("un" | "deux") " " [0-9]', "(un|deux) [0-9]"),
+        ("choice", ["left", "right"], "left|right"),
+    ]
+    for kind, form, pattern in forms:
+        held = await until_it_ends(chat.create, extra_body={"structured_outputs": {kind: form}})
+        assert re.fullmatch(pattern, held.message.content), held
+    called = await until_it_ends(chat.create, tools=TOOLS, tool_choice="required")
+    assert called.message.tool_calls and not called.message.content and called.finish_reason == "tool_calls"
+    for call in called.message.tool_calls:
+        check_call(call)
+    named = {"type": "function", "function": {"name": "count"}}
+    called = await until_it_ends(chat.create, tools=TOOLS, tool_choice=named, parallel_tool_calls=False)
+    (call,) = called.message.tool_calls
+    assert call.function.name == "count"
+    check_call(call)
+    single = await chat.create(
+        model="m", messages=USER, max_tokens=40, tools=TOOLS, parallel_tool_calls=False
+    )
+    assert len(single.choices[0].message.tool_calls or []) <= 1
+
+
+@pytest.mark.parametrize("fixed_steps", [False, True])
+async def test_constrained_turns_are_enforced_and_rescored(
+    model: Path, tmp_path: Path, fixed_steps: bool
+) -> None:
+    async with running(TorchEngine(model, fixed_steps=fixed_steps), tmp_path / "store", model) as up:
+        await ask_everything(await up.agent(sampling=Sampling(temperature=1.0)))
+        turns = await recorded(up)
+    assert len(turns) >= 7 and all(turn.constraint for turn in turns)
+    assert not any(tag.startswith(("unenforced", "ignored")) for turn in turns for tag in turn.tags)
+    rows = trained(turns)
+    assert sum(row.owned for row in rows) == sum(len(turn.token_ids) for turn in turns)
+    assert 0.0 in [p for turn in turns for p in turn.logprobs]  # a token that was the only one allowed
+    assert rescored(model, rows) < 1e-4
+    assert rescored(model, rows, "padded") < 1e-4
+    # Without the masks the same tokens are far less likely.
+    free = [structs_without(row) for row in rows]
+    assert rescored(model, free) > 0.5
+
+
+def structs_without(row: Trajectory) -> Trajectory:
+    from msgspec import structs
+
+    return structs.replace(row, turns=tuple(structs.replace(turn, constraint=None) for turn in row.turns))
+
+
+async def test_the_gradient_is_that_of_the_constrained_distribution(model: Path, tmp_path: Path) -> None:
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        client = await up.agent(sampling=Sampling(temperature=0.7))
+        form = {"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}}
+        for extra in (form, {}):
+            await client.chat.completions.create(model="m", messages=USER, max_tokens=30, extra_body=extra)
+        turns = await recorded(up)
+    policy = PolicyModel(model, device=torch.device("cpu"))
+    rows = [Row(n, f"r{n}", "g", row, (1.0,)) for n, row in enumerate(trained(turns))]
+    found = {}
+    for chunked in (True, False):
+        updates = Updates(policy, lr=0.0)
+        updates.clear()
+        from afield.trainers import head, passes
+
+        head._plain[policy.model] = chunked  # the chunked head and the model's own logits agree
+        (batch,) = updates.passes(rows)
+        passes.log_probabilities(policy.model, batch).sum().backward()
+        found[chunked] = torch.cat([p.grad.flatten().clone() for p in policy.trainable if p.grad is not None])
+        policy.model.zero_grad()
+    assert found[True].norm() > 0
+    assert float((found[True] - found[False]).norm() / found[False].norm()) < 1e-4
+
+
+async def test_anthropic_tool_choice_and_output_format(model: Path, tmp_path: Path) -> None:
+    tools: list[Any] = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        ticket = await up.client.open(SessionSpec(id="r.1", sampling=Sampling(temperature=1.0)))
+        url = ticket.openai_base_url.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=ticket.api_key, max_retries=0) as client:
+            for choice in ({"type": "any"}, {"type": "tool", "name": "lookup"}):
+                single = {"disable_parallel_tool_use": choice["type"] == "tool"}
+                made = None
+                while made is None or made.stop_reason == "max_tokens":
+                    made = await client.messages.create(
+                        model="m",
+                        max_tokens=ROOM,
+                        messages=USER,
+                        tools=tools,
+                        tool_choice={**choice, **single},
+                    )
+                uses = [block for block in made.content if block.type == "tool_use"]
+                assert uses and made.stop_reason == "tool_use"
+                assert len(uses) == 1 or choice["type"] == "any"
+                for use in uses:
+                    jsonschema.validate(use.input, SCHEMAS[use.name])
+        turns = await recorded(up)
+    assert all(turn.constraint for turn in turns)
+    assert rescored(model, trained(turns)) < 1e-4
+
+
+async def test_a_reply_cut_off_by_max_tokens_ends_with_length(model: Path, tmp_path: Path) -> None:
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        client = await up.agent()
+        made = await client.chat.completions.create(
+            model="m", messages=USER, max_tokens=3, tools=TOOLS, tool_choice="required"
+        )
+        assert made.choices[0].finish_reason == "length" and not made.choices[0].message.tool_calls
+        (turn,) = await recorded(up)
+    assert turn.finish_reason is FinishReason.LENGTH
+    assert rescored(model, trained([turn])) < 1e-4
+
+
+async def test_constrained_turns_are_excluded_where_the_session_says_so(model: Path, tmp_path: Path) -> None:
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        client = await up.agent(constrained_turns="exclude")
+        common: Any = {"model": "m", "messages": USER, "max_tokens": 5}
+        await client.chat.completions.create(**common, tools=TOOLS, tool_choice="required")
+        await client.chat.completions.create(**common)
+        record = await up.client.finalize("r.1")
+    assert [(e.turn, e.tokens, e.reason) for e in record.excluded] == [("t1", 5, "constrained")]
+    assert [turn.id for row in record.trajectories for turn in row.turns] == ["t2"]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "keyword": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+        "response_format.*'not'",
+    ),
+    "regex": ({"extra_body": {"guided_regex": "(?<=a)b"}}, "guided_regex.*regex"),
+    "grammar": ({"extra_body": {"guided_grammar": "nonsense"}}, "compiled"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_what_cannot_be_enforced_is_refused_or_ignored(model: Path, tmp_path: Path, name: str) -> None:
+    asked, told = BAD[name]
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        strict = await up.agent()
+        with pytest.raises(openai.BadRequestError, match=told):
+            await strict.chat.completions.create(model="m", messages=USER, max_tokens=4, **asked)
+        if name == "keyword":
+            lax = await up.agent("r.2", unsupported="ignore")
+            await lax.chat.completions.create(model="m", messages=USER, max_tokens=4, **asked)
+            (turn,) = await recorded(up, "r.2")
+            assert "ignored:response_format" in turn.tags and turn.constraint is None
+
+
+def said(text: str, model: Path) -> Scripted:
+    return Scripted(token_ids=tuple(vocabulary(model).encode(f"{text}<|im_end|>")))
+
+
+async def test_a_script_is_held_to_the_constraint(model: Path, tmp_path: Path) -> None:
+    right = '{"word": "yes", "times": 3, "note": "x"}'
+    engine = ScriptedEngine([said(right, model), said("No.", model)], model=model)
+    async with running(engine, tmp_path / "store", model) as up:
+        client = await up.agent()
+        common: Any = {"model": "m", "messages": USER, "response_format": Answer}
+        assert (await client.chat.completions.parse(**common)).choices[0].message.content == right
+        with pytest.raises(openai.BadRequestError, match="script"):
+            await client.chat.completions.parse(**common)
+        drawn = (await client.chat.completions.parse(**common, max_tokens=ROOM)).choices[0].message.parsed
+        assert isinstance(drawn, Answer)  # by the masks, since no answer is left
