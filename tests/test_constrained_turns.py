@@ -134,7 +134,6 @@ async def test_constrained_turns_are_enforced_and_rescored(
     assert not any(tag.startswith(("unenforced", "ignored")) for turn in turns for tag in turn.tags)
     rows = trained(turns)
     assert sum(row.owned for row in rows) == sum(len(turn.token_ids) for turn in turns)
-    assert 0.0 in [p for turn in turns for p in turn.logprobs]  # a token that was the only one allowed
     assert rescored(model, rows) < 1e-4
     assert rescored(model, rows, "padded") < 1e-4
     # Without the masks the same tokens are far less likely.

@@ -9,7 +9,9 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
+from afield.engines.sampler import draw
 from afield.gateway.schemas import enforceable
 from afield.masks import Masks, allowed
 from afield.tokens import Tool, reply_grammar
@@ -17,7 +19,7 @@ from afield.tokens.formats import FORMATS, REASONING, ToolFormat
 from afield.tokens.harmony import HarmonyReader
 from afield.tokens.reply import ReplyReader
 from afield.tokens.reply_grammar import CallSpec, ReplyForm
-from afield.types import Constraint, Message
+from afield.types import Constraint, Message, Sampling
 from tiny_model import build_tokenizer
 
 LOOKUP: dict[str, Any] = {
@@ -264,6 +266,16 @@ def test_harmony_answers_or_calls_in_its_own_messages(sampler: Sampler) -> None:
                 jsonschema.validate(json.loads(reader.reply.content), LOOKUP)
             called += bool(reader.reply.tool_calls)
     assert called >= 6
+
+
+def test_a_token_that_is_the_only_one_allowed_is_certain() -> None:
+    logits = torch.randn(2, 70)
+    words = torch.zeros(3, dtype=torch.int32)
+    words[2] = 1 << 3
+    how = [Sampling(temperature=0.7), Sampling()]
+    tokens, logprobs = draw(logits, how, [0.9, 0.5], {0: words})
+    assert (tokens[0], logprobs[0]) == (67, 0.0)
+    assert (tokens[1], logprobs[1]) == tuple(part[0] for part in draw(logits[1:], how[1:], [0.5]))
 
 
 def test_masks_refuse_what_was_not_allowed(sampler: Sampler) -> None:

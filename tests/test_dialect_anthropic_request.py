@@ -128,9 +128,6 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
     request = decoded(asked, tools=[*TOOLS, web], tool_choice=choice, output_format=form)
     assert request.tags == (
         "overridden:tools.web_search",
-        "unenforced:tool_choice",
-        "unenforced:disable_parallel_tool_use",
-        "unenforced:output_format",
         "unenforced:prefill",
     )
     assert not decoded([USER], tool_choice={"type": "none"}).may_call

@@ -161,7 +161,7 @@ async def test_structured_output_is_parsed_when_the_model_gives_it(tmp_path: Pat
         )
         assert made.choices[0].message.parsed == Price(item="mug", dollars=4)
         (turn,) = (await up.client.finalize("r.1")).turns
-    assert turn.tags == ("unenforced:response_format",)
+    assert turn.tags == () and turn.constraint is not None
 
 
 async def test_a_refused_request_is_the_error_of_the_sdk(tmp_path: Path) -> None:

@@ -198,8 +198,6 @@ def test_what_cannot_be_honoured_is_tagged() -> None:
     )
     assert request.tags == (
         "overridden:tools.googleSearch",
-        "unenforced:tool_choice",
-        "unenforced:response_format",
         "unenforced:part:executableCode",
         "unenforced:prefill",
     )

@@ -141,7 +141,7 @@ def test_what_is_not_enforced_shows_in_the_tags() -> None:
     request = decode(
         text=form, tool_choice="required", tools=[LOOK], include=["message.output_text.logprobs"]
     )
-    assert request.tags == ("unenforced:text.format", "unenforced:tool_choice")
+    assert request.tags == ()
     assert request.by_token
     assert decode(tool_choice="none", tools=[LOOK]).may_call is False
     assert turns([{"type": "web_search_call", "id": "ws"}, {"role": "user", "content": "Hi"}])

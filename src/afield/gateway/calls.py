@@ -131,7 +131,7 @@ class Calls:
             if not self._info.constraints:
                 raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
             made = placing.off_loop(constraints.size(request), constraints.constraint, tokens, request)
-            return request, await made
+            return constraints.with_budget(request), await made
         except ValueError as error:
             if session.row.spec.unsupported == "ignore":
                 return constraints.without(request, [f"ignored:{name}" for name in names]), None

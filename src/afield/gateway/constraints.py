@@ -51,6 +51,14 @@ def without(request: ModelRequest, tags: Sequence[str]) -> ModelRequest:
     )
 
 
+def with_budget(request: ModelRequest) -> ModelRequest:
+    """A budget for reasoning, which is the trainer's business elsewhere, is kept under a constraint."""
+    tag = f"overridden:{request.names.get('budget')}"
+    if request.reasoning.budget is None or tag not in request.tags:
+        return request
+    return msgspec.structs.replace(request, tags=tuple(other for other in request.tags if other != tag))
+
+
 def size(request: ModelRequest) -> int:
     """About how much there is to read, in characters."""
     return (len(request.output.text) if request.output else 0) + 1000 * len(request.tools)

@@ -222,13 +222,6 @@ def _unenforced(wire: Body, toolbox: _Toolbox) -> list[str]:
     tags = [f"{TOOLS_TAG}.{name}" for name in toolbox.server_side]
     if any(tool.strict for tool in wire.tools or ()):
         tags.append(STRICT)
-    choice = _given_choice(wire)
-    if choice and choice.type in ("any", "tool"):
-        tags.append("unenforced:tool_choice")
-    if choice and choice.disable_parallel_tool_use:
-        tags.append("unenforced:disable_parallel_tool_use")
-    if _output(wire)[0] is not None:
-        tags.append("unenforced:output_format")
     if wire.messages[-1].role == "assistant":
         tags.append("unenforced:prefill")
     return tags

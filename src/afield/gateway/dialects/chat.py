@@ -189,7 +189,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         prompt_logprobs=wire.prompt_logprobs,
         wishes=wishes(wire),
         retry=asks_again(asked),
-        tags=(*_unenforced(wire), *left_out, *tags),
+        tags=(*left_out, *tags),
         images=gallery.images,
         image_places=gallery.places,
     )
@@ -273,15 +273,6 @@ def _check_logprobs(wire: Body) -> None:
     check_count(wire.prompt_logprobs, "prompt_logprobs")
     if wire.prompt_logprobs is not None and wire.stream:
         raise bad_request("prompt_logprobs is not told in a stream", "ask without stream")
-
-
-def _unenforced(wire: Body) -> tuple[str, ...]:
-    tags: list[str] = []
-    if asked_output(wire)[0] is not None:
-        tags.append("unenforced:response_format")
-    if wire.tool_choice not in (None, "auto", "none"):
-        tags.append("unenforced:tool_choice")
-    return tuple(tags)
 
 
 def _messages(raw: bytes, gallery: Gallery, memo: Memo | None) -> tuple[Message, ...]:

@@ -68,7 +68,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         retry=asks_again(asked),
         output=output,
         names=NAMES | {"output": form} if output else NAMES,
-        tags=("unenforced:response_format", *tags) if output else tags,
+        tags=tags,
     )
     wish = Wish(
         model=wire.model or "",

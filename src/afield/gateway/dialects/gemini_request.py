@@ -108,7 +108,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         wishes=wishes(config),
         hints=frozenset(reader.hints),
         retry=asks_again(asked),
-        tags=tuple(dict.fromkeys([*tags, *_unenforced(wire, config), *reader.tags, *ignored])),
+        tags=tuple(dict.fromkeys([*tags, *reader.tags, *ignored])),
         images=reader.gallery.images,
         image_places=reader.gallery.places,
     )
@@ -212,15 +212,6 @@ def _new_format(given: Any) -> tuple[OutputFormat | None, str]:
         raise bad_request(f"{name}: type {mime!r} is not served", "ask for text/plain or application/json")
     schema = text.get("schema")
     return (JSON_OBJECT if schema is None else json_schema(schema, f"{name}.schema")), name
-
-
-def _unenforced(wire: Body, config: GenerationConfig) -> list[str]:
-    tags: list[str] = []
-    if _choice(wire, ()) not in (tool_choice.AUTO, tool_choice.NONE):
-        tags.append("unenforced:tool_choice")
-    if _output(config)[0] is not None:
-        tags.append("unenforced:response_format")
-    return tags
 
 
 def _tools(wires: Sequence[Mapping[str, Any]]) -> tuple[tuple[Tool, ...], list[str]]:

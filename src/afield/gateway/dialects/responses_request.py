@@ -193,7 +193,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         hints=frozenset(talk.hints),
         retry=asks_again(asked),
         thread=_thread(asked),
-        tags=tuple(dict.fromkeys([*toolbox.tags, *_unenforced(wire), *talk.tags, *tags])),
+        tags=tuple(dict.fromkeys([*toolbox.tags, *talk.tags, *tags])),
         images=talk.gallery.images,
         image_places=talk.gallery.places,
     )
@@ -228,15 +228,6 @@ def _output(wire: Body) -> tuple[OutputFormat | None, str]:
     form = (wire.text or {}).get("format")
     first = response_format(form if isinstance(form, dict) else None, "text.format", flat=True)
     return one(first, "text.format", guided({"structured_outputs": wire.structured_outputs}))
-
-
-def _unenforced(wire: Body) -> list[str]:
-    tags: list[str] = []
-    if _output(wire)[0] is not None:
-        tags.append("unenforced:text.format")
-    if wire.tool_choice not in (None, "auto", "none"):
-        tags.append("unenforced:tool_choice")
-    return tags
 
 
 def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, Item]]]:
