@@ -184,7 +184,7 @@ _RECORD = {
 }
 _SESSION = {
     ExclusionReason.CONSTRAINED: (
-        'constrained_turns = "train" trains them with the embedded trainer; veRL, TRL and Tinker cannot'
+        'constrained_turns = "train" trains them with the embedded trainer; veRL and TRL cannot'
     ),
     ExclusionReason.SIDE_DECLARED: f"{_TRAIN_THEM}; or leave {SIDE_CALL_HEADER} out of the request",
 }

@@ -124,7 +124,13 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
             raise UsageError(f"{name} is the trainer's: give it as {TAKEN[name]} in its arguments")
         if name in IDLE:
             raise UsageError(f"{name} does nothing here, where TRL trains; leave it out")
+    if merged(said, given).get("constrained_turns", "exclude") != "exclude":
+        raise UsageError(
+            "constrained_turns = 'train': TRL rescores without the masks of constrained turns; leave it out,"
+            " or train with the embedded trainer"
+        )
     kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, *IDLE, "tasks")}
+    kept["constrained_turns"] = "exclude"
     from_trainer = {
         "model": located("model", model, Path.cwd()),
         "rollouts": args.num_generations,

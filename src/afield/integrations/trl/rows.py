@@ -88,6 +88,11 @@ def check(finished: Finished, trajectory: Trajectory, temperature: float) -> Non
                 f"{where}: sampled with top_p, top_k or greedily, a distribution that TRL's loss does not"
                 " reproduce; sample with temperature above 0, top_p=1 and top_k=0"
             )
+        if turn.constraint is not None:
+            raise UsageError(
+                f"{where}: sampled under a constraint, which TRL's loss does not reproduce; collect with"
+                " constrained_turns = 'exclude'"
+            )
         if turn.temperature != temperature:
             raise UsageError(
                 f"{where}: sampled at temperature {turn.temperature:g}, but the trainer rescores everything"

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from afield.config import converted, from_environment, from_file, located, merged
 from afield.errors import UsageError
 from afield.integrations.verl.rows import Credit
-from afield.options import SessionPolicies
+from afield.options import ConstrainedTurns, SessionPolicies
 from afield.types import Budget, FailureKind, Sampling, check_id
 
 PREFIX = "AFIELD_VERL"
@@ -43,6 +43,8 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
     and `discount` say what veRL learns from, as they do for the embedded trainer; see `rows.Credit`.
     """
 
+    constrained_turns: ConstrainedTurns = "exclude"
+    """Always `exclude`: veRL's trainer does not rescore under the masks that replies were sampled with."""
     agent: str = ""
     runtime: str = "process"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -97,6 +99,11 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value} must be positive")
+        if self.constrained_turns == "train":
+            raise ValueError(
+                "constrained_turns = 'train': veRL rescores without the masks of constrained turns; leave it"
+                " at 'exclude', or train with the embedded trainer"
+            )
         if not math.isfinite(self.floor):
             raise ValueError(f"floor = {self.floor} must be a finite number")
         self._check_credit()
