@@ -27,7 +27,7 @@ from afield.conformance.client import Command, Stage
 from afield.conformance.clients import CLIENTS
 from afield.deadlines import Deadlines
 from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
-from afield.gateway import control, dialects, lineage, sessions
+from afield.gateway import control, dialects, lineage, sessions, stored_responses
 from afield.learn import StepLine
 from afield.options import (
     AgentCoreOptions,
@@ -240,6 +240,7 @@ def routes() -> set[str]:
     found = [(method, pattern.pattern) for method, pattern, _ in control.ROUTES]
     found += [(method, "{base}" + path) for method, path in control.REPORTS]
     found += [("POST", "{base}" + pattern.pattern) for _, pattern, _ in dialects.ROUTES]
+    found += [(method, "{base}/v1/responses/{id}" + rest) for method, rest in stored_responses.ROUTES]
     found += [("GET", "{base}/v1/models"), ("GET", "{base}/v1beta/models"), ("GET", "/health")]
     served: set[str] = set()
     for method, path in found:

@@ -33,14 +33,14 @@ from afield.types import Turn, TurnStatus
 
 Json = dict[str, Any]
 _ROUTE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?P<rest>/input_items|/cancel)?")
-_METHODS = {("GET", None), ("DELETE", None), ("GET", "/input_items"), ("POST", "/cancel")}
+ROUTES = (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"))
 SEALED, IMAGES = "reasoning.encrypted_content", "message.input_image.image_url"
 MOST, USUAL = 100, 20  # items of a page
 
 
 def match(method: str, path: str) -> Mapping[str, str | None] | None:
     found = _ROUTE.fullmatch(path)
-    return found.groupdict() if found and (method, found["rest"]) in _METHODS else None
+    return found.groupdict() if found and (method, found["rest"] or "") in ROUTES else None
 
 
 class StoredResponses:
