@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from afield.cli.logs import without_keys
 from afield.engines.scripted import ScriptedEngine
-from afield.errors import Conflict, UsageError
+from afield.errors import Conflict, Unavailable, UsageError
 from afield.gateway.client import HttpGateway
 from afield.gateway.header_keys import HeaderKeySpec
 from afield.gateway.keys import header_session_id
@@ -27,7 +28,7 @@ from gateways import ADMIN, running
 from scenes import Place, place, said
 from speaking import knock
 from test_shards import gateway as sharded_gateway
-from test_shards import hello, kill_one, until_there
+from test_shards import hello, kill_one
 
 pytestmark = pytest.mark.anyio
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -227,7 +228,7 @@ async def test_sessions_opened_by_a_header_have_one_home_among_several_processes
             for name in names * 3:
                 await say(one, name)
             await kill_one(pid)
-            await asyncio.gather(*(until_there(admin, f"eval.{name}") for name in names))
+            await asyncio.gather(*(until_known(admin, f"eval.{name}") for name in names))
             for name in names:
                 await say(one.with_options(max_retries=5), name, "Another.")
         assert [(s.id, s.calls) for s in await admin.sessions(key_id="eval")] == [
@@ -237,6 +238,15 @@ async def test_sessions_opened_by_a_header_have_one_home_among_several_processes
         assert {s.phase for s in await admin.sessions(key_id="eval")} == {"completed"}
         head = "POST /k/{}/v1/messages HTTP/1.1\r\nX-Session-Id: n3\r\nX-Api-Key: EMPTY\r\n\r\n"
         assert route(head.format(ticket.api_key).encode(), 7) == owner("eval.n3", 7)
+
+
+async def until_known(admin: HttpGateway, session_id: str) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(Unavailable):
+                assert (await admin.state(session_id)).calls == 3
+                return
+            await asyncio.sleep(0.2)
 
 
 # --- keys in paths --------------------------------------------------------------------------------
