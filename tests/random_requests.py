@@ -101,8 +101,6 @@ def stopped(seen: Seen, value: str | list[str]) -> bool:
 def held(seen: Seen, value: Any) -> bool:
     """The reply is sampled under a constraint."""
     assert seen.call is not None and seen.turn is not None
-    if any(tag.startswith("unenforced:") for tag in seen.turn.tags):
-        return True
     return seen.call.constraint is not None and seen.turn.constraint == seen.call.constraint
 
 
@@ -117,6 +115,11 @@ def switched(off: Callable[[Any], bool]) -> Check:
 
 def tagged_as(name: str) -> Check:
     return lambda seen, _: seen.tagged(name)
+
+
+def bounded(name: str) -> Check:
+    """A budget is part of a constraint, or the turn says that it is not held."""
+    return lambda seen, value: held(seen, value) or seen.tagged(name)
 
 
 def says(*words: str) -> Check:
@@ -183,13 +186,13 @@ HONOURED: dict[str, dict[str, V]] = {
         "reasoning_effort": (EFFORTS, OFF),
         "reasoning.enabled": ([True, False], OFF),
         "reasoning.effort": (EFFORTS, OFF),
-        "reasoning.max_tokens": ([16], tagged_as("reasoning.max_tokens")),
+        "reasoning.max_tokens": ([16], bounded("reasoning.max_tokens")),
         "reasoning.exclude": ([True], lambda seen, _: SECRET not in seen.text),
         "thinking.type": (["enabled", "disabled"], OFF),
-        "thinking.budget_tokens": ([16], tagged_as("thinking.budget_tokens")),
+        "thinking.budget_tokens": ([16], bounded("thinking.budget_tokens")),
         "enable_thinking": ([True, False], OFF),
-        "thinking_token_budget": ([16], tagged_as("thinking_token_budget")),
-        "thinking_budget": ([16], tagged_as("thinking_budget")),
+        "thinking_token_budget": ([16], bounded("thinking_token_budget")),
+        "thinking_budget": ([16], bounded("thinking_budget")),
         "include_reasoning": ([True, False], lambda seen, value: value or SECRET not in seen.text),
         **STREAM,
         **USAGE,
@@ -298,7 +301,11 @@ HONOURED: dict[str, dict[str, V]] = {
             [0, -1, 64],
             lambda seen, value: (
                 OFF(seen, value)
-                and (value < 1 or seen.tagged("generationConfig.thinkingConfig.thinkingBudget"))
+                and (
+                    value < 1
+                    or held(seen, value)
+                    or seen.tagged("generationConfig.thinkingConfig.thinkingBudget")
+                )
             ),
         ),
         "generationConfig.thinkingConfig.thinkingLevel": (
@@ -371,7 +378,7 @@ def anthropic_thinking(seen: Seen, value: dict[str, Any]) -> bool:
         return SECRET not in seen.text and VOCAB.decode(_call(seen).prompt_ids).endswith(NO_THOUGHT)
     if value.get("display") == "omitted":
         return SECRET not in seen.text
-    told = "budget_tokens" not in value or seen.tagged("thinking.budget_tokens")
+    told = "budget_tokens" not in value or held(seen, value) or seen.tagged("thinking.budget_tokens")
     return told and (SECRET in seen.text or thoughtless(seen))
 
 
@@ -495,7 +502,7 @@ async def run(directory: Path, count: int, seed: int = 0) -> dict[str, Any]:
 
     def script(call: Call) -> Scripted:
         calls.append(call)
-        return Scripted(token_ids=said, chunks=(4,))
+        return Scripted(token_ids=said, chunks=(64,))
 
     told: dict[str, Any] = {"requests": 0, "answered": 0, "refused": 0, "problems": []}
     model = write_model(directory / "model")
