@@ -237,7 +237,7 @@ async def test_an_engine_that_breaks_fails_the_stream(tmp_path: Path) -> None:
         events = [e async for e in await client.responses.create(model="m", input="Hi", stream=True)]
     last = events[-1]
     assert last.type == "response.failed" and last.response.error
-    assert last.response.error.code == "engine_unavailable"
+    assert last.response.error.code == "server_error"
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,9 @@ async def test_logprobs_are_those_of_the_text_in_answers_and_streams(tmp_path: P
         assert final.top_logprobs == 2
         stored = await client.responses.retrieve(whole.id, include=ask["include"])
         assert next(item for item in stored.output if item.type == "message").content == [part]
+        key = {"extra_headers": {"Idempotency-Key": "k"}}
+        again = [await client.responses.create(**ask, **key) for _ in range(2)]
+        assert again[0] == again[1]
         plain = await client.responses.retrieve(whole.id)
         assert next(item for item in plain.output if item.type == "message").content[0].logprobs == []
         with pytest.raises(openai.BadRequestError, match="top_logprobs=21"):
@@ -281,6 +284,20 @@ async def test_logprobs_are_those_of_the_text_in_answers_and_streams(tmp_path: P
 
 
 # --- compaction -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left_to_us", [False, True])
+async def test_a_compaction_has_the_tools_of_its_conversation(tmp_path: Path, left_to_us: bool) -> None:
+    async with running(ScriptedEngine(answers), tmp_path / "s") as up:
+        client = await agent(up)
+        rest: Any = {key: BODY[key] for key in ("instructions", "tools")}
+        first = await client.responses.create(model="m", input="Hi", **rest)
+        echoed: Any = [item.model_dump(exclude_none=True) for item in first.output]
+        items: Any = [{"role": "user", "content": "Hi"}, *echoed]
+        given: Any = {"previous_response_id": first.id} if left_to_us else {"input": items}
+        await client.responses.compact(model="m", instructions=rest["instructions"], **given)
+        record = await up.client.finalize("r.1")
+    assert [turn.parent for turn in record.turns] == [None, "t1"]
 
 
 @pytest.mark.parametrize("left_to_us", [False, True])

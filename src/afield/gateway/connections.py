@@ -68,6 +68,9 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_body = False
         self._received = 0
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Who asks for a web socket is told in the answer that there is none; the log stays as it is."""
+
     def allowed_s(self) -> float:
         limits = self._all.limits
         return limits.body_s + self._received / limits.body_rate if self._in_body else limits.head_s

@@ -28,7 +28,7 @@ from afield.gateway.request import Done, Started
 from afield.gateway.session import Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Store, TurnRow
-from afield.tokens import ChatTokens
+from afield.tokens import ChatTokens, Tool
 from afield.types import Turn, TurnStatus
 
 Json = dict[str, Any]
@@ -50,7 +50,17 @@ class StoredResponses:
         self._tokens = tokens
 
     def compaction(self, session: Session) -> Compaction:
-        return Compaction(self._tokens, session.forest.path, lambda digest: self._image(session, digest))
+        return Compaction(
+            self._tokens,
+            session.forest.path,
+            lambda turn_id: self._tools(session, turn_id),
+            lambda digest: self._image(session, digest),
+        )
+
+    def _tools(self, session: Session, turn_id: str) -> tuple[Tool, ...]:
+        """Those that a response was asked with, where it is stored."""
+        row = session.rows.get(int(turn_id[1:]))
+        return self._shown(session, row, [])[0].toolbox.tools if row and row.shown else ()
 
     async def serve(self, session: Session, scope: Scope, parts: Mapping[str, str | None]) -> Json:
         asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"))

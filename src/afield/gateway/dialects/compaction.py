@@ -20,23 +20,26 @@ from afield.gateway.dialects.summaries import ASK, COMPACTION, summary_of
 from afield.gateway.marks import item_id, response_id, seal_summary
 from afield.gateway.refusal import Refusal, bad_request
 from afield.gateway.request import Done, ModelRequest, Started
-from afield.tokens import ChatTokens
+from afield.tokens import ChatTokens, Tool
 from afield.types import Message, Turn
 
 UNUSED = ("unenforced:text.format", "unenforced:tool_choice")  # of the reply that is asked for later
 
 
 class Compaction(Responses):
-    """For one session: `path` is the turns that lead to one of its turns, `image` the URL of an image."""
+    """For one session: `path` is the turns that lead to one of its turns, `tools` those that a turn was asked
+    with, `image` the URL of an image."""
 
     def __init__(
         self,
         tokens: ChatTokens,
         path: Callable[[str], list[Turn]],
+        tools: Callable[[str], tuple[Tool, ...]],
         image: Callable[[str], str | None],
     ) -> None:
         super().__init__(tokens)
         self._path = path
+        self._tools = tools
         self._image = image
 
     def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
@@ -45,8 +48,11 @@ class Compaction(Responses):
             raise bad_request("a compaction needs a model", "name it in model")
         if request.stream:
             raise bad_request("stream is not served for a compaction", "ask without stream")
+        # The SDKs' requests for a compaction have no tools: those of the conversation are meant.
+        last = request.after or max(request.hints, key=lambda turn: int(turn[1:]), default=None)
         request = structs.replace(
             request,
+            tools=request.tools or (self._tools(last) if last else ()),
             messages=(*request.messages, Message(role="user", content=ASK)),
             may_call=False,
             must_call=False,

@@ -22,6 +22,8 @@ from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolE
 from afield.types import FinishReason, Message, ToolCall
 
 Json = dict[str, Any]
+# The provider's own words; what else goes wrong in a stream has a code of ours.
+CODES = {429: "rate_limit_exceeded", 500: "server_error", 502: "server_error", 503: "server_error"}
 
 
 class Items:
@@ -212,7 +214,7 @@ class ResponsesView:
 
     def failing(self, refusal: Refusal) -> bytes:
         out = self.opening()
-        fault = {"code": refusal.code, "message": refusal.text}
+        fault = {"code": CODES.get(refusal.status, refusal.code), "message": refusal.text}
         response = self._items.response("failed", self._output, error=fault)
         return out + self._send("response.failed", response=response)
 
