@@ -16,11 +16,14 @@ from msgspec import structs
 from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText
 
+from afield import assembly
 from afield.batches.groups import from_groups
 from afield.conduct import finished_of
 from afield.engines.torch import TorchEngine
 from afield.errors import UsageError
+from afield.forest import Forest, chain
 from afield.integrations.trl import rows as trl_rows
+from afield.options import LoraOptions
 from afield.seams import Record
 from afield.seams.engine import Call
 from afield.spool import Spool
@@ -28,7 +31,23 @@ from afield.trainers.audit import Audit
 from afield.trainers.datum import data_from
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
-from afield.types import Finished, Group, Image, Message, Outcome, Rollout, Sampling, Split, Task
+from afield.types import (
+    Finished,
+    FinishReason,
+    Group,
+    Image,
+    ImageRef,
+    ImageSpan,
+    Message,
+    Outcome,
+    Rollout,
+    Sampling,
+    Split,
+    Task,
+    Turn,
+    TurnStatus,
+    VersionSpan,
+)
 from afield.vision import Vision
 from gateways import Running, running
 from tiny_model import build_tiny_model
@@ -148,6 +167,43 @@ async def test_the_engine_samples_with_images_as_the_model_itself_sees_them(
         assert engine.counters.reused_tokens - reused >= 8
         with pytest.raises(ValueError, match="2 images and 1 places"):
             await sampled([5, mark], RED, BLUE)
+
+
+async def test_a_placeholder_that_the_model_sampled_itself_stands_for_nothing(model: Path) -> None:
+    vision = Vision.load(model)
+    assert vision is not None
+    mark = vision.image_id
+    call = Call(
+        id="c",
+        session_id="s",
+        prompt_ids=(5, mark, 9, mark, 7),
+        sampling=Sampling(),
+        max_tokens=5,
+        stop_ids=(),
+        images=(image(WIDE),),
+        image_places=(1,),
+    )
+    async with TorchEngine(model) as engine:
+        chunks = [chunk async for chunk in engine.generate(call)]
+    prompt, span = chunks[0].prompt_ids, ImageSpan(image(WIDE).digest, 1, 8)
+    assert prompt == (5, *[mark] * 8, 9, mark, 7)
+    tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
+    turn = Turn(
+        id="t1",
+        root="r",
+        delta_ids=prompt,
+        images=(span,),
+        token_ids=tokens,
+        logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+        versions=(VersionSpan(0, len(tokens), 0, 0),),
+        finish_reason=FinishReason.LENGTH,
+        status=TurnStatus.COMMITTED,
+        sampling=Sampling(),
+        messages=(Message(role="user", images=(ImageRef(span.digest, 0),)),),
+    )
+    made = assembly.linear(Forest([turn]))
+    record = Record(trajectories=made.trajectories, excluded=(), turns=(turn,), images=call.images)
+    assert apart(GRPO(model, lr=1e-3), [group(finished(record))]) < 1e-4
 
 
 # --- the dialects ----------------------------------------------------------------------------------
@@ -376,6 +432,29 @@ async def test_a_step_trains_the_vision_tower_and_what_is_published_is_sampled_f
     assert apart(GRPO(model, lr=1e-3), [group(finished(record))]) > 1e-4
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+async def test_an_adapter_is_merged_into_a_checkpoint_with_older_names(
+    models: dict[str, Path], family: str, tmp_path: Path
+) -> None:
+    lora = LoraOptions(rank=2, alpha=4.0, publish="adapter")
+    trainer = GRPO(models[family], lr=1e-3, lora=lora)
+    for layer in trainer.model.modules():
+        for factor in getattr(layer, "lora_B", {}).values():
+            torch.nn.init.normal_(factor.weight, std=0.3)
+    trainer.publish(tmp_path / "adapter", version=1, dtype="float32")
+    async with TorchEngine(models[family]) as engine:
+        await engine.load(1, str(tmp_path / "adapter"))
+        call = Call(
+            id="c", session_id="s", prompt_ids=(5, 6, 7), sampling=Sampling(), max_tokens=3, stop_ids=()
+        )
+        chunks = [chunk async for chunk in engine.generate(call)]
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    with torch.no_grad():
+        scores = trainer.model(input_ids=torch.tensor([[5, 6, 7, *tokens]])).logits[0].log_softmax(-1)
+    own = [float(scores[2 + n, token]) for n, token in enumerate(tokens)]
+    assert own == pytest.approx([p for chunk in chunks for p in chunk.logprobs], abs=1e-4)
+
+
 async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_path: Path) -> None:
     members = await two(up)
     groups = [group(*members)]
@@ -402,9 +481,6 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
 
 
 def test_the_place_of_an_image_tells_conversations_apart() -> None:
-    from afield.forest import chain
-    from afield.types import ImageRef
-
     one, other = (Message(role="user", content="a b", images=(ImageRef("d", at),)) for at in (0, 2))
     echoed = Message(role="user", content=" a b ", images=(ImageRef("d", 1),))
     assert chain("r", [one]) != chain("r", [other])

@@ -226,6 +226,25 @@ def sees(path: Path) -> bool:
     return "vision_config" in read_config(path)
 
 
+# Checkpoints of vision-language models name their parts as before transformers had one model for both.
+_RENAMED = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("visual.", "model.visual."),
+    ("model.", "model.language_model."),
+)
+_PARTS = ("model.language_model.", "model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def tensor_name(name: str) -> str:
+    """The name that a vision-language model of `transformers` has for a tensor of a checkpoint."""
+    if name.startswith(_PARTS):
+        return name
+    return next((to + name[len(old) :] for old, to in _RENAMED if name.startswith(old)), name)
+
+
 def joined(features: Sequence[ImageFeatures]) -> ImageFeatures:
     """Of several images, one after the other."""
     import torch

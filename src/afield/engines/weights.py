@@ -31,7 +31,7 @@ from afield.engines.adapters import TENSORS, AdapterConfig, is_adapter, read_con
 from afield.errors import UsageError
 from afield.loading import ALONE
 from afield.rounding import DTYPES, Arrived, Rounding, arrived, read_rounding, rounded
-from afield.vision import sees
+from afield.vision import sees, tensor_name
 
 log = logging.getLogger("afield.engines")
 KEPT = 0.9  # share of an adapter that has to survive its merge, or it is told
@@ -135,6 +135,8 @@ def read_weights(
         found = _read_all(path)
         return [_copied(_pick(path, parameter, found), parameter) for parameter in wanted]
     found = _read_all(base)
+    if sees(base):
+        found = {tensor_name(name): tensor for name, tensor in found.items()}
     changes = _changes(path, found)
     rounding = read_rounding(path) or rounding
     told = Arrived()
