@@ -329,6 +329,25 @@ REQUESTS: dict[str, tuple[str, Any]] = {
 }
 
 
+async def test_stored_responses_show_their_images(up: Running) -> None:
+    client = await up.agent("stored.1")
+    content: Any = [
+        {"type": "input_text", "text": "look "},
+        {"type": "input_image", "image_url": url(RED), "detail": "auto"},
+    ]
+    ask: Any = {"model": "m", "input": [{"role": "user", "content": content}], "max_output_tokens": 4}
+    made = await client.responses.create(**ask)
+    assert await client.responses.retrieve(made.id) == made
+    include: Any = ["message.input_image.image_url"]
+    (item,) = (await client.responses.input_items.list(made.id, include=include)).data
+    assert [part.model_dump(exclude_none=True) for part in item.content] == content
+    (item,) = (await client.responses.input_items.list(made.id)).data
+    assert item.content[1].image_url is None
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs of a prompt with images"):
+        more = {"prompt_logprobs": 0}
+        await client.chat.completions.create(model="m", messages=[chat("look ", RED)], extra_body=more)  # type: ignore[list-item]
+
+
 async def test_every_dialect_has_images_rescored_exactly(up: Running, model: Path) -> None:
     records: dict[str, Record] = {}
     for n, (name, (path, body)) in enumerate(REQUESTS.items(), 1):

@@ -341,7 +341,7 @@ class Decoder:
             for i, token, logprob in zip(cut, *drawn, strict=True):
                 tokens[i], logprobs[i] = token, logprob
         for i, request in enumerate(requests):
-            if request.ask.top_logprobs:
+            if request.ask.top_logprobs and not request.ended:
                 logits = self.steps.logits([flight.lanes[i]])
                 self._note_top(request, logits, tokens[i], logprobs[i])
         there = [i for i, r in enumerate(requests) if not r.ended]
