@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,27 @@ async def test_a_conversation_with_images_is_recorded_and_rescored_exactly(
     swapped = {image(RED).digest: BLUE, image(BLUE).digest: RED}
     images = tuple(structs.replace(one, data=swapped.get(one.digest, one.data)) for one in record.images)
     assert apart(GRPO(model, lr=1e-3), [group(structs.replace(spool.get("r"), images=images))]) > 1e-2
+
+
+async def test_a_constrained_reply_about_an_image_is_rescored_under_its_constraint(
+    up: Running, model: Path
+) -> None:
+    agent = await up.agent()
+    schema: Any = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
+    schema |= {"additionalProperties": False}
+    reply = await agent.chat.completions.create(
+        model="m",
+        messages=[chat("Colour?", RED)],  # pyright: ignore
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": schema, "strict": True},
+        },
+        max_tokens=60,
+    )
+    assert json.loads(reply.choices[0].message.content or "")["c"] in ("red", "blue")
+    record = await up.client.finalize("r.1")
+    assert record.trajectories[0].images
+    assert apart(GRPO(model, lr=1e-3), [group(finished(record))]) < 1e-4
 
 
 REQUESTS: dict[str, tuple[str, Any]] = {
