@@ -11,6 +11,7 @@ from msgspec import structs
 from afield.conformance.client import SCRIPTS, Command, Stage, from_npm, from_pypi
 from afield.conformance.environments import git_files, npm_environment, python_environment
 from afield.conformance.foreign.suite import ForeignSuite
+from afield.conformance.foreign.vllm_not_ours import NOT_OURS
 from afield.conformance.pins import NPM, OPENRESPONSES, VLLM, VLLM_TESTS, VLLM_WITHOUT
 from afield.errors import UsageError
 
@@ -194,6 +195,7 @@ VLLM_SERVER = ForeignSuite(
     command=_vllm,
     variants=tuple(VLLM_FILES),
     silent=("plain",),
+    not_ours=NOT_OURS,
     optional=True,
 )
 
