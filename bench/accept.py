@@ -94,6 +94,13 @@ def gateway(bars: Bars, cwd: Path) -> dict[str, Any]:
         seen += f", on {', '.join(client['templates'])}, excluded {client['excluded']}"
         both = len(client["templates"]) >= 2
         bars.check(f"conformance, {name}", seen, exact and both, "every call once, on two templates")
+    told = runs["suites"] = last_line([*AFIELD, "conformance", "--suites", "--json"], cwd)
+    for name, suite in told["suites"].items():
+        seen = f"{suite['passed']} passed, {suite['failed']} failed, {suite['skipped']} skipped"
+        seen += f", {len(suite['not_ours'])} not ours"
+        if away := suite.get("unavailable"):
+            seen += f"; not run: {away.splitlines()[0]}"
+        bars.check(f"suite {name}", seen, not suite["failed"], "no failure that is ours")
     told = runs["mutants"] = last_line([sys.executable, "bench/mutants.py", "--json"], ROOT)
     seen = f"{told['killed']} of {told['mutants']} killed, errors {told['errors']}"
     killed = told["killed"] == told["mutants"] >= 20 and not told["survived"] and not told["errors"]

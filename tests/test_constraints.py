@@ -154,6 +154,11 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: Any,
         enforceable(schema)
 
 
+def test_keywords_that_say_nothing_about_a_type_are_left_out() -> None:
+    schema = {"type": "string", "additionalProperties": False, "strict": True, "minItems": 3}
+    assert enforceable(schema) == {"type": "string"}
+
+
 def test_schemas_that_are_too_large_or_too_deep_are_refused() -> None:
     deep: Any = {"type": "string"}
     for _ in range(200):

@@ -33,6 +33,7 @@ class Unenforceable(ValueError):
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "example", "$comment", "$schema", "$id", "deprecated"),
     *("readOnly", "writeOnly", "discriminator", "contentMediaType", "contentEncoding", "propertyOrdering"),
+    "strict",  # OpenAI's, which some write into the schema
 }
 DEFINITIONS = ("$defs", "definitions")
 FAMILIES: dict[str, set[str]] = {
@@ -47,6 +48,7 @@ FAMILIES: dict[str, set[str]] = {
     "null": set(),
 }
 FAMILIES["integer"] = FAMILIES["number"]
+KEYWORDS = {"type", *(keyword for family in FAMILIES.values() for keyword in family)}
 FORMATS = {
     *("email", "date", "time", "date-time", "duration", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
@@ -208,8 +210,7 @@ class _Reader:
             if unknown := sorted(node):
                 raise Unenforceable(unknown[0], path)
             return {}
-        known = set[str]().union(*(FAMILIES.get(kind, set()) for kind in kinds))
-        if unknown := sorted(node.keys() - known - {"type"}):
+        if unknown := sorted(node.keys() - KEYWORDS):  # those of other types say nothing about these
             raise Unenforceable(unknown[0], path)
         parts = [self._of_kind(kind, node, path) for kind in kinds]
         return parts[0] if len(parts) == 1 else {"anyOf": parts}

@@ -118,6 +118,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
         max_context=MAX_CONTEXT,
         vocab_size=vocabulary.size,
         image_id=vocabulary.id_of(IMAGE),
+        model=model,
     )
     outcomes: list[CaseResult] = []
     async with serving(engine, model, folder) as up:

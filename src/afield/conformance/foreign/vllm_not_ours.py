@@ -29,7 +29,7 @@ NOT_OURS = {
         )
         for model in (ZEPHYR, "zephyr-lora")
     },
-    f"{CHAT}/test_custom_role": "sends a role that OpenAI's API does not have, which the gateway refuses with 400",
+    f"{CHAT}/test_custom_role": "sends a role that no API has, which the gateway refuses with 400",
     f"{CHAT}/test_long_seed": "expects the words of another library in the error message",
     f"{CHAT}/test_invocations": "sends requests without a key",
     f"{CHAT}/test_chat_completion_n_parameter_non_streaming[{ZEPHYR}]": N,

@@ -350,9 +350,8 @@ def test_a_prompt_that_is_too_long(client: Any) -> None:
     [
         ({"response_modalities": ["AUDIO"]}, "responseModalities"),
         ({"cached_content": "cachedContents/1"}, "cachedContent"),
-        ({"tools": [types.Tool(google_search=types.GoogleSearch())]}, "googleSearch"),
     ],
-    ids=["audio", "cache", "search"],
+    ids=["audio", "cache"],
 )
 def test_what_is_not_supported_is_refused_by_name(client: Any, config: dict[str, Any], name: str) -> None:
     with pytest.raises(errors.ClientError) as raised:
