@@ -296,6 +296,10 @@ def test_the_page_is_made_from_the_table() -> None:
     assert made == script["page"](), "run .venv/bin/python scripts/parameters_page.py"
 
 
+def test_what_codex_sends_beside_the_documented_parameters_is_accepted() -> None:
+    assert decoded("responses", client_metadata={"x-codex-installation-id": "1"}).tags == ()
+
+
 @pytest.mark.anyio
 async def test_random_requests_are_honoured_or_refused_by_name(tmp_path: Path) -> None:
     told = await random_requests.run(tmp_path, 12, seed=1)

@@ -5,8 +5,9 @@ to it:
 
 1. refuse: the proxy answers with the dialect's own 500; the gateway never sees the request.
 2. cut: the connection breaks in both directions after `CUT_S`, in the middle of a slow answer.
-3. lose: the proxy reads the whole answer, so that the gateway has delivered it; the client gets a part
-   of a streamed answer, nothing of another, and a broken connection.
+3. lose: the proxy reads the whole answer, so that the gateway has delivered it; the client gets the first
+   chunk of a streamed answer, nothing of another, and a broken connection. Clients that have seen some of
+   the text ask for the rest of it, which is another request.
 
 With `clean` a client sees a broken stream end in good order, without its last events; some give up on
 anything else.
@@ -131,7 +132,7 @@ class _Connection:
                 await self._writer.drain()
 
     async def _lose(self, begun: bytes, back: asyncio.StreamReader) -> None:
-        """Read the answer to its end; the client sees the first chunks of a stream."""
+        """Read the answer to its end; the client sees the first chunk of a stream."""
         answer = begun
         while b"\r\n\r\n" not in answer:
             answer += await back.read(1 << 16)
@@ -144,7 +145,7 @@ class _Connection:
             body += more
         if b"text/event-stream" in head.lower():
             self._writer.write(head)
-            for size, chunk in islice(_chunks(body), 3):
+            for size, chunk in islice(_chunks(body), 1):
                 self._writer.write(size + chunk)
             await self._writer.drain()
         await self._break(LAST_CHUNK)

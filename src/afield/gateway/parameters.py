@@ -269,6 +269,7 @@ COMPLETIONS = [
 ]
 
 RESPONSES = [
+    *honoured(f"{NO_EFFECT}; Codex sends it", "client_metadata"),
     *honoured("the conversation, or what is new in it", "input", "instructions", "previous_response_id"),
     *honoured("named in the answer; the run's model answers, whatever the name", "model"),
     *honoured("functions and custom tools are offered to the model by its chat template", "tools"),
