@@ -174,7 +174,8 @@ def _vllm_python(cache: Path) -> Path:
 
 
 def _install_vllm(cache: Path) -> Path:
-    _vllm_tests(cache), _vllm_python(cache), from_pypi("pytest")(cache)
+    for install in (_vllm_tests, _vllm_python, from_pypi("pytest")):
+        install(cache)
     return cache
 
 
