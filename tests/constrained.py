@@ -39,6 +39,7 @@ TOOLS: list[Any] = [
 ]
 USER: list[Any] = [{"role": "user", "content": "What is the value of key seven?"}]
 ROOM = 150
+BUDGET = 6
 
 
 class Answer(BaseModel):
@@ -71,12 +72,14 @@ def check_call(call: Any) -> None:
 
 
 async def until_it_ends(ask: Callable[..., Awaitable[Any]], **asked: Any) -> Any:
-    """The choice of an answer that was not cut off: a model of random weights may think on and on."""
+    """The choice of an answer that was not cut off: a model of random weights may write blanks on and on."""
+    body = {"thinking_token_budget": BUDGET, **asked.pop("extra_body", {})}
     for _ in range(12):
         try:
-            made = await ask(model="m", messages=USER, max_tokens=ROOM, **asked)
+            made = await ask(model="m", messages=USER, max_tokens=ROOM, extra_body=body, **asked)
         except openai.LengthFinishReasonError:
             continue
+        assert made.usage.completion_tokens_details.reasoning_tokens <= BUDGET + 1  # and what closes it
         if made.choices[0].finish_reason != "length":
             return made.choices[0]
     raise AssertionError("no answer ended")

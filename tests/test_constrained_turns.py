@@ -13,7 +13,9 @@ import torch
 from msgspec import structs
 
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.sglang import SglangEngine
 from afield.engines.torch import TorchEngine
+from afield.engines.vllm import VllmEngine
 from afield.seams import SessionSpec
 from afield.trainers import head, passes
 from afield.trainers.policy import PolicyModel
@@ -21,6 +23,8 @@ from afield.trainers.rows import Row
 from afield.trainers.updates import Updates
 from afield.types import FinishReason, Sampling, Trajectory
 from constrained import ROOM, SCHEMAS, TOOLS, USER, Answer, ask_everything, recorded, rescored, trained
+from fake_sglang import FakeSglang, serving_sglang
+from fake_vllm import FakeVllm, serving
 from gateways import running, vocabulary
 from tiny_model import build_tiny_model
 
@@ -40,7 +44,7 @@ async def test_constrained_turns_are_enforced_and_rescored(
         await ask_everything(await up.agent(sampling=Sampling(temperature=1.0)))
         turns = await recorded(up)
     assert len(turns) >= 7 and all(turn.constraint for turn in turns)
-    assert not any(tag.startswith(("unenforced", "ignored")) for turn in turns for tag in turn.tags)
+    assert not any(turn.tags for turn in turns)
     rows = trained(turns)
     assert sum(row.owned for row in rows) == sum(len(turn.token_ids) for turn in turns)
     assert rescored(model, rows) < 1e-4
@@ -165,3 +169,48 @@ async def test_a_script_is_held_to_the_constraint(model: Path, tmp_path: Path) -
             await client.chat.completions.parse(**common)
         drawn = (await client.chat.completions.parse(**common, max_tokens=ROOM)).choices[0].message.parsed
         assert isinstance(drawn, Answer)  # by the masks, since no answer is left
+
+
+@pytest.mark.parametrize("kind", ["vllm", "vllm completions", "sglang"])
+async def test_servers_are_given_the_grammar_as_a_structural_tag(
+    model: Path, tmp_path: Path, kind: str
+) -> None:
+    """The servers' wire forms, with the embedded engine behind them."""
+    sglang = kind == "sglang"
+    fake: Any = (
+        FakeSglang(TorchEngine(model)) if sglang else FakeVllm(TorchEngine(model), scale_out=kind == "vllm")
+    )
+    async with serving_sglang(fake) if sglang else serving(fake) as url:
+        engine: Any = SglangEngine(url, vocab_size=400) if sglang else VllmEngine(url, vocab_size=400)
+        async with running(engine, tmp_path / "store", model) as up:
+            assert (await engine.info()).constraints
+            client = await up.agent()
+            for stream in (False, True):
+                made: Any = await client.chat.completions.create(
+                    model="m",
+                    messages=USER,
+                    max_tokens=60,
+                    tools=TOOLS,
+                    tool_choice="required",
+                    stream=stream,
+                )
+                if stream:
+                    assert [chunk async for chunk in made]
+            turns = await recorded(up)
+    given = fake.bodies[-1] if kind == "vllm completions" else fake.bodies[-1]["sampling_params"]
+    sent = given["structural_tag"] if sglang else given["structured_outputs"]["structural_tag"]
+    assert turns[-1].constraint is not None and sent == turns[-1].constraint.grammar
+    assert given["stop_token_ids"] == list(turns[-1].constraint.stop_ids)
+    assert rescored(model, trained(turns)) < 1e-4
+
+
+async def test_a_server_that_enforces_nothing_is_found_out(model: Path, tmp_path: Path) -> None:
+    silent = ScriptedEngine(lambda _: Scripted(token_ids=tuple(range(20, 60))))
+    async with serving(FakeVllm(silent)) as url, running(VllmEngine(url), tmp_path / "store", model) as up:
+        strict, lax = await up.agent(), await up.agent("r.2", unsupported="ignore")
+        asked: Any = {"model": "m", "messages": USER, "tools": TOOLS, "tool_choice": "required"}
+        with pytest.raises(openai.BadRequestError, match=r"tool_choice: the engine \(vllm\) cannot"):
+            await strict.chat.completions.create(**asked)
+        await lax.chat.completions.create(**asked, max_tokens=3)
+        (turn,) = await recorded(up, "r.2")
+    assert turn.tags == ("ignored:tool_choice",) and turn.constraint is None

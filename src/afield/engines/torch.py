@@ -268,11 +268,16 @@ class TorchEngine:
         assert self._masks is not None  # check_call has seen to it
         try:
             async with asyncio.timeout(COMPILE_S):
-                return await asyncio.to_thread(self._masks.walk, constraint)
+                walker = await asyncio.to_thread(self._masks.walk, constraint)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
         except TimeoutError as error:
             raise ValueError(
                 f"the constraint takes more than {COMPILE_S:g} s to compile; ask for a simpler one"
             ) from error
+        if not walker.mask.any():
+            raise ValueError("the constraint allows no reply at all")
+        return walker
 
     async def load(self, version: int, path: str) -> None:
         async with self._loading:

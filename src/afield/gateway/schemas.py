@@ -58,7 +58,8 @@ _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
 # Characters that a JSON string has as they are, but for half surrogates, which no text has.
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-_UNREAD = re.compile(r'\(\?(?!:)|\\[bBkpPux1-9]|"|\\\\')
+_UNREAD = re.compile(r"\(\?(?!:)|\\[bBkpPux1-9]")
+_ESCAPED = re.compile(r'"|\\\\')  # what JSON writes in another way than it is
 
 
 def enforceable(schema: Any, *, what: str = "the JSON schema") -> Any:
@@ -74,8 +75,9 @@ def enforceable(schema: Any, *, what: str = "the JSON schema") -> Any:
 
 
 def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
-    """Refuse a regular expression with parts that would be read in another way."""
-    if found := _UNREAD.search(pattern):
+    """Refuse a regular expression with parts that would be read in another way; of one that is a `keyword` of
+    a schema, what stands in JSON strings otherwise than it is."""
+    if found := _UNREAD.search(pattern) or (_ESCAPED.search(pattern) if keyword != "regex" else None):
         raise Unenforceable(keyword, path, f": its part {found[0]!r}")
     try:
         re.compile(pattern)

@@ -251,7 +251,10 @@ def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
     while "$ref" in schema:
         found: Any = definitions
         for step in schema["$ref"].removeprefix("#/").split("/"):
-            found = found[step.replace("~1", "/").replace("~0", "~")]
+            step = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or step not in found:
+                raise ValueError(f"$ref {schema['$ref']!r} cannot be written in this model's format of calls")
+            found = found[step]
         schema = found
     return {**schema, **definitions}
 
