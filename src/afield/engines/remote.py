@@ -22,7 +22,7 @@ from msgspec import structs
 from afield.engines.adapters import Lease, Leases, is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.http import Http
-from afield.engines.logprobs import Drawn, check_mode, probe_call
+from afield.engines.logprobs import PROMPTS, Drawn, check_mode, probe_call
 from afield.engines.spans import Pieces
 from afield.errors import Unavailable, UsageError
 from afield.seams.engine import Call, Chunk, EngineInfo
@@ -30,9 +30,9 @@ from afield.types import Constraint, FinishReason
 from afield.wire import encode
 
 log = logging.getLogger("afield.engines")
-FORCED = (5, 7)
-SURE = 1e-3
-# Tokens by their ids, after a text of no tokens: older releases of xgrammar do not know such a bound.
+SURE = 0.1
+# One letter, after a text of no tokens: older releases of xgrammar do not know such a bound. Tokens are not
+# named by their ids, see `tokens.reply_grammar`.
 PROBE = Constraint(
     grammar=encode(
         {
@@ -41,7 +41,7 @@ PROBE = Constraint(
                 "type": "sequence",
                 "elements": [
                     {"type": "any_text", "excludes": [], "max_tokens": 0},
-                    *({"type": "token", "token": token} for token in FORCED),
+                    {"type": "const_string", "value": "q"},
                 ],
             },
         }
@@ -244,14 +244,16 @@ class RemoteEngine(ABC):
 
     async def _holds(self) -> bool:
         """Whether the server holds replies to constraints as `afield.masks` does, and tells log-probabilities
-        of what is left: tried out with tokens that leave no choice."""
-        call = structs.replace(probe_call((1, 2, 3)), max_tokens=len(FORCED), constraint=PROBE)
+        of what is left: tried out with a letter that is one and the same token after any prompt."""
+        drawn: Drawn = []
         try:
-            drawn = await self._draw(call)
+            for prompt in PROMPTS:
+                call = structs.replace(probe_call(prompt), max_tokens=1, constraint=PROBE)
+                drawn += await self._draw(call)
         except (ValueError, Unavailable) as error:
             log.info("%s enforces no constraints: %s", self.url, error)
             return False
-        return [token for token, _ in drawn] == list(FORCED) and all(abs(p) < SURE for _, p in drawn)
+        return len({token for token, _ in drawn}) == 1 and all(p > -SURE for _, p in drawn)
 
     async def _draw(self, call: Call) -> Drawn:
         drawn = [chunk async for chunk in self._whole(call)]

@@ -297,9 +297,7 @@ class ChatTokens:
 
     def reply_form(self) -> ReplyForm:
         """How the model spells a reply to the prompts that are rendered here."""
-        markers = {text: self._vocab.control[text] for text in self._markers() if text in self._vocab.control}
         return ReplyForm(
-            markers=markers,
             tool_format=self._format,
             reasoning=self._tags,
             opened=self.certificate.opens_thinking,

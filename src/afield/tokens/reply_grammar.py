@@ -1,14 +1,14 @@
 """Grammars of replies in a model's own format, as structural tags of xgrammar.
 
-A reply is reasoning (free, or bounded by a number of tokens), then text, JSON or calls. Markers that the
-vocabulary has as single tokens are those tokens; the readers in `formats` read exactly what is allowed here.
-A grammar is told as JSON, so that every engine compiles the same text.
+A reply is reasoning (free, or bounded by a number of tokens), then text, JSON or calls. The readers in
+`formats` read exactly what is allowed here. A grammar is told as JSON, so that every engine compiles the same
+text. Markers are texts, which a vocabulary may have as single tokens: xgrammar (0.2.8), where it keeps what it
+compiled, as servers do, confuses grammars that name tokens by their ids.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,8 +30,6 @@ class CallSpec(Struct, frozen=True):
 class ReplyForm(Struct, frozen=True, kw_only=True):
     """How a model spells its replies."""
 
-    markers: Mapping[str, int]
-    """The ids of markers that are single tokens."""
     tool_format: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     opened: bool = False
@@ -53,7 +51,7 @@ def grammar(
     says, or else text and calls of these; `several` or one at most. Without any of it the reply is free. It
     may think before, for as many tokens as `budget` says, unless `thinks` is False."""
     if form.harmony:
-        body = _harmony(form, output, calls, forced=forced, thinks=thinks, budget=budget)
+        body = _harmony(output, calls, forced=forced, thinks=thinks, budget=budget)
     else:
         rest = _body(form, output, calls, forced=forced, several=several)
         body = sequence(*_thoughts(form, thinks=thinks, budget=budget), rest)
@@ -110,20 +108,14 @@ def choice(values: Sequence[str]) -> Element:
     return either([{"type": "const_string", "value": value} for value in values])
 
 
-def spelled(form: ReplyForm, *parts: str | Element) -> Element:
-    """Texts, of which markers are single tokens where the vocabulary has them, and elements."""
+def spelled(*parts: str | Element) -> Element:
+    """Texts and elements, one after the other."""
     elements: list[Element] = []
-    known = sorted(form.markers, key=len, reverse=True)
-    split = re.compile(f"({'|'.join(map(re.escape, known))})") if known else None
     for part in parts:
         if not isinstance(part, str):
             elements.append(part)
-            continue
-        for piece in split.split(part) if split else [part]:
-            if piece in form.markers:
-                elements.append({"type": "token", "token": form.markers[piece]})
-            elif piece:
-                elements.append({"type": "const_string", "value": piece})
+        elif part:
+            elements.append({"type": "const_string", "value": part})
     return sequence(*elements)
 
 
@@ -135,10 +127,10 @@ def _thoughts(form: ReplyForm, *, thinks: bool, budget: int | None) -> list[Elem
     tags = form.reasoning
     if tags is None:
         return []
-    rest = [text(tags.closing, limit=budget), spelled(form, tags.closing), regex(r"\n{0,2}")]
+    rest = [text(tags.closing, limit=budget), spelled(tags.closing), regex(r"\n{0,2}")]
     if form.opened:
         return rest
-    return [maybe(sequence(spelled(form, tags.opening), *rest))] if thinks and budget != 0 else []
+    return [maybe(sequence(spelled(tags.opening), *rest))] if thinks and budget != 0 else []
 
 
 # --- what follows --------------------------------------------------------------------------------
@@ -151,7 +143,7 @@ def _body(
         return output or {"type": "any_tokens"}
     if form.tool_format is None:
         raise ValueError("this model has no format for calls")
-    section = _section(form, form.tool_format, calls, several=several)
+    section = _section(form.tool_format, calls, several=several)
     if forced:
         return section
     if output is not None:
@@ -163,25 +155,22 @@ def _body(
     return sequence(text(opening), maybe(section))
 
 
-def _section(form: ReplyForm, known: ToolFormat, calls: Sequence[CallSpec], *, several: bool) -> Element:
+def _section(known: ToolFormat, calls: Sequence[CallSpec], *, several: bool) -> Element:
     """One call, or as many as there may be."""
     spelling = SPELLINGS[known.name]
-    first = either([spelling.call(form, call, True) for call in calls])
-    more: Element | None = None
-    if several:
-        later = either([spelling.call(form, call, False) for call in calls])
-        more = repeated(sequence(*_of(form, spelling.between), later))
-    return sequence(*_of(form, spelling.begin), first, more, *_of(form, spelling.end))
+    one = either([spelling.call(call) for call in calls])
+    more = repeated(sequence(*_of(spelling.between), one)) if several else None
+    return sequence(*_of(spelling.begin), one, more, *_of(spelling.end))
 
 
-def _of(form: ReplyForm, literal: str) -> list[Element]:
-    return [spelled(form, literal)] if literal else []
+def _of(literal: str) -> list[Element]:
+    return [spelled(literal)] if literal else []
 
 
 class _Spelling(Struct, frozen=True, kw_only=True):
     """How a format writes calls: what begins a section, stands between two of them and ends it."""
 
-    call: Callable[[ReplyForm, CallSpec, bool], Element]
+    call: Callable[[CallSpec], Element]
     begin: str = ""
     between: str = ""
     end: str = ""
@@ -189,25 +178,24 @@ class _Spelling(Struct, frozen=True, kw_only=True):
 
 def _object(
     before: str = "", after: str = "", name: str = "name", arguments: str = "arguments", head: str = ""
-) -> Callable[[ReplyForm, CallSpec, bool], Element]:
-    def call(form: ReplyForm, spec: CallSpec, first: bool) -> Element:
+) -> Callable[[CallSpec], Element]:
+    def call(spec: CallSpec) -> Element:
         start = f'{before}{{{head}"{name}": {_quoted(spec.name)}, "{arguments}": '
-        return spelled(form, start, json_value(spec.schema), f"}}{after}")
+        return spelled(start, json_value(spec.schema), f"}}{after}")
 
     return call
 
 
-def _headed(before: str, separator: str, after: str) -> Callable[[ReplyForm, CallSpec, bool], Element]:
-    def call(form: ReplyForm, spec: CallSpec, first: bool) -> Element:
-        return spelled(form, f"{before}{spec.name}{separator}", json_value(spec.schema), after)
+def _headed(before: str, separator: str, after: str) -> Callable[[CallSpec], Element]:
+    def call(spec: CallSpec) -> Element:
+        return spelled(f"{before}{spec.name}{separator}", json_value(spec.schema), after)
 
     return call
 
 
-def _kimi(form: ReplyForm, spec: CallSpec, first: bool) -> Element:
+def _kimi(spec: CallSpec) -> Element:
     """The id of a call counts the calls of a conversation."""
     return spelled(
-        form,
         f"<|tool_call_begin|>functions.{spec.name}:",
         regex("0|[1-9][0-9]{0,3}"),
         "<|tool_call_argument_begin|>",
@@ -231,15 +219,15 @@ class _Parameter(Struct, frozen=True):
 
 
 def _tagged(before: str, named: str, parameter: _Parameter, after: str):
-    def call(form: ReplyForm, spec: CallSpec, first: bool) -> Element:
+    def call(spec: CallSpec) -> Element:
         schema = spec.schema
         required = set(schema.get("required", ()))
         parts: list[str | Element] = [f"{before}{spec.name}{named}"]
         for name, given in schema.get("properties", {}).items():
             value = _plain(_with_definitions(given, schema), parameter)
-            one = spelled(form, f"{parameter.before}{name}{parameter.named}", value, parameter.after)
+            one = spelled(f"{parameter.before}{name}{parameter.named}", value, parameter.after)
             parts.append(one if name in required else maybe(one))
-        return spelled(form, *parts, after)
+        return spelled(*parts, after)
 
     return call
 
@@ -344,7 +332,6 @@ HARMONY_ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
 
 
 def _harmony(
-    form: ReplyForm,
     output: Element | None,
     calls: Sequence[CallSpec],
     *,
@@ -354,14 +341,12 @@ def _harmony(
 ) -> Element:
     """A message of reasoning, then one that answers or calls. A call ends the turn."""
     thoughts = spelled(
-        form,
         "<|channel|>analysis<|message|>",
         text(*HARMONY_ENDS, limit=budget),
         "<|end|><|start|>assistant",
     )
     asked: list[Element] = [
         spelled(
-            form,
             f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>",
             json_value(call.schema, *HARMONY_ENDS),
         )
@@ -369,5 +354,5 @@ def _harmony(
     ]
     if not forced:
         said = _without(output, *HARMONY_ENDS) if output else text(*HARMONY_ENDS)
-        asked.append(spelled(form, "<|channel|>final<|message|>", said))
+        asked.append(spelled("<|channel|>final<|message|>", said))
     return sequence(maybe(thoughts) if thinks and budget != 0 else None, either(asked))
