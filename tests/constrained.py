@@ -79,7 +79,7 @@ async def until_it_ends(ask: Callable[..., Awaitable[Any]], **asked: Any) -> Any
             made = await ask(model="m", messages=USER, max_tokens=ROOM, extra_body=body, **asked)
         except openai.LengthFinishReasonError:
             continue
-        assert made.usage.completion_tokens_details.reasoning_tokens <= BUDGET + 1  # and what closes it
+        assert made.usage.completion_tokens_details.reasoning_tokens <= BUDGET + len("</think>")
         if made.choices[0].finish_reason != "length":
             return made.choices[0]
     raise AssertionError("no answer ended")

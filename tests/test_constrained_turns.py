@@ -165,6 +165,7 @@ async def test_a_script_is_held_to_the_constraint(model: Path, tmp_path: Path) -
     async with running(engine, tmp_path / "store", model) as up:
         client = await up.agent()
         common: Any = {"model": "m", "messages": USER, "response_format": Answer}
+        common["extra_body"] = {"thinking_token_budget": 2}
         assert (await client.chat.completions.parse(**common)).choices[0].message.content == right
         with pytest.raises(openai.BadRequestError, match="script"):
             await client.chat.completions.parse(**common)

@@ -2,8 +2,8 @@
 
 A reply is reasoning (free, or bounded by a number of tokens), then text, JSON or calls. The readers in
 `formats` read exactly what is allowed here. A grammar is told as JSON, so that every engine compiles the same
-text. Markers are texts, which a vocabulary may have as single tokens: xgrammar (0.2.8), where it keeps what it
-compiled, as servers do, confuses grammars that name tokens by their ids.
+text. Markers are texts, which a vocabulary may have as single tokens: xgrammar (0.2.8), where it keeps
+what it compiled, as servers do, confuses grammars that name tokens by their ids.
 """
 
 from __future__ import annotations
