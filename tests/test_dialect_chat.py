@@ -82,6 +82,7 @@ AUDIO: Any = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"
         ({"messages": [USER], "modalities": ["text", "audio"]}, "audio"),
         ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
         ({"messages": [USER], "n": 2}, "n=2"),
+        ({"messages": [USER], "seed": 2**63}, "seed"),
         ({"messages": [USER], "stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "empty"),
     ],

@@ -7,8 +7,9 @@ whatever else a client asks for is not done, and its turn says so with a tag `ov
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from afield.types import Sampling
 
@@ -22,7 +23,7 @@ class Wishing(Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -40,13 +40,13 @@ NOT_OURS = {
         for n in (0, 1)
     },
     f"{ECHO}/test_prompt_logprobs": ALL_TOKENS,
-    f"{ECHO}/test_top_logprobs": ALL_TOKENS,
+    f"{ECHO}/test_top_logprobs": "sends a string for `logprobs`, where OpenAI's API has true or false",
     f"{COMPLETION}/test_single_completion[{OPT}]": TOKENIZER,
     f"{COMPLETION}/test_completion_truncation_side_controls_prompt_truncation[{OPT}]": (
         "asks for truncate_prompt_tokens, which the gateway refuses with 400"
     ),
     **{
-        f"{COMPLETION}/{test}": "asks for allowed_token_ids, which the gateway refuses with 400"
+        f"{COMPLETION}/{test}": "asks for logprob_token_ids, which the gateway refuses with 400"
         for test in ("test_logprob_token_ids", "test_logprob_token_ids_stream")
     },
     **{
