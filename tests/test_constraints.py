@@ -320,3 +320,11 @@ def test_a_server_that_keeps_compiled_grammars_has_the_same_masks(sampler: Sampl
                         mine = allowed(mask, sampler.masks.vocabulary)
                         assert mine.equal(allowed(words[0], sampler.masks.vocabulary)), grammar
                         assert theirs.accept_token(token)
+
+
+def test_trainers_without_masks_exclude_constrained_turns() -> None:
+    from afield.integrations.verl.settings import Settings
+
+    assert Settings(agent="a").constrained_turns == "exclude"
+    with pytest.raises(ValueError, match="veRL rescores without the masks"):
+        Settings(agent="a", constrained_turns="train")
