@@ -391,7 +391,7 @@ def values_of(dialect: str, entry: Parameter) -> list[Any]:
     if entry.name in HONOURED[dialect]:
         return HONOURED[dialect][entry.name][0]
     if entry.fate == "overridden":
-        return OVERRIDDEN[snake(entry.name)]
+        return ["low", "high"] if entry.unread else OVERRIDDEN[snake(entry.name)]
     if entry.fate == "refused":
         return [*ANYTHING, *entry.off, None]
     assert entry.effect.startswith("accepted; "), f"{dialect}: no values for {entry.name}"
@@ -461,7 +461,7 @@ def problems(seen: Seen) -> list[str]:
             if not HONOURED[dialect][name][1](seen, value):
                 found.append(f"{name}={value!r} was not honoured: {seen.text[:300]}")
         elif entry is not None and entry.fate == "overridden":
-            if not seen.tagged(snake(name)):
+            if not seen.tagged(name if entry.unread else snake(name)):
                 found.append(f"{name} was overridden without a tag")
         elif (
             entry is not None and entry.fate == "refused" and value not in NOTHING and value not in entry.off

@@ -131,6 +131,18 @@ async def test_constrained_turns_are_excluded_where_the_session_says_so(model: P
     assert [turn.id for row in record.trajectories for turn in row.turns] == ["t2"]
 
 
+async def test_nothing_is_enforced_where_the_session_ignores_constraints(model: Path, tmp_path: Path) -> None:
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        client = await up.agent(constrained_turns="ignore")
+        await client.chat.completions.create(
+            model="m", messages=USER, max_tokens=5, tools=TOOLS, tool_choice="required"
+        )
+        (turn,) = await recorded(up)
+        record = await up.client.finalize("r.1")
+    assert turn.constraint is None and "ignored:tool_choice" in turn.tags
+    assert not record.excluded and [t.id for row in record.trajectories for t in row.turns] == ["t1"]
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "keyword": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},

@@ -184,7 +184,8 @@ _RECORD = {
 }
 _SESSION = {
     ExclusionReason.CONSTRAINED: (
-        'constrained_turns = "train" trains them with the embedded trainer; veRL and TRL cannot'
+        'constrained_turns = "train" trains them with the embedded trainer; "ignore" samples them without the'
+        " constraint, for veRL and TRL too"
     ),
     ExclusionReason.SIDE_DECLARED: f"{_TRAIN_THEM}; or leave {SIDE_CALL_HEADER} out of the request",
 }

@@ -15,7 +15,7 @@ Thinking = Literal["preserve", "template", "per_turn"]
 Escape = Literal["escape", "faithful", "reject"]
 Render = Literal["fold", "strict"]
 Unsupported = Literal["refuse", "ignore"]
-ConstrainedTurns = Literal["train", "exclude"]
+ConstrainedTurns = Literal["train", "exclude", "ignore"]
 ClientSampling = Literal["temperature", "top_p", "top_k", "seed"]
 
 
@@ -44,7 +44,8 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     parameter, and its turn says so with a tag `ignored:NAME`. See docs/parameters.md."""
     constrained_turns: ConstrainedTurns = "train"
     """Whether turns that were sampled under a constraint (structured output, forced tool calls) are trained,
-    with the constrained distribution on both sides, or kept out of the loss: `exclude`."""
+    with the constrained distribution on both sides, or kept out of the loss: `exclude`. `ignore` samples them
+    without the constraint, and they say so with tags `ignored:NAME`."""
 
 
 def policies_of(holder: SessionPolicies) -> dict[str, Any]:

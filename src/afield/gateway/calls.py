@@ -127,13 +127,16 @@ class Calls:
     ) -> tuple[ModelRequest, Constraint | None]:
         """The constraint of the reply; or the request without it, where the session says so."""
         names = [request.names.get(field, field) for field in asked]
+        spec = session.row.spec
+        if spec.constrained_turns == "ignore":
+            return constraints.without(request, [f"ignored:{name}" for name in names]), None
         try:
             if not self._info.constraints:
                 raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
             made = placing.off_loop(constraints.size(request), constraints.constraint, tokens, request)
             return constraints.with_budget(request), await made
         except ValueError as error:
-            if session.row.spec.unsupported == "ignore":
+            if spec.unsupported == "ignore":
                 return constraints.without(request, [f"ignored:{name}" for name in names]), None
             raise bad_request(
                 f"{', '.join(names)}: {error}",

@@ -27,6 +27,8 @@ class Parameter(Struct, frozen=True):
     """What it does here; of a refused one, what to do instead."""
     off: tuple[Any, ...] = ()
     """Values of a refused one that ask for nothing, and are accepted; null and empty ones always are."""
+    unread: bool = False
+    """Whether no dialect reads it, so that the tag of an overridden one is given here."""
 
 
 Entries = list[Parameter]
@@ -50,6 +52,7 @@ NO_EFFECT = "accepted; has no effect on sampling here"
 CHOSEN = "the trainer's, unless the session lets its client choose it (`client_sampling`)"
 TRAINERS = "the trainer's: no such change is made to the distribution"
 FORM = "the reply is held to it while it is sampled; see constrained turns"
+VERBOSITY = "a trait of the provider's own models; say in the messages how long the answer should be"
 ONE_EACH = "ask once per choice; each call is its own turn"
 STOPS = "use stop strings; a turn ends where the chat template says"
 NO_AUDIO = "ask for text; there is no audio"
@@ -217,9 +220,8 @@ CHAT = [
     *refused(ONE_EACH, {"n": (1,)}),
     *refused("send them as tools, with tool_choice", {"functions": (), "function_call": ("auto", "none")}),
     *refused(NO_AUDIO, {"modalities": (["text"],), "audio": ()}),
-    *refused(
-        "say in the messages how long the answer should be", {"verbosity": ("medium",), "moderation": ()}
-    ),
+    Parameter("verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
+    *refused("leave it out; nothing is moderated here", {"moderation": ()}),
     *refused("offer a tool of your own that searches", {"web_search_options": ()}),
     *VLLM_SAMPLING,
     *VLLM_SERVING,
@@ -310,7 +312,7 @@ RESPONSES = [
             "reasoning.mode": ("standard",),
         },
     ),
-    *refused("say in the input how long the answer should be", {"text.verbosity": ("medium",)}),
+    Parameter("text.verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
     *refused("wait for the answer, or stream it", {"background": (False,)}),
     *refused("send the items, or previous_response_id", {"conversation": ()}),
     *refused("send the text of the template as input", {"prompt": ()}),
@@ -547,8 +549,10 @@ def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ..
         return unsupported(
             name, f"{name} is not a parameter that is known here", "leave it out", ignore=ignore
         )
-    if entry.fate != "refused" or value in NOTHING or value in entry.off:
+    if value in NOTHING or value in entry.off:
         return ()
+    if entry.fate != "refused":
+        return (f"overridden:{name}",) if entry.unread else ()
     return unsupported(name, f"{name}={_shown(value)} is not supported", entry.effect, ignore=ignore)
 
 
@@ -565,7 +569,7 @@ def check_within(dialect: str, name: str, given: Mapping[str, Any], *, ignore: b
 @lru_cache(maxsize=256)
 def _supported(dialect: str, name: str, keys: tuple[str, ...]) -> bool:
     entries = [TABLE[dialect].get(f"{name}.{key}") for key in keys]
-    return all(entry is not None and entry.fate != "refused" for entry in entries)
+    return all(entry is not None and entry.fate != "refused" and not entry.unread for entry in entries)
 
 
 def _shown(value: Any) -> str:

@@ -34,7 +34,11 @@ class Reading(Generic[T]):
         self._dialect, self._what, self._under, self._spelled = dialect, what, under, spelled
         self._known = frozenset(body.__struct_encode_fields__)
         entries = [entry for name, entry in parameters.TABLE[dialect].items() if name.startswith(under)]
-        names = [entry.name.removeprefix(under) for entry in entries if entry.fate != "refused"]
+        names = [
+            entry.name.removeprefix(under)
+            for entry in entries
+            if entry.fate != "refused" and not entry.unread
+        ]
         unread = {
             f"unread_{n}": name for n, name in enumerate(names) if "." not in name and name not in self._known
         }

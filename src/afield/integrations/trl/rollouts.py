@@ -124,13 +124,14 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
             raise UsageError(f"{name} is the trainer's: give it as {TAKEN[name]} in its arguments")
         if name in IDLE:
             raise UsageError(f"{name} does nothing here, where TRL trains; leave it out")
-    if merged(said, given).get("constrained_turns", "exclude") != "exclude":
+    constrained = merged(said, given).get("constrained_turns", "exclude")
+    if constrained == "train":
         raise UsageError(
             "constrained_turns = 'train': TRL rescores without the masks of constrained turns; leave it out,"
-            " or train with the embedded trainer"
+            " set 'ignore' to sample without constraints, or train with the embedded trainer"
         )
     kept = {k: v for k, v in merged(said, given).items() if k not in (*TAKEN, *IDLE, "tasks")}
-    kept["constrained_turns"] = "exclude"
+    kept["constrained_turns"] = constrained
     from_trainer = {
         "model": located("model", model, Path.cwd()),
         "rollouts": args.num_generations,

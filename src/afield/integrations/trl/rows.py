@@ -91,7 +91,7 @@ def check(finished: Finished, trajectory: Trajectory, temperature: float) -> Non
         if turn.constraint is not None:
             raise UsageError(
                 f"{where}: sampled under a constraint, which TRL's loss does not reproduce; collect with"
-                " constrained_turns = 'exclude'"
+                " constrained_turns = 'exclude' or 'ignore'"
             )
         if turn.temperature != temperature:
             raise UsageError(

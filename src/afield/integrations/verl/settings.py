@@ -102,7 +102,7 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
         if self.constrained_turns == "train":
             raise ValueError(
                 "constrained_turns = 'train': veRL rescores without the masks of constrained turns; leave it"
-                " at 'exclude', or train with the embedded trainer"
+                " at 'exclude', sample without constraints ('ignore'), or train with the embedded trainer"
             )
         if not math.isfinite(self.floor):
             raise ValueError(f"floor = {self.floor} must be a finite number")
