@@ -21,6 +21,7 @@ from pathlib import Path
 from afield.errors import Unavailable
 
 READY = "afield-ready"
+FETCH_S = 300.0
 PIP = ["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
 
 
@@ -109,7 +110,8 @@ def git_files(cache: Path, name: str, url: str, commit: str, paths: Sequence[str
         if not clone.exists():
             repository = home / "repository"
             _run(["git", "init", "-q", "--bare", str(repository)])
-            _run(["git", "-C", str(repository), "fetch", "-q", "--depth", "1", url, commit])
+            fetch = ["git", "-C", str(repository), "fetch", "-q", "--depth", "1", url, commit]
+            _run(fetch, timeout_s=FETCH_S)
         archive = home / "files.tar"
         _run(["git", "-C", str(repository), "archive", "-o", str(archive), commit, *paths])
         with tarfile.open(archive) as files:
@@ -142,11 +144,21 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _run(command: Sequence[str], cwd: Path | None = None) -> str:
+def _run(command: Sequence[str], cwd: Path | None = None, timeout_s: float | None = None) -> str:
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
     except FileNotFoundError as error:
         raise Unavailable(f"{command[0]} is not installed here") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{' '.join(command[:6])} ... took more than {timeout_s:g} s") from error
     if done.returncode:
         told = (done.stderr or done.stdout).strip().splitlines()[-8:]
         raise Unavailable(f"{' '.join(command[:6])} ... failed:\n" + "\n".join(told))
