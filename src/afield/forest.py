@@ -266,9 +266,10 @@ def canonical(message: Message) -> list[str]:
     parts = [message.role, message.content.strip()]
     for call in message.tool_calls:
         parts += ["call", call.name, arguments_value(call.arguments)]
-    before = len(message.content) - len(message.content.lstrip())
-    for image in message.images:
-        parts += ["image", image.digest, str(min(max(image.at - before, 0), len(parts[1])))]
+    if message.images:
+        before = len(message.content) - len(message.content.lstrip())
+        for image in message.images:
+            parts += ["image", image.digest, str(min(max(image.at - before, 0), len(parts[1])))]
     return parts
 
 

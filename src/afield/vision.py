@@ -16,12 +16,13 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from afield.errors import UsageError
 from afield.types import Image, ImageSpan
+
+if TYPE_CHECKING:
+    import numpy as np
 
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Kinds of models with three positions for each token (M-RoPE) and images of any size."""
@@ -137,6 +138,8 @@ class Vision:
         self, length: int, spans: Sequence[ImageSpan], grids: Sequence[tuple[int, int, int] | None]
     ) -> np.ndarray:
         """`[3, length]`: in time, height and width. Text goes on in all three from the largest before it."""
+        import numpy as np
+
         out = np.empty((3, length), dtype=np.int64)
         at = ahead = 0
         for span, grid in zip(spans, grids, strict=True):
@@ -159,6 +162,7 @@ class Vision:
         return [self._features(model, picture) for picture in pictures]
 
     def _features(self, model: Any, picture: PixelInputs) -> ImageFeatures:
+        import numpy as np
         import torch
 
         inputs = {

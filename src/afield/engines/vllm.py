@@ -159,7 +159,8 @@ class VllmEngine(RemoteEngine):
         path, body, headers = self._request(call, lease)
         low = self._version
         data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s, still=True)
-        sampled = wire.Sampled([self._http.decode(data, wire.REPLY)], self.url, call.top_logprobs)
+        decoder = wire.FULL_REPLY if call.top_logprobs else wire.REPLY
+        sampled = wire.Sampled([self._http.decode(data, decoder)], self.url, call.top_logprobs)
         low = await self._lowest(low, lease)
         for chunk in self._cut(call, sampled, low, lease):
             yield chunk
@@ -237,7 +238,8 @@ class VllmEngine(RemoteEngine):
     def _merge(self, call: Call, found: list[bytes], low: int, before: int, lease: Lease | None) -> Chunk:
         if found[-1] == wire.DONE:
             found.pop()
-        replies = self._http.decode(b"[" + b",".join(found) + b"]", wire.REPLIES)
+        decoder = wire.FULL_REPLIES if call.top_logprobs else wire.REPLIES
+        replies = self._http.decode(b"[" + b",".join(found) + b"]", decoder)
         sampled = wire.Sampled(replies, self.url, call.top_logprobs)
         versions, high = None, max(low, self._version)
         if lease is not None:  # the server's own spans are those of the weights below the adapter

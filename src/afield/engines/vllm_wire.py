@@ -8,7 +8,7 @@ where it has no log-probability or a NaN: that is refused here like any other mi
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -35,44 +35,53 @@ class Candidate(Struct):
 
 class Entry(Struct):
     logprob: float
+
+
+class FullEntry(Entry):
+    """With the likeliest tokens, which are read only where they were asked for."""
+
     top_logprobs: list[Candidate] = []
 
 
-class PromptEntry(Struct):
-    logprob: float
+E = TypeVar("E", bound=Entry)
 
 
-class Logprobs(Struct):
+class Logprobs(Struct, Generic[E]):
     """`content` from generate; the others from completions, where candidates are named `token_id:ID`."""
 
-    content: list[Entry] | None = None
+    content: list[E] | None = None
     token_logprobs: list[float] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
-PromptLogprobs = list[dict[int, PromptEntry] | None]
+PromptLogprobs = list[dict[int, Entry] | None]
 
 
-class Choice(Struct):
+class Choice(Struct, Generic[E]):
     token_ids: list[int] | None = None
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs[E] | None = None
     finish_reason: str | None = None
     weight_versions: list[Span] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Reply(Struct):
+class Reply(Struct, Generic[E]):
     """A whole answer, or one event of a stream."""
 
-    choices: list[Choice] = []
+    choices: list[Choice[E]] = []
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     error: Problem | None = None
 
 
-REPLY = msgspec.json.Decoder(Reply)
-REPLIES = msgspec.json.Decoder(list[Reply])
+One = msgspec.json.Decoder[Reply[Any]]
+Several = msgspec.json.Decoder[list[Reply[Any]]]
+REPLY: One = msgspec.json.Decoder(Reply[Entry])
+REPLIES: Several = msgspec.json.Decoder(list[Reply[Entry]])
+FULL_REPLY: One = msgspec.json.Decoder(Reply[FullEntry])
+FULL_REPLIES: Several = msgspec.json.Decoder(list[Reply[FullEntry]])
+NAMED = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 
 
 class Sampled:
@@ -80,7 +89,7 @@ class Sampled:
 
     __slots__ = ("_count", "finish", "logprobs", "prompt_ids", "prompt_tops", "spans", "token_ids", "tops")
 
-    def __init__(self, replies: list[Reply], where: str, count: int = 0) -> None:
+    def __init__(self, replies: list[Reply[Any]], where: str, count: int = 0) -> None:
         """`count` is how many of the likeliest tokens were asked for."""
         self._count = count
         self.tops: list[TopLogprobs] = []
@@ -106,7 +115,7 @@ class Sampled:
         if self.logprobs and not min(self.logprobs) > NO_LOGPROB:
             raise Unavailable(f"{where} has no finite log-probability for a token it sampled")
 
-    def _add(self, choice: Choice, where: str) -> None:
+    def _add(self, choice: Choice[Any], where: str) -> None:
         if choice.token_ids:
             self.token_ids += choice.token_ids
             if (given := choice.logprobs) is not None:
@@ -126,11 +135,11 @@ class Sampled:
             self.finish = FINISH[choice.finish_reason]
             self.spans = choice.weight_versions
 
-    def _add_tops(self, ids: list[int], given: Logprobs, where: str) -> None:
+    def _add_tops(self, ids: list[int], given: Logprobs[Any], where: str) -> None:
         if given.content is not None:
             told = [[(c.token_id, c.logprob) for c in entry.top_logprobs] for entry in given.content]
         else:
-            named = [top or {} for top in given.top_logprobs or []]
+            named = [top or {} for top in NAMED.decode(given.top_logprobs) or []]
             told = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
         if len(told) != len(ids):
             raise Unavailable(f"{where} gave {len(ids)} ids but the likeliest tokens of {len(told)} places")
