@@ -11,9 +11,10 @@ import jsonschema
 import pytest
 import torch
 
+from afield.bitmasks import allowed
 from afield.engines.sampler import draw
 from afield.gateway.schemas import enforceable
-from afield.masks import Masks, allowed
+from afield.masks import Masks
 from afield.tokens import Tool, reply_grammar
 from afield.tokens.formats import FORMATS, REASONING, ToolFormat
 from afield.tokens.harmony import HarmonyReader

@@ -389,5 +389,5 @@ print([name for name in sys.modules if name.startswith("afield.") and "engines" 
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
-    # Float32 passes, which trainers make too; plain torch.
-    assert done.stdout.strip() == "['afield.precision']"
+    # Masks and float32 passes, which trainers have too; plain torch.
+    assert done.stdout.strip() == "['afield.bitmasks', 'afield.precision']"

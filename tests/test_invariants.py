@@ -174,7 +174,10 @@ def tools_do_not_enter_the_root(patch: pytest.MonkeyPatch) -> None:
 
 
 def content_may_spell_control_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "_tokens_of", lambda self, _: self._tokens.under(escape="faithful"))
+    async def rendered_by(self: Calls, _: Any, request: Any) -> Any:
+        return self._tokens.under(escape="faithful"), request
+
+    patch.setattr(Calls, "_rendered_by", rendered_by)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,7 @@ class Masks:
         self._compiler: xgrammar.GrammarCompiler | None = None
         self._kept: dict[str, xgrammar.CompiledGrammar] = {}  # the one used last comes last
 
-    @property
+    @cached_property
     def missing(self) -> str:
         """What is missing to compile constraints, and the remedy; empty if nothing is."""
         if find_spec("xgrammar") is None:
@@ -129,14 +130,3 @@ class Masks:
             if not walker.accept(token):
                 raise ValueError(f"the constraint does not allow token {token} at place {place} of the reply")
         return torch.stack(masks) if masks else torch.zeros(0, self._words, dtype=torch.int32)
-
-
-def allowed(words: Tensor, vocabulary: int) -> Tensor:
-    """Masks of words [..., words] as one boolean for each token [..., vocabulary]."""
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> bits) & 1).bool().flatten(-2)[..., :vocabulary]
-
-
-def restrict(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits [rows, vocabulary] with minus infinity for what masks [rows, words] do not allow."""
-    return logits.masked_fill(~allowed(words, logits.shape[-1]), float("-inf"))

@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from afield.engines.graphs import Flight, Steps, forward
 from afield.engines.sampler import Top, distribution, draw, likeliest
 from afield.engines.slots import Slots
-from afield.masks import Walker
 
 if TYPE_CHECKING:
     from afield.engines.images import ImageEncoder
+    from afield.masks import Walker
     from afield.vision import PixelInputs
 
 log = logging.getLogger("afield.engines")

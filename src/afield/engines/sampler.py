@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from afield.masks import restrict
+from afield.bitmasks import restrict
 
 BLOCK = 128
 # Of logits and temperatures: the highest score of each block of tokens, and the sum of exp(score - highest).

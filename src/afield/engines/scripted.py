@@ -209,7 +209,7 @@ class ScriptedEngine:
 
 def _drawn(call: Call, walker: Walker, vocabulary: int) -> Scripted:
     """Something that the constraint allows, all tokens alike; it ends as soon as it may."""
-    from afield.masks import allowed
+    from afield.bitmasks import allowed
 
     rng = random.Random(call.draw or call.id)
     ids: list[int] = []

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from afield.masks import restrict
+from afield.bitmasks import restrict
 
 CHUNK_BYTES = 1 << 30  # of float32 logits; a few times as much is in use
 KEPT_SHARE = 32  # logits that take less than this part of the memory are kept

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from afield.bitmasks import restrict
 from afield.errors import UsageError
-from afield.masks import Masks, restrict
+from afield.masks import Masks
 from afield.trainers.head import plain_head, sampled_log_probabilities, taken
 from afield.trainers.images import ImageReader
 from afield.trainers.packing import pack, split
