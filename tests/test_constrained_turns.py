@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sglang import SglangEngine
 from afield.engines.torch import TorchEngine
 from afield.engines.vllm import VllmEngine
-from afield.seams import SessionSpec
+from afield.seams import Call, Chunk, SessionSpec
+from afield.tokens import ChatTokens
 from afield.trainers import head, passes
 from afield.trainers.policy import PolicyModel
 from afield.trainers.rows import Row
@@ -141,6 +144,47 @@ async def test_nothing_is_enforced_where_the_session_ignores_constraints(model: 
         record = await up.client.finalize("r.1")
     assert turn.constraint is None and "ignored:tool_choice" in turn.tags
     assert not record.excluded and [t.id for row in record.trajectories for t in row.turns] == ["t1"]
+
+
+class Stopping(TorchEngine):
+    """Ends at stop strings wherever they come, as servers do."""
+
+    def __init__(self, model: Path, decode: Callable[[Sequence[int]], str]) -> None:
+        super().__init__(model)
+        self.calls: list[Call] = []
+        self._decode = decode
+
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        self.calls.append(call)
+        ids: list[int] = []
+        async with aclosing(super().generate(structs.replace(call, stop=(), stream=True))) as chunks:
+            async for chunk in chunks:
+                ids += chunk.token_ids
+                hit = any(stop in self._decode(ids) for stop in call.stop)
+                yield structs.replace(chunk, finish=FinishReason.STOP) if hit else chunk
+                if hit:
+                    return
+
+
+async def test_a_stop_string_does_not_begin_a_grammar_anew(model: Path, tmp_path: Path) -> None:
+    engine = Stopping(model, ChatTokens.load(model).decode)
+    async with running(engine, tmp_path / "store", model) as up:
+        client = await up.agent()
+        made = await client.chat.completions.create(
+            model="m", messages=USER, max_tokens=ROOM, tools=TOOLS, tool_choice="required", stop=["name"]
+        )
+        (turn,) = await recorded(up)
+    assert len(engine.calls) == 1 and made.choices[0].message.tool_calls
+    assert rescored(model, trained([turn])) < 1e-4
+
+
+async def test_a_grammar_that_leads_nowhere_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    async with running(TorchEngine(model), tmp_path / "store", model) as up:
+        client = (await up.agent()).with_options(max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="guided_regex"):
+            await client.completions.create(
+                model="m", prompt="x", max_tokens=ROOM, extra_body={"guided_regex": "ab[^\\s\\S]"}
+            )
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

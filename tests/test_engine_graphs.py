@@ -60,6 +60,9 @@ class Collected:
     def fail(self, reason: str) -> None:
         raise AssertionError(reason)
 
+    def refuse(self, reason: str) -> None:
+        raise AssertionError(reason)
+
     @property
     def token_ids(self) -> list[int]:
         return [token for piece in self.pieces for token in piece.token_ids]

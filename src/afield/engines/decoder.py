@@ -96,6 +96,10 @@ class Sink(Protocol):
 
     def fail(self, reason: str) -> None: ...
 
+    def refuse(self, reason: str) -> None:
+        """There will be no more, because of what was asked for."""
+        ...
+
 
 class Request:
     """A call in flight. Its ids live in its slot; here are the sampled ones that were not handed over."""
@@ -369,13 +373,16 @@ class Decoder:
 
     def _give_up(self, request: Request) -> None:
         """End a call for which the model computes no number. Broken weights end the engine instead."""
+        if request.walker is not None and not request.walker.mask.any():
+            self._end(request)
+            request.sink.refuse("the constraint leads to where no token is allowed")
+            return
         if not all(bool(weight.isfinite().all()) for weight in self._weights):
             raise ArithmeticError(f"the weights of version {self.version} are not all finite")
         log.warning(
-            "call of %d tokens aborted: its logits are not finite at temperature %g%s",
+            "call of %d tokens aborted: its logits are not finite at temperature %g",
             request.length,
             request.ask.temperature,
-            ", or its constraint allows no token" if request.walker else "",
         )
         self._end(request)
         request.hand_over("aborted")

@@ -13,7 +13,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -43,6 +43,7 @@ PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
 PROBE = 12
 MAX_TOP_LOGPROBS = 20
 COMPILE_S = 30.0  # how long a constraint may take to compile
+COMPILERS = 2  # constraints that are compiled at once
 CLOSED = "the engine is not running; enter it with `async with`"
 
 
@@ -61,7 +62,8 @@ class _Stop(Struct, frozen=True):
 
 
 Message = Request | _Drop | _Swap | _Stop
-Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Chunk | str]]]
+Item = Chunk | Exception
+Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Item]]]
 
 
 class _Mailbox:
@@ -70,7 +72,7 @@ class _Mailbox:
     def __init__(self, outbox: Outbox) -> None:
         self.loop = asyncio.get_running_loop()
         self._outbox = outbox
-        self._arrived: deque[Chunk | str] = deque()
+        self._arrived: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, sampled: Sampled) -> None:
@@ -87,9 +89,12 @@ class _Mailbox:
         self._outbox.setdefault(self.loop, []).append((self, chunk))
 
     def fail(self, reason: str) -> None:
-        self._outbox.setdefault(self.loop, []).append((self, reason))
+        self._outbox.setdefault(self.loop, []).append((self, Unavailable(reason)))
 
-    def receive(self, item: Chunk | str) -> None:
+    def refuse(self, reason: str) -> None:
+        self._outbox.setdefault(self.loop, []).append((self, ValueError(reason)))
+
+    def receive(self, item: Item) -> None:
         self._arrived.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -100,8 +105,8 @@ class _Mailbox:
             self._waiter = self.loop.create_future()
             await self._waiter
         first = self._arrived.popleft()
-        if isinstance(first, str):
-            raise Unavailable(first)
+        if isinstance(first, Exception):
+            raise first
         chunks = [first]
         while self._arrived and isinstance(more := self._arrived[0], Chunk) and more.low == first.low:
             chunks.append(more)
@@ -120,7 +125,7 @@ class _Mailbox:
         )
 
 
-def _deliver(batch: list[tuple[_Mailbox, Chunk | str]]) -> None:
+def _deliver(batch: list[tuple[_Mailbox, Item]]) -> None:
     for mailbox, item in batch:
         mailbox.receive(item)
 
@@ -184,6 +189,8 @@ class TorchEngine:
         self._fixed_steps = fixed_steps
         self._parameters: list[Parameter] = []
         self._masks: Masks | None = None
+        # Of its own: a thread that compiles beyond its time cannot be stopped, and must hold up nothing else.
+        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._outbox: Outbox = {}
         self._lock = threading.Lock()
@@ -268,7 +275,8 @@ class TorchEngine:
         assert self._masks is not None  # check_call has seen to it
         try:
             async with asyncio.timeout(COMPILE_S):
-                walker = await asyncio.to_thread(self._masks.walk, constraint)
+                loop = asyncio.get_running_loop()
+                walker = await loop.run_in_executor(self._compiling, self._masks.walk, constraint)
         except UsageError as error:
             raise ValueError(str(error)) from error
         except TimeoutError as error:

@@ -344,6 +344,9 @@ class Calls:
                 return
             raise Unavailable("the engine's stream ended without a finish")
         except ValueError as error:
+            if held is not None:
+                names = ", ".join(request.names.get(field, field) for field in constraints.wanted(request))
+                raise bad_request(f"{names}: {error}", "ask for something simpler") from error
             if partial.ids:
                 raise
             raise bad_request(f"the engine refuses this prompt: {error}") from error
@@ -490,7 +493,8 @@ class Calls:
             sampling=sampling,
             max_tokens=room,
             stop_ids=self._tokens.stop_ids,
-            stop=tuple(stop for stop in request.stop if stop),
+            # An engine that ends at a stop string outside of the text would have to go on in mid-grammar.
+            stop=() if held is not None else tuple(stop for stop in request.stop if stop),
             stream=request.stream or bool(request.stop),
             base_ids=place.base_ids,
             images=images,

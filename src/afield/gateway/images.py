@@ -33,7 +33,11 @@ REMEMBERED = 4096  # plain images that need not be decoded again
 ORIENTATION = 0x0112
 UPRIGHT = (None, 1)
 # Pillow raises these for files that are damaged; its own errors are among them.
-UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, IndexError, struct.error, zlib.error, MemoryError)
+# What Pillow raises for damaged files, down to what it makes of broken EXIF blocks.
+UNREADABLE = (
+    *(OSError, ValueError, SyntaxError, EOFError, LookupError, ArithmeticError, TypeError, AttributeError),
+    *(struct.error, zlib.error, MemoryError),
+)
 REMEDY = f"send one {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
 
 

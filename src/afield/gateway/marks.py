@@ -12,9 +12,9 @@ import binascii
 import hashlib
 import re
 
-TURN = re.compile(r"t\d+")
+TURN = re.compile(r"t[0-9]{1,18}")
 _SUMMARY = "afield-summary"
-_ID = re.compile(r"[a-z]+_(t\d+)(?:_\d+)?")
+_ID = re.compile(r"[a-z]+_(t[0-9]{1,18})(?:_\d+)?")
 
 
 def call_id(turn_id: str, index: int, style: str = "free") -> str:

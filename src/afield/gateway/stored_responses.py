@@ -132,8 +132,8 @@ def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
     order, limit = asked.get("order", "desc"), asked.get("limit", str(USUAL))
     if order not in ("asc", "desc"):
         raise bad_request(f"order={order!r} is unknown", "choose one of: asc, desc")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MOST:
-        raise bad_request(f"limit={limit!r} must be between 1 and {MOST}")
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST:
+        raise bad_request(f"limit={limit[:20]!r} must be between 1 and {MOST}")
     if order == "desc":
         items = items[::-1]
     if (after := asked.get("after")) is not None:
