@@ -79,8 +79,9 @@ def openai_choice(
 
 def _named(given: Any, nested: bool, where: str) -> tuple[str, str | None]:
     kind = given.get("type", "function") if isinstance(given, dict) else ""
-    inner = given.get(kind) if nested and isinstance(given, dict) and isinstance(kind, str) else given
-    name = inner.get("name") if isinstance(inner, dict) else None
+    kind = kind if isinstance(kind, str) else ""
+    inner = given.get(kind) if nested and isinstance(given, dict) else given
+    name = inner.get("name") if kind and isinstance(inner, dict) else None
     if not isinstance(name, str) or not name:
         raise bad_request(f"{where} names no tool", "send the name of one of the request's tools")
     space = inner.get("namespace") if isinstance(inner, dict) else None
