@@ -20,7 +20,7 @@ and `google-genai` packages and the extra ones of vLLM. Nothing is ignored silen
 | --- | --- |
 | honoured | it does what the provider says, or what the table says |
 | overridden | sampling belongs to the trainer; a request that asks for something else goes on, and its turn has a tag `overridden:NAME` |
-| refused | 400 with the parameter's name and what to do instead; values that ask for nothing are accepted: null, empty ones, and those in the table |
+| refused | 400 with the parameter's name and what to do instead; values that ask for nothing are accepted: null, empty ones (but for `web_search_options`), and those in the table |
 
 A parameter that is in no table is refused too. A session that is opened with
 [`unsupported = "ignore"`](config.md#sampling) goes on without what would be refused, and the turn has a tag

@@ -26,9 +26,11 @@ class Parameter(Struct, frozen=True):
     effect: str
     """What it does here; of a refused one, what to do instead."""
     off: tuple[Any, ...] = ()
-    """Values of a refused one that ask for nothing, and are accepted; null and empty ones always are."""
+    """Values of a refused one that ask for nothing: accepted like null and empty ones (but see `bare`)."""
     unread: bool = False
     """Whether no dialect reads it, so that the tag of an overridden one is given here."""
+    bare: bool = False
+    """Whether an empty object asks for it."""
 
 
 Entries = list[Parameter]
@@ -222,7 +224,7 @@ CHAT = [
     *refused(NO_AUDIO, {"modalities": (["text"],), "audio": ()}),
     Parameter("verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
     *refused("leave it out; nothing is moderated here", {"moderation": ()}),
-    *refused("offer a tool of your own that searches", {"web_search_options": ()}),
+    Parameter("web_search_options", "refused", "offer a tool of your own that searches", bare=True),
     *VLLM_SAMPLING,
     *VLLM_SERVING,
     *VLLM_TEXT,
@@ -549,7 +551,7 @@ def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ..
         return unsupported(
             name, f"{name} is not a parameter that is known here", "leave it out", ignore=ignore
         )
-    if value in NOTHING or value in entry.off:
+    if (value in NOTHING and not (entry.bare and value == {})) or value in entry.off:
         return ()
     if entry.fate != "refused":
         return (f"overridden:{name}",) if entry.unread else ()

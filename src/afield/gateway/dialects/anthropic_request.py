@@ -212,8 +212,7 @@ def _choice(given: ToolChoice | None, toolbox: _Toolbox) -> tool_choice.ToolChoi
 def _output(wire: Body) -> tuple[OutputFormat | None, str]:
     if wire.output_config is None and wire.output_format is None:
         return None, "output_config.format"
-    given = (wire.output_config or {}).get("format")
-    first = response_format(given if isinstance(given, dict) else None, "output_config.format", flat=True)
+    first = response_format((wire.output_config or {}).get("format"), "output_config.format", flat=True)
     older = response_format(wire.output_format, "output_format", flat=True)
     return one(first, "output_config.format", (older, "output_format") if older else None)
 

@@ -16,11 +16,14 @@ VLLM = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "struc
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def response_format(given: Mapping[str, Any] | None, name: str, *, flat: bool = False) -> OutputFormat | None:
+def response_format(given: Any, name: str, *, flat: bool = False) -> OutputFormat | None:
     """`response_format` of Chat Completions; `flat` where the schema is not in an object of its own."""
-    if not given:
+    if given is None or given == {}:
         return None
-    kind = given.get("type", "text")
+    if not isinstance(given, Mapping):
+        raise bad_request(f"{name} is not an object", "send an object with a type")
+    if (kind := given.get("type")) is None:
+        raise bad_request(f"{name} has no type", "say which of text, json_object, json_schema it is")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -57,7 +60,7 @@ def guided(given: Mapping[str, Any]) -> tuple[OutputFormat, str] | None:
     ]
     held = given.get("structured_outputs") or {}
     for kind in _KINDS:
-        if (value := held.get(kind)) is not None and value is not False:
+        if (value := held.get(kind)) is not None and (kind != "json_object" or value is not False):
             name = f"structured_outputs.{kind}"
             found.append((_guided(kind, value, name), name))
     if len(found) > 1:
@@ -82,6 +85,8 @@ def choice(values: Any, name: str) -> OutputFormat:
 
 def _guided(kind: str, value: Any, name: str) -> OutputFormat:
     if kind == "json_object":
+        if value is not True:
+            raise bad_request(f"{name} is neither true nor false", "send true, or leave it out")
         return JSON_OBJECT
     if kind == "json":
         return json_schema(value, name)

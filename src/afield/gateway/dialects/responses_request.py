@@ -225,8 +225,7 @@ def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
 def _output(wire: Body) -> tuple[OutputFormat | None, str]:
     if wire.text is None and wire.structured_outputs is None:
         return None, "text.format"
-    form = (wire.text or {}).get("format")
-    first = response_format(form if isinstance(form, dict) else None, "text.format", flat=True)
+    first = response_format((wire.text or {}).get("format"), "text.format", flat=True)
     return one(first, "text.format", guided({"structured_outputs": wire.structured_outputs}))
 
 
