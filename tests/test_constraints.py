@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 
 from afield.bitmasks import allowed
 from afield.engines.sampler import draw
-from afield.gateway.schemas import enforceable
+from afield.gateway import constraints, placing
+from afield.gateway.request import ModelRequest
+from afield.gateway.schemas import SHAPES, enforceable
 from afield.masks import Masks
-from afield.tokens import Tool, reply_grammar
+from afield.tokens import ChatTokens, Tool, reply_grammar
 from afield.tokens.formats import FORMATS, REASONING, ToolFormat
 from afield.tokens.harmony import HarmonyReader
 from afield.tokens.reply import ReplyReader
 from afield.tokens.reply_grammar import CallSpec, ReplyForm
 from afield.types import Constraint, Message, Sampling
+from gateways import POLICY
 from tiny_model import build_tokenizer
 
 LOOKUP: dict[str, Any] = {
@@ -86,6 +90,11 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Sampler:
     return Sampler(tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.fixture(scope="module")
+def policy_tokens() -> ChatTokens:
+    return ChatTokens.load(POLICY)
+
+
 SCHEMAS: dict[str, Any] = {
     "lookup": LOOKUP,
     "lengths": {"type": "string", "minLength": 2, "maxLength": 4},
@@ -117,6 +126,14 @@ SCHEMAS: dict[str, Any] = {
     },
     "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
     "keys": {"type": "object", "patternProperties": {"^k[0-9]$": {"type": "null"}}},
+    "whole": {"type": "number", "multipleOf": 1},
+    "some": {"type": "array", "minItems": 2, "maxItems": 2},
+    "more": {"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2, "maxItems": 2},
+    "both": {
+        "type": ["integer", "null"],
+        "anyOf": [{"type": "string"}, {"type": "number", "minimum": 5}, {"type": "null"}],
+    },
+    "equal": {"enum": [True, 1, "1"], "const": 1},
 }
 
 
@@ -148,11 +165,53 @@ def test_every_reply_that_a_schema_allows_is_valid(sampler: Sampler, name: str) 
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
         ({"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}]}, "properties"),
         ({"type": "array", "contains": {"const": 1}}, "contains"),
+        ({"type": "array", "items": False, "minItems": 1}, "minItems"),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "required"),
+        ({"type": "string", "anyOf": [{"type": "integer"}]}, "anyOf"),
+        ({"properties": {f"p{n}": {} for n in range(65)}, "maxProperties": 2}, "maxProperties"),
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: Any, keyword: str) -> None:
     with pytest.raises(ValueError, match=rf"keyword '{keyword.replace('$', '[$]')}'"):
         enforceable(schema)
+
+
+MALFORMED: dict[str, list[Any]] = {
+    "required": [5, "abc", [{}]],
+    "properties": [5, [1], {"a": 5}],
+    "patternProperties": [5, [1]],
+    "additionalProperties": [5, []],
+    "minProperties": ["1", True],
+    "prefixItems": [5, [5], []],
+    "items": [5, [{}]],
+    "uniqueItems": ["x"],
+    "pattern": [5],
+    "format": [[], {}],
+    "multipleOf": ["1", 0, True],
+    "minimum": ["3", True],
+    "$ref": [5, [], {}],
+    "$defs": [5, {"a": 5}],
+    "type": [5, [], {}, [5]],
+    "enum": [5, None],
+    "anyOf": [5, [], [5]],
+    "nullable": ["x"],
+    "propertyOrdering": [[{}]],
+}
+
+
+def test_malformed_schemas_are_refused_by_their_keyword() -> None:
+    for keyword, values in MALFORMED.items():
+        for value in values:
+            bad = {"type": "object", keyword: value}
+            for schema in (bad, {"oneOf": [bad, bad]}, {"type": "object", "anyOf": [{keyword: value}]}):
+                with pytest.raises(ValueError, match=rf"keyword '{re.escape(keyword)}' .* must be"):
+                    enforceable(schema)
+
+
+def test_keywords_that_are_null_say_nothing() -> None:
+    names = (keyword for keyword in SHAPES if keyword not in ("type", "enum"))
+    assert enforceable({"type": "string", **dict.fromkeys(names)}) == {"type": "string"}
+    assert enforceable({"const": None, "required": None}) == {"enum": [None]}
 
 
 def test_keywords_that_say_nothing_about_a_type_are_left_out() -> None:
@@ -213,6 +272,69 @@ def test_forced_calls_are_read_in_every_format(sampler: Sampler, tool_format: To
             check_calls(message)
             counts.add(len(message.tool_calls))
     assert min(counts) == 1
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["x y"]}}, "required": ["city"]}
+CODE = {"type": "object", "properties": {"code": {"type": "integer"}}, "required": ["code"]}
+DEFINED: dict[str, Any] = {"$defs": {"City": CITY, "Code": CODE}}
+ROOTS: dict[str, Any] = {
+    "reference": {"$ref": "#/$defs/City", **DEFINED},
+    "nullable": {**CITY, "nullable": True},
+    "alternatives": {"anyOf": [CITY, CODE]},
+    "references": {
+        "anyOf": [{"$ref": "#/$defs/City"}, {"$ref": "#/$defs/Code"}, {"type": "null"}],
+        **DEFINED,
+    },
+}
+
+
+def asking(schema: Any, *, name: str = "go", forced: bool = True) -> ModelRequest:
+    tools = (Tool(name, "", schema, {}),)
+    return ModelRequest(
+        dialect="chat", model="m", messages=(), tools=tools, must_call=forced, parallel_calls=False
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm", "minimax", "hermes"])
+@pytest.mark.parametrize("root", ROOTS)
+def test_calls_carry_the_arguments_of_any_schema_that_allows_objects(
+    sampler: Sampler, root: str, name: str
+) -> None:
+    known = next(known for known in FORMATS if known.name == name)
+    spec = constraints.call_spec("lookup", ROOTS[root], forced=True)
+    grammar = reply_grammar.grammar(ReplyForm(tool_format=known), calls=[spec], forced=True, several=False)
+    rng = random.Random(root)
+    for _ in range(3):
+        (call,) = read(known, sampler.draw(grammar, rng)).tool_calls
+        arguments = json.loads(call.arguments)
+        assert arguments
+        jsonschema.validate(arguments, {"type": "object", "anyOf": [CITY, CODE]})
+
+
+def test_calls_whose_arguments_are_no_objects_are_refused(policy_tokens: ChatTokens) -> None:
+    made = constraints.constraint(policy_tokens, asking({"anyOf": [CITY, {"type": "null"}]}))
+    assert '"null"' not in made.grammar
+    for schema in ({"type": "array"}, {"type": "string"}, {"enum": [1]}, {"type": "object", "required": 5}):
+        with pytest.raises(ValueError, match="tool 'go'"):
+            constraints.constraint(policy_tokens, asking(schema))
+        assert "go" in constraints.constraint(policy_tokens, asking(schema, forced=False)).grammar
+    with pytest.raises(ValueError, match="without a name"):
+        constraints.constraint(policy_tokens, asking(CITY, name=""))
+    constraints.constraint(policy_tokens, asking(CITY, name="", forced=False))
+    with pytest.raises(ValueError, match="cannot be written"):
+        reply_grammar.SPELLINGS["glm"].call(CallSpec("go", {"type": "string"}))
+
+
+def test_alternatives_that_refer_to_each_other_come_to_an_end() -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "integer"}]}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": loop}}
+    call = reply_grammar.SPELLINGS["glm"].call(CallSpec("go", enforceable(schema)))
+    assert '"json_schema": {"type": "integer"' in json.dumps(call)
+
+
+def test_large_schemas_of_tools_are_read_off_the_loop() -> None:
+    assert constraints.size(asking(CITY)) < placing.INLINE_CHARACTERS
+    assert constraints.size(asking({"enum": ["x" * placing.INLINE_CHARACTERS]})) > placing.INLINE_CHARACTERS
 
 
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda known: known.name)

@@ -61,7 +61,7 @@ def with_budget(request: ModelRequest) -> ModelRequest:
 
 def size(request: ModelRequest) -> int:
     """About how much there is to read, in characters."""
-    return (len(request.output.text) if request.output else 0) + 1000 * len(request.tools)
+    return (len(request.output.text) if request.output else 0) + len(_tools_key(request.tools))
 
 
 def excluded(turns: Iterable[Turn]) -> dict[str, str]:
@@ -104,7 +104,10 @@ def _callable(request: ModelRequest) -> tuple[Tool, ...]:
 
 
 def _tools_key(tools: Sequence[Tool]) -> bytes:
-    return msgspec.json.encode([(tool.name, tool.parameters) for tool in tools]) if tools else b""
+    try:
+        return msgspec.json.encode([(tool.name, tool.parameters) for tool in tools]) if tools else b""
+    except RecursionError as error:
+        raise ValueError("the schema of a tool is nested too deeply") from error
 
 
 @lru_cache(maxsize=256)
@@ -122,7 +125,9 @@ def _kept(
     if plain:  # a prompt that the client wrote itself
         form = msgspec.structs.replace(form, reasoning=None, opened=False, harmony=False)
     known: list[tuple[str, Any]] = msgspec.json.decode(tools) if tools else []
-    calls = [_call(name, schema, forced=forced) for name, schema in known]
+    if forced and not all(name for name, _ in known):
+        raise ValueError("a tool without a name cannot be called")
+    calls = [call_spec(name, schema, forced=forced) for name, schema in known if name]
     return reply_grammar.grammar(
         form,
         output=None if output is None else _output(output),
@@ -134,15 +139,28 @@ def _kept(
     )
 
 
-def _call(name: str, schema: Any, *, forced: bool) -> CallSpec:
+def call_spec(name: str, schema: Any, *, forced: bool) -> CallSpec:
     """Arguments of calls that are not forced follow their schema as far as it can be enforced."""
     try:
-        return CallSpec(name, enforceable(schema or ANY_OBJECT, what=f"the schema of tool {name!r}"))
+        return CallSpec(name, _arguments(enforceable(schema or ANY_OBJECT, what="the schema")))
     except ValueError as error:
         if forced:
             raise ValueError(f"tool {name!r}: {error}") from error
-        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
-        return CallSpec(name, {**ANY_OBJECT, "properties": {key: {} for key in properties}})
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        names = properties if isinstance(properties, dict) else ()
+        return CallSpec(name, {**ANY_OBJECT, "properties": {key: {} for key in names}})
+
+
+def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object, whatever else their schema allows."""
+    if schema.get("type") == "object":
+        return schema
+    found = reply_grammar.object_schemas(schema)
+    if not found:
+        raise ValueError("the schema of its arguments allows no object")
+    kept = {name: schema[name] for name in reply_grammar.DEFINITIONS if name in schema}
+    bare = [{key: value for key, value in one.items() if key not in kept} for one in found]
+    return bare[0] | kept if len(bare) == 1 else {"anyOf": bare, **kept}
 
 
 def _output(output: OutputFormat) -> Element:

@@ -60,6 +60,55 @@ _IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 _UNREAD = re.compile(r"\(\?(?!:)|\\[bBkpPux1-9]")
 _ESCAPED = re.compile(r'"|\\\\')  # what JSON writes in another way than it is
+MOST_COUNTED = 64  # properties of an object that has a least or a most number of them
+_MAY_BE_NULL = ("const", "enum", "default")
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _schemas(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_schema, value))
+
+
+def _named_schemas(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_schema, value.values()))
+
+
+SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), (_number, "a number")),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), (_count, "a whole number")),
+    **dict.fromkeys(("minProperties", "maxProperties"), (_count, "a whole number")),
+    **dict.fromkeys(("pattern", "format", "$ref"), (_name, "a string")),
+    **dict.fromkeys(("required", "propertyOrdering"), (_names, "a list of strings")),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), (_schemas, "a list of schemas")),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames"), (_schema, "a schema")),
+    **dict.fromkeys(
+        ("properties", "patternProperties", *DEFINITIONS), (_named_schemas, "an object of schemas")
+    ),
+    **dict.fromkeys(("nullable", "uniqueItems"), (lambda value: isinstance(value, bool), "true or false")),
+    "multipleOf": (lambda value: _number(value) and value > 0, "a number above 0"),
+    "enum": (lambda value: isinstance(value, list), "a list"),
+    "type": (lambda value: _name(value) or bool(value and _names(value)), "a string, or a list of strings"),
+}
+"""What a keyword has to be, whether or not it can be enforced."""
 
 
 def enforceable(schema: Any, *, what: str = "the JSON schema") -> Any:
@@ -71,7 +120,21 @@ def enforceable(schema: Any, *, what: str = "the JSON schema") -> Any:
         raise ValueError(f"{what} is nested too deeply") from error
     if not isinstance(schema, dict | bool):
         raise ValueError(f"{what} must be an object, or true")
-    return _Reader(schema).read(schema, "")
+    try:
+        return _Reader(schema).read(schema, "")
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply") from error
+
+
+def _well_formed(node: Schema, path: str) -> Schema:
+    """The keywords that say something: null is as good as none. ValueError for one that no schema has so."""
+    given = {key: value for key, value in node.items() if value is not None or key in _MAY_BE_NULL}
+    for keyword, value in given.items():
+        if keyword in SHAPES and not SHAPES[keyword][0](value):
+            raise ValueError(
+                f"the JSON schema keyword {keyword!r} at {path or 'the top'} must be {SHAPES[keyword][1]}"
+            )
+    return given
 
 
 def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
@@ -97,12 +160,12 @@ class _Reader:
             return {}
         if not isinstance(node, dict):
             raise Unenforceable(json.dumps(node), path)
-        node = dict(node)
+        node = _well_formed(node, path)
         kept = self._definitions(node, path)
         given = {k: v for k, v in node.items() if k not in ANNOTATIONS and not k.startswith("x-")}
         if order := node.get("propertyOrdering"):
             given = _ordered(given, order)
-        if given.pop("nullable", False) is True:
+        if given.pop("nullable", False):
             return {"anyOf": [self._one(given, path), {"type": "null"}], **kept}
         return {**self._one(given, path), **kept}
 
@@ -110,7 +173,7 @@ class _Reader:
         return {
             name: {key: self.read(value, f"{path}/{name}/{key}") for key, value in node.pop(name).items()}
             for name in DEFINITIONS
-            if isinstance(node.get(name), dict)
+            if name in node
         }
 
     def _one(self, node: Schema, path: str) -> Schema:
@@ -135,7 +198,7 @@ class _Reader:
         target, seen = node, set[str]()
         while isinstance(target, dict) and "$ref" in target:
             name = target["$ref"]
-            if name in seen or not isinstance(name, str) or not name.startswith("#"):
+            if not isinstance(name, str) or name in seen or not name.startswith("#"):
                 raise Unenforceable("$ref", path, f": {name!r}")
             seen.add(name)
             target = self._found(name, path)
@@ -152,7 +215,7 @@ class _Reader:
 
     def _all(self, node: Schema, path: str) -> Schema:
         parts = node["allOf"]
-        if not isinstance(parts, list) or len(parts) != 1 or len(node) > 1:
+        if len(parts) != 1 or len(node) > 1:
             raise Unenforceable("allOf", path)
         return self.read(parts[0], f"{path}/allOf/0")
 
@@ -161,10 +224,11 @@ class _Reader:
         options = node[keyword]
         if others := sorted(node.keys() - {keyword, "type"}):
             raise Unenforceable(others[0], path, f" beside {keyword}")
-        if not isinstance(options, list) or not options:
-            raise Unenforceable(keyword, path)
         if "type" in node:
-            options = [{"type": node["type"], **o} if isinstance(o, dict) else o for o in options]
+            both = [_of_types(option, _types(node), path) for option in options]
+            options = [option for option in both if option is not None]
+            if not options:
+                raise Unenforceable(keyword, path, ": it allows nothing")
         if keyword == "oneOf" and not self._disjoint(options):
             raise Unenforceable("oneOf", path, ": what it lists may overlap; say anyOf")
         return {"anyOf": [self.read(option, f"{path}/{keyword}/{n}") for n, option in enumerate(options)]}
@@ -172,14 +236,14 @@ class _Reader:
     def _disjoint(self, options: list[Any]) -> bool:
         """Whether no value can be of two of them: by type, or by a constant that each requires."""
         full = [self._resolved(option) for option in options]
-        kinds = [_types(option) for option in full]
+        kinds = [_types(option) | ({"null"} if option.get("nullable") else set()) for option in full]
         names = {"number" if kind == "integer" else kind for given in kinds for kind in given}
         if all(kinds) and sum(map(len, kinds)) == len(names):
             return True
         shared = set.intersection(*(set(option.get("required", ())) for option in full))
         for name in shared:
             values = [_constants(option.get("properties", {}).get(name)) for option in full]
-            flat = [json.dumps(value) for given in values for value in given]
+            flat = [_identity(value) for given in values for value in given]
             if all(values) and len(flat) == len(set(flat)):
                 return True
         return False
@@ -189,17 +253,15 @@ class _Reader:
             if not (isinstance(option, dict) and isinstance(option.get("$ref"), str)):
                 break
             option = self._found(option["$ref"], "")
-        return option if isinstance(option, dict) else {}
+        return _well_formed(option, "") if isinstance(option, dict) else {}
 
     def _values(self, node: Schema, path: str) -> Schema:
         keyword = "enum" if "enum" in node else "const"
         if others := sorted(node.keys() - {"enum", "const", "type"}):
             raise Unenforceable(others[0], path, f" beside {keyword}")
         values = node["enum"] if keyword == "enum" else [node["const"]]
-        if not isinstance(values, list):
-            raise Unenforceable(keyword, path)
         if "const" in node:
-            values = [value for value in values if value == node["const"]]
+            values = [value for value in values if _identity(value) == _identity(node["const"])]
         if kinds := _types(node):
             values = [value for value in values if _kinds_of(value) & kinds]
         if not values:
@@ -238,11 +300,10 @@ class _Reader:
     def _number(self, kind: str, node: Schema, path: str) -> Schema:
         if node.pop("format", None) not in {None, *TOLD_ONLY}:
             raise Unenforceable("format", path)
-        if node.pop("multipleOf", 1) != 1 or (kind == "number" and "multipleOf" in node):
-            raise Unenforceable("multipleOf", path)
-        for keyword, bound in node.items():
-            if isinstance(bound, bool) or not isinstance(bound, int | float):
-                raise Unenforceable(keyword, path)
+        if "multipleOf" in node:
+            if node.pop("multipleOf") != 1:
+                raise Unenforceable("multipleOf", path)
+            kind = "integer"
         return {"type": kind, **node}
 
     def _string(self, node: Schema, path: str) -> Schema:
@@ -268,12 +329,16 @@ class _Reader:
     def _array(self, node: Schema, path: str) -> Schema:
         if node.pop("uniqueItems", False):
             raise Unenforceable("uniqueItems", path)
-        _bounds(node, "minItems", "maxItems", path)
+        low, _ = _bounds(node, "minItems", "maxItems", path)
+        first = node.get("prefixItems", [])
+        if not first or low > len(first):
+            node.setdefault("items", {})
+            if node["items"] is False and low > len(first):
+                raise Unenforceable("minItems", path, ": items allows no more")
         if "items" in node and node["items"] is not False:
             node["items"] = self.read(node["items"], f"{path}/items")
-        if "prefixItems" in node:
-            parts = enumerate(node["prefixItems"])
-            node["prefixItems"] = [self.read(part, f"{path}/prefixItems/{n}") for n, part in parts]
+        if first:
+            node["prefixItems"] = [self.read(part, f"{path}/prefixItems/{n}") for n, part in enumerate(first)]
         return {"type": "array", **node}
 
     def _object(self, node: Schema, path: str) -> Schema:
@@ -281,17 +346,19 @@ class _Reader:
         if "patternProperties" in node or "propertyNames" in node:
             return self._open(node, path)
         properties = node.get("properties", {})
-        if not isinstance(properties, dict):
-            raise Unenforceable("properties", path)
         made = {name: self.read(value, f"{path}/properties/{name}") for name, value in properties.items()}
         required = node.get("required", [])
         more = node.get("additionalProperties", "properties" not in node and not required)
         for name in required:
             if name not in made:
+                if node.get("additionalProperties") is False:
+                    raise Unenforceable("required", path, f": additionalProperties excludes {name!r}")
                 made[name] = self.read(more, path) if isinstance(more, dict) else {}
         if isinstance(more, dict):
             more = self.read(more, f"{path}/additionalProperties")
         rest = {k: v for k, v in node.items() if k in ("minProperties", "maxProperties")}
+        if rest and len(made) > MOST_COUNTED:
+            raise Unenforceable(min(rest), path, f" with more than {MOST_COUNTED} properties")
         kept = {"properties": made} if made else {}
         return {"type": "object", **kept, "required": required, "additionalProperties": more, **rest}
 
@@ -315,9 +382,6 @@ class _Reader:
 
 def _bounds(node: Schema, low: str, high: str, path: str) -> tuple[int, int | None]:
     least, most = node.get(low, 0), node.get(high)
-    for keyword, bound in ((low, least), (high, most)):
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
-            raise Unenforceable(keyword, path)
     if least > MOST or (most is not None and most < least):
         raise Unenforceable(low, path, f": {least}")
     if most is not None and most > MOST:
@@ -327,7 +391,7 @@ def _bounds(node: Schema, low: str, high: str, path: str) -> tuple[int, int | No
 
 def _ordered(node: Schema, order: Any) -> Schema:
     properties = node.get("properties")
-    if not isinstance(properties, dict) or not isinstance(order, list):
+    if properties is None:
         return node
     names = [name for name in order if name in properties]
     names += [name for name in properties if name not in names]
@@ -341,10 +405,34 @@ def _types(node: Any) -> set[str]:
     return found - {"integer"} if "number" in found else found
 
 
+def _of_types(option: Any, types: set[str], path: str) -> Any:
+    """An option that is also of one of these types; None where no value can be."""
+    if not isinstance(option, dict):
+        return {"type": sorted(types)} if option is True else option
+    option = _well_formed(option, path)
+    own = _types(option) or types
+    shared = own & types
+    if "integer" in own | types and "number" in own | types:
+        shared = shared - {"number"} | {"integer"}
+    if option.get("nullable") and "null" not in types:
+        del option["nullable"]
+    return {**option, "type": sorted(shared)} if shared else None
+
+
+def _identity(value: Any) -> str:
+    """The same text for values that JSON Schema takes for equal: 1 and 1.0, and not 1 and true."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_identity, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(key)}:{_identity(value[key])}' for key in sorted(value))}}}"
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def _constants(schema: Any) -> list[Any]:
     if not isinstance(schema, dict):
         return []
-    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
 
 
 def _kinds_of(value: Any) -> set[str]:

@@ -9,7 +9,8 @@ what it compiled, as servers do, confuses grammars that name tokens by their ids
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -18,6 +19,8 @@ from afield.tokens.formats import ReasoningFormat, ToolFormat
 
 Element = dict[str, Any]
 ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
+DEFINITIONS = ("$defs", "definitions")
+_OTHER_ROOT = re.compile(r'"\$ref": "#(?!/(?:\$defs|definitions)/)')
 
 
 class CallSpec(Struct, frozen=True):
@@ -219,23 +222,42 @@ class _Parameter(Struct, frozen=True):
 
 
 def _tagged(before: str, named: str, parameter: _Parameter, after: str):
-    def call(spec: CallSpec) -> Element:
-        schema = spec.schema
+    def arguments(schema: Mapping[str, Any]) -> Iterator[Element]:
         required = set(schema.get("required", ()))
-        parts: list[str | Element] = [f"{before}{spec.name}{named}"]
         for name, given in schema.get("properties", {}).items():
             value = _plain(_with_definitions(given, schema), parameter)
             one = spelled(f"{parameter.before}{name}{parameter.named}", value, parameter.after)
-            parts.append(one if name in required else maybe(one))
-        return spelled(*parts, after)
+            yield one if name in required else maybe(one)
+
+    def call(spec: CallSpec) -> Element:
+        known = [schema for schema in object_schemas(spec.schema) if "enum" not in schema]
+        if not known:
+            raise ValueError(
+                f"the arguments of {spec.name!r} cannot be written in this model's format of calls"
+            )
+        head = f"{before}{spec.name}{named}"
+        return either([spelled(head, *arguments(schema), after) for schema in known])
 
     return call
+
+
+def object_schemas(schema: Any) -> list[dict[str, Any]]:
+    """The objects among what a schema allows, each with its definitions."""
+    found: list[dict[str, Any]] = []
+    for kind in _alternatives(_with_definitions(schema, schema)):
+        if not kind.keys() - set(DEFINITIONS):
+            found.append({**kind, **ANY_OBJECT})
+        elif kind.get("type") == "object":
+            found.append(kind)
+        elif values := [value for value in kind.get("enum", ()) if isinstance(value, dict)]:
+            found.append({"enum": values})
+    return found
 
 
 def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(schema, dict):
         return schema
-    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    definitions = {name: root[name] for name in DEFINITIONS if name in root}
     while "$ref" in schema:
         found: Any = definitions
         for step in schema["$ref"].removeprefix("#/").split("/"):
@@ -249,10 +271,15 @@ def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _plain(schema: Any, parameter: _Parameter) -> Element:
     """A value as it is written without quotes where it is a string."""
-    free = text(parameter.end)
     kinds = _alternatives(schema)
-    if not kinds or any(kind.keys() <= {"type", "$defs", "definitions"} and _is_text(kind) for kind in kinds):
-        return free  # whatever is written is some value
+    if any(
+        kind.keys() <= {"type", *DEFINITIONS} and kind.get("type", "string") == "string" for kind in kinds
+    ):
+        return text(parameter.end)  # whatever is written is some value
+    if not kinds:
+        raise ValueError("a schema of alternatives has none but itself")
+    if _OTHER_ROOT.search(json.dumps(schema)):
+        raise ValueError("a $ref to the whole schema cannot be written in this model's format of calls")
     return either([_without(_plain_one(kind), parameter.end) for kind in kinds])
 
 
@@ -260,18 +287,20 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
     return schema.get("type") == "string"
 
 
-def _alternatives(schema: Any) -> list[dict[str, Any]]:
-    """None where everything is allowed."""
-    if not isinstance(schema, dict) or not schema.keys() - {"$defs", "definitions"}:
-        return []
+def _alternatives(schema: Any, seen: set[str] | None = None) -> list[dict[str, Any]]:
+    """Schemas of one type each; what has no keyword allows everything. Each `$ref` is followed once."""
+    if not isinstance(schema, dict):
+        return [{}]
     if "anyOf" not in schema:
         return [schema]
+    seen = set() if seen is None else seen
     found: list[dict[str, Any]] = []
     for option in schema["anyOf"]:
-        kinds = _alternatives(_with_definitions(option, schema))
-        if not kinds:
-            return []
-        found += kinds
+        if (name := option.get("$ref")) is not None:
+            if name in seen:
+                continue
+            seen.add(name)
+        found += _alternatives(_with_definitions(option, schema), seen)
     return found
 
 
