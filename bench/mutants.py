@@ -194,8 +194,9 @@ from msgspec import structs as _structs
 _fold = Partial.fold
 def _forgetful(self, chunk, now):
     if not self.ids and len(chunk.token_ids) > 1:
-        chunk = _structs.replace(chunk, token_ids=chunk.token_ids[1:], logprobs=chunk.logprobs[1:])
-    _fold(self, chunk, now)
+        _fold(self, _structs.replace(chunk, token_ids=chunk.token_ids[1:], logprobs=chunk.logprobs[1:]), now)
+        return chunk
+    return _fold(self, chunk, now)
 Partial.fold = _forgetful
 """,
     ),

@@ -156,8 +156,8 @@ def partials_are_left_out_without_a_word(patch: pytest.MonkeyPatch) -> None:
 def a_missing_logprob_is_nought(patch: pytest.MonkeyPatch) -> None:
     real = Partial.fold
 
-    def fold(self: Partial, chunk: Chunk, now: float) -> None:
-        real(self, structs.replace(chunk, logprobs=(0.0, *chunk.logprobs[1:])), now)
+    def fold(self: Partial, chunk: Chunk, now: float) -> Chunk:
+        return real(self, structs.replace(chunk, logprobs=(0.0, *chunk.logprobs[1:])), now)
 
     patch.setattr(Partial, "fold", fold)
 

@@ -240,8 +240,8 @@ class Calls:
             prompt_logprobs=scores.prompt if scores else None,
         )
         partial = Partial()
-        partial.fold(chunk, turn.started)
-        return self._pieces(chunk, partial, stops, turn.id, 0, _spoken(request, parser))
+        chunk = partial.fold(chunk, turn.started)
+        return self._pieces(chunk, partial, stops, turn.id, _spoken(request, parser))
 
     def _scores_again(self, session: Session, request: ModelRequest, turn: Turn) -> Scores | None:
         """What was told with a turn, if this request asks for no more."""
@@ -317,13 +317,13 @@ class Calls:
         try:
             await self._note_intent(session, intent, n)
             yield Started(session.id, intent.id, place.prompt_ids, intent.started, sampling=intent.sampling)
-            async for chunk in chunks:
+            async for given in chunks:
                 now, before = self._clock(), len(partial.ids)
-                partial.fold(chunk, now)
+                chunk = partial.fold(given, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
                     asked = len(chunk.prompt_ids)
-                pieces = self._pieces(chunk, partial, stops, intent.id, before, spoken)
+                pieces = self._pieces(chunk, partial, stops, intent.id, spoken)
                 reserved.spend(len(partial.ids) - before, now)
                 if not partial.finish:
                     for piece in pieces:
@@ -409,12 +409,11 @@ class Calls:
         partial: Partial,
         stops: StopStrings,
         turn_id: str,
-        before: int,
         spoken: Spoken | None,
     ) -> list[Piece]:
         """A chunk, or its tokens one by one, each with the places of the tokens whose text it tells."""
         if spoken is None:
-            return [self._piece(chunk, partial, stops, turn_id, before)]
+            return [self._piece(chunk, partial, stops, turn_id)]
         pieces: list[Piece] = []
         last = len(chunk.token_ids) - 1
         for n, token in enumerate(chunk.token_ids):
@@ -426,16 +425,15 @@ class Calls:
                 prompt_logprobs=chunk.prompt_logprobs if n == 0 else None,
                 finish=chunk.finish if n == last else None,
             )
-            piece = self._piece(one, partial, stops, turn_id, before + n)
+            piece = self._piece(one, partial, stops, turn_id)
             pieces.append(structs.replace(piece, spoken=spoken.feed(token, piece.events)))
         if not chunk.token_ids:
-            piece = self._piece(chunk, partial, stops, turn_id, before)
+            piece = self._piece(chunk, partial, stops, turn_id)
             pieces.append(structs.replace(piece, spoken=spoken.tell(piece.events)))
         return pieces
 
-    def _piece(self, chunk: Chunk, partial: Partial, stops: StopStrings, turn_id: str, before: int) -> Piece:
-        """What a chunk tells, `before` tokens after the first. What was sampled after a stop string is not
-        recorded."""
+    def _piece(self, chunk: Chunk, partial: Partial, stops: StopStrings, turn_id: str) -> Piece:
+        """What a chunk tells. What was sampled after a stop string is not recorded."""
         kept, events = stops.feed(chunk.token_ids)
         if chunk.finish or stops.hit:
             events += stops.finish()
@@ -443,8 +441,7 @@ class Calls:
             partial.trim(len(chunk.token_ids) - kept)
             partial.trim(stops.beyond(partial.ids))
             partial.finish = FinishReason.STOP
-        logprobs = tuple(partial.logprobs[before : before + kept])
-        piece = Piece(chunk.token_ids[:kept], logprobs, self._named(events, turn_id))
+        piece = Piece(chunk.token_ids[:kept], chunk.logprobs[:kept], self._named(events, turn_id))
         if chunk.top_logprobs or chunk.prompt_logprobs is not None:
             top, prompt = chunk.top_logprobs[:kept], chunk.prompt_logprobs
             return structs.replace(piece, top_logprobs=top, prompt_logprobs=prompt)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from msgspec import structs
+
 from afield.errors import Unavailable
 from afield.seams import Chunk
 from afield.seams.engine import TopLogprobs
@@ -22,14 +24,12 @@ class Partial:
         self.finish: FinishReason | None = None
         self._spans: list[tuple[int, int, int, int]] = []
 
-    def fold(self, chunk: Chunk, now: float) -> None:
+    def fold(self, chunk: Chunk, now: float) -> Chunk:
+        """Gives the chunk as it is recorded."""
         if len(chunk.token_ids) != len(chunk.logprobs):
             raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
-        if chunk.top_logprobs and len(chunk.top_logprobs) != len(chunk.token_ids):
-            told = len(chunk.top_logprobs)
-            raise Unavailable(
-                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {told} places"
-            )
+        if chunk.top_logprobs or chunk.prompt_logprobs is not None:
+            self._score(chunk)
         if not all(map(math.isfinite, chunk.logprobs)):
             raise Unavailable("the engine gave a log-probability that is not a finite number")
         if chunk.versions is not None:
@@ -44,16 +44,23 @@ class Partial:
                 self.first_token = now
             start = len(self.ids)
             self.ids.extend(chunk.token_ids)
-            self.logprobs.extend(
-                chunk.logprobs if 0.0 not in chunk.logprobs else map(_marked, chunk.logprobs)
-            )
+            if 0.0 in chunk.logprobs:
+                chunk = structs.replace(chunk, logprobs=tuple(map(_marked, chunk.logprobs)))
+            self.logprobs.extend(chunk.logprobs)
             self._span(start, len(self.ids), chunk.low, chunk.high)
-            self.tops.extend(chunk.top_logprobs)
-        if chunk.prompt_logprobs is not None:
-            self.prompt_tops = chunk.prompt_logprobs
         self.finish = chunk.finish
         if chunk.versions is not None:
             self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
+        return chunk
+
+    def _score(self, chunk: Chunk) -> None:
+        if chunk.top_logprobs and (told := len(chunk.top_logprobs)) != len(chunk.token_ids):
+            raise Unavailable(
+                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {told} places"
+            )
+        self.tops.extend(chunk.top_logprobs)
+        if chunk.prompt_logprobs is not None:
+            self.prompt_tops = chunk.prompt_logprobs
 
     def trim(self, count: int) -> None:
         """Forget the last so many ids."""
