@@ -152,13 +152,12 @@ VLLM_SERVING = [
             "vllm_xargs": (),
             "media_io_kwargs": (),
             "mm_processor_kwargs": (),
-            "stream_interval": (1,),
             "mm_payload": ("tensors",),
             "return_mm_kwargs": (False,),
-            "routed_experts_prompt_start": (0,),
         },
     ),
 ]
+VLLM_STEPS = refused(ENGINE, {"stream_interval": (1,), "routed_experts_prompt_start": (0,)})
 VLLM_TEXT = [
     *refused(
         "use return_token_ids, and decode them as you like",
@@ -227,6 +226,7 @@ CHAT = [
     Parameter("web_search_options", "refused", "offer a tool of your own that searches", bare=True),
     *VLLM_SAMPLING,
     *VLLM_SERVING,
+    *VLLM_STEPS,
     *VLLM_TEXT,
     *refused(
         TEMPLATE,
@@ -266,6 +266,7 @@ COMPLETIONS = [
     *refused("put what follows into the prompt", {"suffix": ()}),
     *VLLM_SAMPLING,
     *VLLM_SERVING,
+    *VLLM_STEPS,
     *VLLM_TEXT,
     *refused("send the prompt with the special tokens that it needs", {"add_special_tokens": (True,)}),
     *refused("send text or token ids", {"prompt_embeds": ()}),
@@ -343,21 +344,7 @@ RESPONSES = [
         },
     ),
     *refused("leave it out; replies are sampled", {"watermarking": (False,)}),
-    *honoured("accepted; the gateway names requests and sessions itself", "request_id", "session_id"),
-    *refused(
-        ENGINE,
-        {
-            "priority": (0,),
-            "cache_salt": (),
-            "kv_transfer_params": (),
-            "ec_transfer_params": (),
-            "vllm_xargs": (),
-            "media_io_kwargs": (),
-            "mm_processor_kwargs": (),
-            "mm_payload": ("tensors",),
-            "return_mm_kwargs": (False,),
-        },
-    ),
+    *VLLM_SERVING,
 ]
 
 ANTHROPIC = [
