@@ -231,11 +231,11 @@ def gateway(world: World) -> Iterator[str]:
 
 async def other_user(world: World, url: str, report: Report) -> None:
     """While a gateway, a worker, a served agent and a sandbox are up."""
-    from afield.cells import directories
-    from afield.cells.nest import Nest
-    from afield.cells.program import Program
     from afield.options import Limits
     from afield.runtimes.process import ProcessRuntime
+    from afield.sandbox import socket_directories
+    from afield.sandbox.fork_server import Nest
+    from afield.sandbox.program import Program
 
     if os.geteuid() != 0:
         report.not_tried("second user", "only root can run a command as another user")
@@ -245,7 +245,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
         runtime = ProcessRuntime(agent, log_dir=world.project / "logs", workers=1)
         await stack.enter_async_context(runtime)
         await runtime.check()
-        cells = directories.fresh()
+        cells = socket_directories.fresh()
         if shutil.which("bwrap"):
             nest = Nest(Program(), Limits(), directory=cells, log_dir=world.project / "logs")
             await stack.enter_async_context(nest)

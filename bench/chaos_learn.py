@@ -16,10 +16,10 @@ from pathlib import Path
 from chaos_audit import LEARNT
 from chaos_parts import NOTES, STEP_S
 
-from afield import wiring
+from afield import factory
 from afield.cli.main import main
-from afield.seams import StepReport, Trainer
-from afield.trainers.directories import replaced
+from afield.interfaces import StepReport, Trainer
+from afield.trainers.model_directory import replaced
 from afield.types import Group
 
 
@@ -61,5 +61,5 @@ def remembering(*_: object) -> Trainer:
 
 
 if __name__ == "__main__":
-    wiring.trainer = remembering
+    factory.trainer = remembering
     sys.exit(main())

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import servers
 from afield import wire
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk import outcomes, s3store
+from afield.sdk import outcomes, s3_store
 from afield.sdk.context import Context
-from afield.sdk.notify import notify
-from afield.transports.s3 import S3Outcomes
-from afield.transports.sqs import SqsNotifier
-from afield.transports.stored import StoreTransport
+from afield.sdk.hints import notify
+from afield.transports.notifiers.sqs import SqsNotifier
+from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.transport import StoreTransport
 from afield.wire import Hint, Invocation, OutcomeRecord
 from client_places import Place, place
 
@@ -105,7 +105,7 @@ def main() -> int:
     logging.getLogger("afield.sdk").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder, servers.moto(Path(folder) / "moto") as moto:
         os.environ.update({**servers.KEYS, "AWS_ENDPOINT_URL": moto.url})
-        s3store.client("s3").create_bucket(Bucket="outcomes")
+        s3_store.client("s3").create_bucket(Bucket="outcomes")
         with place(Path(folder)) as there:
             told = measure(there, "outcomes", moto.url, args.rollouts, drop=False)
             dropped = measure(there, "outcomes", moto.url, args.dropped, drop=True)

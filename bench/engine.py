@@ -31,7 +31,7 @@ from engine_load import FAILURES, HALF_BILLION, LARGE, SMALL, TINY, Load, build,
 from engine_ours import Answer, afield, attention_us, exactness, fit, profiled
 from engine_theirs import generate, generate_batch
 
-from afield.engines import fused
+from afield.engines.torch import decode_kernels
 
 PARTS = ("afield", "generate", "generate_batch")
 
@@ -104,7 +104,7 @@ def main() -> int:
 def ours(
     report: Report, model: Any, load: Load, profile: bool, ways: str
 ) -> tuple[dict[str, Any], list[list[int]], list[Answer]] | None:
-    def fitting() -> tuple[dict[str, Any], fused.Fit]:
+    def fitting() -> tuple[dict[str, Any], decode_kernels.Fit]:
         took, fitted = timed(model.device, lambda: fit(model, ways))
         name = fitted.ways.name if fitted.ways else None
         told = {"ways": name, "swapped": len(fitted.swapped), "off": round(fitted.off, 4)}
@@ -113,12 +113,12 @@ def ours(
     found = report.add("fit", fitting)
     if found is None:
         return None
-    fitted: fused.Fit = found[1]
+    fitted: decode_kernels.Fit = found[1]
     done = report.add("afield", lambda: afield(model, load, fitted))
     if profile and done and model.device.type == "cuda":
         print("\n".join(report.add("kernels", lambda: profiled(model, load, fitted.ways)) or ()), flush=True)
         report.add("attention", lambda: attention_us(model, load))
-    fused.undo(fitted.swapped)
+    decode_kernels.undo(fitted.swapped)
     return done
 
 

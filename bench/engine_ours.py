@@ -15,10 +15,10 @@ import torch
 from engine_load import FAILURES, Load, peak_gib, prompts, timed, wait
 from torch import Tensor
 
-from afield.engines import fused
-from afield.engines.decoder import Ask, Decoder, Request, Sampled
-from afield.engines.graphs import Shape, Steps
-from afield.engines.slots import Slots
+from afield.engines.torch import decode_kernels
+from afield.engines.torch.cuda_graphs import Shape, Steps
+from afield.engines.torch.decoder import Ask, Decoder, Request, Sampled
+from afield.engines.torch.kv_cache import Slots
 
 
 class Answer:
@@ -36,21 +36,21 @@ class Answer:
         raise RuntimeError(reason)
 
 
-def fit(model: Any, ways: str = "") -> fused.Fit:
+def fit(model: Any, ways: str = "") -> decode_kernels.Fit:
     """As the embedded engine does when it starts, unless told in which ways."""
     model.set_attn_implementation("sdpa")
     known = {
-        "triton": lambda: fused.triton_ways()[0],
-        "flash": lambda: fused.FLASH,
-        "plain": lambda: fused.PLAIN,
+        "triton": lambda: decode_kernels.triton_ways()[0],
+        "flash": lambda: decode_kernels.FLASH,
+        "plain": lambda: decode_kernels.PLAIN,
     }
     light = model.device.type == "cuda" if not ways else ways != "none"
-    fitted = fused.fit(model, 12, light=light, ways=known[ways]() if ways in known else None)
-    assert fitted.off <= fused.TOLERANCE[model.dtype], fitted.off
+    fitted = decode_kernels.fit(model, 12, light=light, ways=known[ways]() if ways in known else None)
+    assert fitted.off <= decode_kernels.TOLERANCE[model.dtype], fitted.off
     return fitted
 
 
-def make_decoder(model: Any, load: Load, ways: fused.Ways | None) -> Decoder:
+def make_decoder(model: Any, load: Load, ways: decode_kernels.Ways | None) -> Decoder:
     context = load.prompt + load.new + 64
     slots = Slots(model.config.num_hidden_layers, load.requests, context, model.dtype, model.device, ways)
     return Decoder(
@@ -73,7 +73,9 @@ def serve(decoder: Decoder, asked: list[list[int]], new: int, stream: bool) -> l
     return answers
 
 
-def afield(model: Any, load: Load, fitted: fused.Fit) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
+def afield(
+    model: Any, load: Load, fitted: decode_kernels.Fit
+) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
     device, vocabulary = model.device, model.config.vocab_size
     decoder = make_decoder(model, load, fitted.ways)
     steps = decoder.steps
@@ -141,16 +143,19 @@ def attention_us(model: Any, load: Load) -> dict[str, Any]:
     q = torch.randn(lanes, heads, size, dtype=model.dtype, device=model.device)
     rows = torch.arange(lanes, dtype=torch.int32, device=model.device)
     positions = torch.full_like(rows, load.prompt + load.new // 2)
-    ways: dict[str, Callable[..., Tensor]] = {"flash": fused.flash_attend, "plain": fused.attend}
+    ways: dict[str, Callable[..., Tensor]] = {
+        "flash": decode_kernels.flash_attend,
+        "plain": decode_kernels.attend,
+    }
     failures: tuple[type[Exception], ...] = FAILURES
     try:
-        from afield.engines import kernels
+        from afield.engines.torch import triton_kernels
     except ImportError as error:
         print(f"no Triton: {error}", flush=True)
     else:
-        failures += kernels.REFUSALS
+        failures += triton_kernels.REFUSALS
         for step, warps, stages in itertools.product((32, 64, 128), (2, 4), (2, 3)):
-            way = partial(kernels.attend, step=step, warps=warps, stages=stages)
+            way = partial(triton_kernels.attend, step=step, warps=warps, stages=stages)
             ways[f"triton {step} keys, {warps} warps, {stages} stages"] = way
     took: dict[str, Any] = {}
     for name, way in ways.items():
@@ -169,7 +174,7 @@ def attention_us(model: Any, load: Load) -> dict[str, Any]:
     return {"us": took, "read_mb": round(read / 1e6)}
 
 
-def profiled(model: Any, load: Load, ways: fused.Ways | None) -> list[str]:
+def profiled(model: Any, load: Load, ways: decode_kernels.Ways | None) -> list[str]:
     """Where the device's time goes in one decode step, by kernel."""
     decoder = make_decoder(model, load, ways)
     for n, prompt in enumerate(prompts(load, model.config.vocab_size, 1)):
@@ -220,7 +225,7 @@ def exactness(model: Any, load: Load, asked: list[list[int]], answers: list[Answ
     asked = prompts(few, model.config.vocab_size, 5)
     fitted = fit(exact)
     answers = serve(make_decoder(exact, few, fitted.ways), asked, few.new, stream=False)
-    fused.undo(fitted.swapped)
+    decode_kernels.undo(fitted.swapped)
     rows = [[*prompt, *answer.token_ids] for prompt, answer in zip(asked, answers, strict=True)]
     engine = torch.tensor([answer.logprobs for answer in answers], device=model.device)
     told["float32"] = difference(engine, plain_logprobs(exact, few.prompt, rows))

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 import virtual_time
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import FailureKind
 from support.fault_cases import METHODS, every_case, problems
 from support.faults import Fault, Kind, Script, Scripts

@@ -35,7 +35,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from afield.gateway.client import HttpGateway
-from afield.seams.gateway import Record, SessionSpec
+from afield.interfaces.gateway import Record, SessionSpec
 from afield.trainers.grpo import GRPO
 from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Split, Task
 

@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "nothing-trained",
         "every turn is excluded, under a reason that exists",
-        "assembly.py",
+        "trajectories.py",
         """
 _linear = linear
 def linear(forest, withheld=NOTHING):
@@ -93,7 +93,7 @@ def linear(forest, withheld=NOTHING):
     Mutant(
         "every-other-turn-excluded",
         "every second turn is excluded, under the reason that the client's allow-list has",
-        "assembly.py",
+        "trajectories.py",
         """
 _linear = linear
 def linear(forest, withheld=NOTHING):
@@ -103,7 +103,7 @@ def linear(forest, withheld=NOTHING):
     Mutant(
         "exclusion-reason-forged",
         "the call that was cut is excluded as one that was asked again with more room",
-        "assembly.py",
+        "trajectories.py",
         """
 _exclusions = exclusions
 def exclusions(forest, withheld=NOTHING):
@@ -113,7 +113,7 @@ def exclusions(forest, withheld=NOTHING):
     Mutant(
         "exclusion-counts-too-few-tokens",
         "an exclusion says that it leaves out less than it does",
-        "assembly.py",
+        "trajectories.py",
         """
 _exclusions = exclusions
 def exclusions(forest, withheld=NOTHING):
@@ -123,7 +123,7 @@ def exclusions(forest, withheld=NOTHING):
     Mutant(
         "aborted-turn-trained",
         "the partial answer of a call that was cut is in the loss",
-        "assembly.py",
+        "trajectories.py",
         """
 _why_excluded = why_excluded
 def why_excluded(turn, withheld):
@@ -133,7 +133,7 @@ def why_excluded(turn, withheld):
     Mutant(
         "row-trained-twice",
         "the first row is there twice",
-        "assembly.py",
+        "trajectories.py",
         """
 _linear = linear
 def linear(forest, withheld=NOTHING):
@@ -144,7 +144,7 @@ def linear(forest, withheld=NOTHING):
     Mutant(
         "turn-trained-in-two-rows",
         "turns that two branches share are in the loss of both",
-        "assembly.py",
+        "trajectories.py",
         """
 def linear(forest, withheld=NOTHING):
     trained = {turn.id for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)}
@@ -158,7 +158,7 @@ def linear(forest, withheld=NOTHING):
     Mutant(
         "logprobs-shifted",
         "every log-probability belongs to the token before",
-        "assembly.py",
+        "trajectories.py",
         """
 from msgspec import structs as _structs
 _assembled_row = _row
@@ -174,7 +174,7 @@ def _row(path, mine, total):
     Mutant(
         "mask-shifted",
         "the loss mask, with its log-probabilities, begins one token early and ends one early",
-        "assembly.py",
+        "trajectories.py",
         """
 from msgspec import structs as _structs
 _assembled_row = _row
@@ -188,7 +188,7 @@ def _row(path, mine, total):
     Mutant(
         "token-dropped",
         "the first sampled token of a call is not recorded",
-        "gateway/partial.py",
+        "gateway/call_accumulator.py",
         """
 from msgspec import structs as _structs
 _fold = Partial.fold
@@ -262,7 +262,7 @@ LocalGateway.record = _with
     Mutant(
         "parent-chosen-wrongly",
         "a request goes on from the turn before the one it goes on from",
-        "gateway/lineage.py",
+        "gateway/prompts.py",
         """
 _find_spot = _locate
 def _locate(forest, *more):
@@ -276,7 +276,7 @@ def _locate(forest, *more):
     Mutant(
         "sampled-turn-tokenised-again",
         "every prompt is rendered anew, so that sampled turns come back in other tokens",
-        "gateway/lineage.py",
+        "gateway/prompts.py",
         """
 def _follow(*given):
     return None
@@ -285,7 +285,7 @@ def _follow(*given):
     Mutant(
         "reasoning-dropped",
         "earlier reasoning is not in the prompt",
-        "gateway/lineage.py",
+        "gateway/prompts.py",
         """
 _with_reasoning = render
 def render(tokens, spot, *more):
@@ -298,7 +298,7 @@ def render(tokens, spot, *more):
     Mutant(
         "edit-ignored",
         "an answer that the client changed stands in the prompt as it was sampled",
-        "forest.py",
+        "turn_tree.py",
         """
 _fields = canonical
 def canonical(message):
@@ -329,7 +329,7 @@ def excluded(*args):
     Mutant(
         "retry-on-another-twin",
         "the retry of a broken call goes on from a lost answer that said the same",
-        "forest.py",
+        "turn_tree.py",
         """
 def _unused_first(self, twins, asked):
     return [t for t in twins if t not in self._parents] or twins
@@ -341,7 +341,7 @@ Forest._free = _unused_first
     Mutant(
         "ids-of-edited-turns-confuse",
         "a turn that the client edited hides the ids that tell two equal answers apart",
-        "forest.py",
+        "turn_tree.py",
         """
 def _all_or_none(self, twins, named):
     return [t for t in twins if named <= {turn.id for turn in self.path(t)}] or twins
@@ -414,7 +414,7 @@ for n, m in enumerate(messages):
     Mutant(
         "parallel-results-swapped",
         "the results of two parallel calls stand in each other's place",
-        "gateway/echo.py",
+        "gateway/echoed_turns.py",
         """
 _in_order = _as_sampled
 def _as_sampled(turn, messages):
@@ -432,7 +432,7 @@ def _as_sampled(turn, messages):
     Mutant(
         "control-tokens-not-escaped",
         "a control token that content spells becomes one",
-        "tokens/escape.py",
+        "chat/escape.py",
         """
 Escape.__call__ = lambda self, text: text
 """,
@@ -440,7 +440,7 @@ Escape.__call__ = lambda self, text: text
     Mutant(
         "line-end-after-turn-lost",
         "the line end behind the token that ends a turn is missing",
-        "tokens/chat.py",
+        "chat/tokenizer.py",
         """
 _text_behind = ChatTokens._behind_stop
 ChatTokens._behind_stop = lambda self, text, truncated: _text_behind(self, text, truncated)[1:]
@@ -501,7 +501,7 @@ if messages[0].role == "system":
     Mutant(
         "later-system-dropped",
         "a system message in the middle is left out where the template refuses it",
-        "tokens/rules.py",
+        "chat/message_rules.py",
         """
 def _left_out(messages, context):
     count = _leading(messages, context)

@@ -41,17 +41,17 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from afield.assembly import linear
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm import VllmEngine
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.engine import VllmEngine
 from afield.errors import AfieldError
-from afield.forest import Forest
+from afield.interfaces.engine import Call, Chunk, Engine
 from afield.options import LoraOptions
 from afield.rounding import Arrived, Rounding, arrived
-from afield.seams.engine import Call, Chunk, Engine
-from afield.trainers.audit import Audit
+from afield.trainers.diagnostics import Audit
 from afield.trainers.grpo import GRPO
-from afield.trainers.policy import PolicyModel
+from afield.trainers.model import PolicyModel
+from afield.trajectories import linear
+from afield.turn_tree import Forest
 from afield.types import (
     Finished,
     FinishReason,

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from workload import Workload
 
-from afield.forest import Forest
 from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import Asked
-from afield.gateway.memo import Memo
-from afield.gateway.recall import Recall
+from afield.gateway.message_cache import Memo
+from afield.gateway.request_cache import Recall
+from afield.turn_tree import Forest
 
 
 def reading_us(work: Workload, turns: tuple[int, ...] = (8, 128)) -> dict[str, float]:

@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import containers
 from afield.errors import Unavailable
+from afield.interfaces import Runtime
 from afield.options import SandboxOptions
 from afield.runtimes.process import ProcessRuntime
 from afield.runtimes.sandbox import SandboxRuntime
-from afield.seams import Runtime
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
 from agents.invoking import payload
 from agents.places import ACTING

@@ -26,16 +26,16 @@ from typing import Any
 import aiohttp
 from chaos_script import write_script
 
-from afield.conduct import Conductor
-from afield.deadlines import Deadlines
 from afield.gateway.client import HttpGateway
-from afield.ledger import Ledger
-from afield.limiter import LocalLimiter, Pace
 from afield.options import AgentCoreOptions
-from afield.plan import Plan
-from afield.runtimes.agentcore import AgentCoreRuntime
-from afield.spool import Spool
-from afield.transports.files import FilesTransport
+from afield.orchestrator.config import Plan
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.rollout import Conductor
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_state import Ledger
+from afield.ratelimit import LocalLimiter, Pace
+from afield.runtimes.agentcore.runtime import AgentCoreRuntime
+from afield.transports.stores.files import FilesTransport
 from afield.types import Finished, Outcome, Rollout, Task
 
 BENCH = Path(__file__).resolve().parent

@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 from tree_load import Row, per_turn, shared_prompt, sub_agents
 
-from afield.trainers.head import sampled_log_probabilities, taken
+from afield.trainers.logprobs import sampled_log_probabilities, taken
 from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded
-from afield.trainers.tree import Tree, watch
+from afield.trainers.tree_attention import Tree, watch
 
 ENOUGH = 16384  # tokens that keep the device busy
 MODELS = {

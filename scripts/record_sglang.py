@@ -20,8 +20,8 @@ from aiohttp import web
 from msgspec import structs
 
 from afield.engines.probe import probe
-from afield.engines.sglang import SglangEngine
-from afield.seams.engine import Call
+from afield.engines.sglang.engine import SglangEngine
+from afield.interfaces.engine import Call
 from afield.types import Sampling
 
 TOLD = {"version", "max_req_input_len", "incremental_streaming_output", "weight_version"}

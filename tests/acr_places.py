@@ -16,8 +16,8 @@ import boto3
 from anyio import to_thread
 from botocore.config import Config
 
-from afield.acr.images import Image
-from afield.acr.server import AcrOptions, AcrServer
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.server import AcrOptions, AcrServer
 from processes import alive
 
 T = TypeVar("T")

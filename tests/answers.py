@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from afield.chat import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.gateway.dialects import Asked
-from afield.gateway.request import Done, Piece, Started
-from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.gateway.model_request import Done, Piece, Started
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
 
 STARTED = Started("r.1", "t3", (1, 2), 1000.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from afield import assembly
-from afield.forest import Forest
+from afield import trajectories
+from afield.turn_tree import Forest
 from afield.types import (
     Failure,
     FailureKind,
@@ -82,7 +82,7 @@ class Maker:
         forest = self.forest()
         committed = [t for t in forest.turns if t.status is TurnStatus.COMMITTED]
         withheld = {t.id: "side:declared" for t in committed if self.random.random() < 0.15}
-        made = assembly.linear(forest, withheld)
+        made = trajectories.linear(forest, withheld)
         keeps = self.random.random() < 0.5 if self.kept is None else self.kept
         owned = [turn.id for row in made.trajectories for turn in row.turns]
         named = [turn.id for turn in committed] if keeps else owned
@@ -149,7 +149,7 @@ def branching(rollout_id: str, reward: float | None, **outcome) -> Finished:
         turn("t2", "t1", (4,), (12,), 4),
         turn("t3", "t1", (5, 6), (13, 14)),
     )
-    made = assembly.linear(Forest(turns))
+    made = trajectories.linear(Forest(turns))
     broke = None if reward is not None else Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "it went away")
     return Finished(
         rollout=Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("task", {})),

@@ -12,15 +12,15 @@ import openai
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from afield.client import RolloutClient
-from afield.deadlines import Deadlines
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway.client import HttpGateway
-from afield.plan import Plan
-from afield.rundir import RunDir
+from afield.interfaces import Runtime, SessionSpec, SessionState, Transport
+from afield.orchestrator.config import Plan
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.run_directory import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Runtime, SessionSpec, SessionState, Transport
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from gateways import ADMIN, POLICY, Running, running, vocabulary
 from processes import until
 

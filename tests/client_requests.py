@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.seams import Record, SessionSpec
+from afield.interfaces import Record, SessionSpec
 from gateways import running
 
 FILE = Path(__file__).parent / "fixtures" / "client_requests.jsonl"

@@ -10,17 +10,17 @@ from typing import Any
 
 import openai
 
-from afield.collect import Collector, GroupWish
-from afield.conduct import Conductor
-from afield.deadlines import Deadlines
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.ledger import Ledger
-from afield.plan import Plan
+from afield.interfaces import Runtime, Transport, Waiting
+from afield.orchestrator.config import Plan
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.groups import Collector, GroupWish
+from afield.orchestrator.rollout import Conductor
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_state import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Runtime, Transport, Waiting
-from afield.spool import Spool
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Finished, Group, Outcome, Rollout, Task
 from gateways import Running, running, vocabulary
 

@@ -13,13 +13,13 @@ import openai
 import torch
 from pydantic import BaseModel, Field
 
-from afield import assembly
-from afield.forest import Forest
-from afield.trainers.audit import Audit
-from afield.trainers.passes import LayoutName
-from afield.trainers.policy import PolicyModel
-from afield.trainers.rows import Row, check_rows
-from afield.trainers.updates import Updates
+from afield import trajectories
+from afield.trainers.batch import Row, check_rows
+from afield.trainers.diagnostics import Audit
+from afield.trainers.micro_batches import LayoutName
+from afield.trainers.model import PolicyModel
+from afield.trainers.optimizer import Updates
+from afield.turn_tree import Forest
 from afield.types import Trajectory, Turn
 from gateways import Running
 
@@ -60,7 +60,7 @@ def rescored(model: Path, rows: Sequence[Trajectory], layout: LayoutName = "tree
 
 
 def trained(turns: Sequence[Turn]) -> tuple[Trajectory, ...]:
-    return assembly.linear(Forest(turns)).trajectories
+    return trajectories.linear(Forest(turns)).trajectories
 
 
 async def recorded(up: Running, session_id: str = "r.1") -> tuple[Turn, ...]:

@@ -26,8 +26,8 @@ from requests.exceptions import RequestException
 
 from afield.errors import Unavailable
 from afield.options import ContainerOptions, Limits
-from afield.runtimes.container import ContainerRuntime
-from afield.runtimes.container_spec import RUN
+from afield.runtimes.docker.runtime import ContainerRuntime
+from afield.runtimes.docker.spec import RUN
 from servers import CACHE, Server
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from afield.engines.scripted import Scripted
-from afield.seams.engine import Call, Chunk, Engine
+from afield.interfaces.engine import Call, Chunk, Engine
 from afield.types import Sampling
 
 BOUND_S = 90

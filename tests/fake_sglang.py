@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import structs
 
 from afield.errors import Unavailable
-from afield.seams.engine import Call, Chunk, Engine, Image, TopLogprobs
+from afield.interfaces.engine import Call, Chunk, Engine, Image, TopLogprobs
 from afield.types import FinishReason, Sampling
 from fake_vllm import held
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from msgspec import structs
 
 from afield.errors import Unavailable
-from afield.seams.engine import Call, Chunk, Engine, Image
+from afield.interfaces.engine import Call, Chunk, Engine, Image
 from afield.types import Constraint, FinishReason, Sampling
 
 REASONS = {"stop": "stop", "length": "length", "aborted": "abort", None: None}

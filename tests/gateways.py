@@ -13,17 +13,17 @@ import aiohttp
 import msgspec
 import openai
 
+from afield.chat import ChatTokens
+from afield.chat.vocabulary import Vocabulary
 from afield.gateway.client import HttpGateway
 from afield.gateway.connections import ConnectionLimits
+from afield.gateway.engine_pool import Pool
 from afield.gateway.outcomes import USUAL, Limits
-from afield.gateway.pool import Pool
 from afield.gateway.server import serve
 from afield.gateway.service import LocalGateway
 from afield.gateway.signing_secret import SecretPlace
+from afield.interfaces import Engine, SessionSpec, Transport
 from afield.sdk.listen import listen
-from afield.seams import Engine, SessionSpec, Transport
-from afield.tokens import ChatTokens
-from afield.tokens.vocab import Vocabulary
 
 POLICY = Path(__file__).parent.parent / "src" / "afield" / "demo" / "policy"
 ADMIN = "test-admin-key"

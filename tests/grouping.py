@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from afield.assembly import linear
-from afield.forest import Forest
+from afield.trajectories import linear
+from afield.turn_tree import Forest
 from afield.types import (
     Failure,
     FailureKind,

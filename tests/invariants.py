@@ -2,7 +2,7 @@
 
 Each `i*` takes what was `Seen` of a session and raises AssertionError that names the turn. I5, I6, I8 and
 I11 compare more than one look and take what they compare. The rendering they are held to is written out by
-hand here, for the demo policy's template; nothing of `afield.tokens` is used.
+hand here, for the demo policy's template; nothing of `afield.chat` is used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 from tokenizers import Tokenizer
 
-from afield.engines.ledger import Entry
+from afield.engines.recording import Entry
 from gateways import POLICY
 
 TOKENIZER = Tokenizer.from_file(str(POLICY / "tokenizer.json"))

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from afield.cells import directories
-from afield.cells.cgroups import PREFIX
-from afield.cells.nest import Nest
-from afield.cells.program import Program
 from afield.options import Limits
+from afield.sandbox import socket_directories
+from afield.sandbox.cgroups import PREFIX
+from afield.sandbox.fork_server import Nest
+from afield.sandbox.program import Program
 
 if shutil.which("bwrap") is None and os.environ.get("CI"):
     raise RuntimeError("CI runs the tests of sandboxes: install bubblewrap")
@@ -30,7 +30,7 @@ async def nest_of(
     nest = Nest(
         program,
         limits or Limits(),
-        directory=directories.fresh(),
+        directory=socket_directories.fresh(),
         log_dir=tmp_path / "logs",
         start_timeout_s=timeout_s,
     )
@@ -67,6 +67,6 @@ def keeper_of(controller: int) -> int:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == controller and b"afield.cells.keeper" in (entry / "cmdline").read_bytes():
+            if parent == controller and b"afield.sandbox.supervisor" in (entry / "cmdline").read_bytes():
                 return int(entry.name)
     raise AssertionError(f"{controller} has no keeper")

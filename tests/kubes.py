@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from afield.options import KubernetesOptions, Limits
-from afield.runtimes.kube import KubernetesRuntime
+from afield.runtimes.kubernetes.runtime import KubernetesRuntime
 from agents.places import ACTING, BOUND_S, Place
 from agents.sink import Sink
 from fake_kube import NAMESPACE, FakeKube

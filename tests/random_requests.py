@@ -20,8 +20,8 @@ from msgspec import Struct
 from afield.conformance.foreign.template import NO_THOUGHT, TEMPLATE
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway.parameters import NOTHING, TABLE, Parameter
-from afield.seams import SessionSpec
-from afield.seams.engine import Call
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import Call
 from afield.types import Turn
 from gateways import POLICY, Running, running, vocabulary
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from afield.config import Environment
 from afield.conformance.environments import python_environment
 from afield.options import RayOptions
-from afield.runtimes.raytasks import RayRuntime
+from afield.runtimes.ray.runtime import RayRuntime
+from afield.settings import Environment
 
 ROOT = Path(__file__).parent.parent
 TESTING = ("anyio", "hypothesis", "pytest", "pytest-timeout")

@@ -6,8 +6,8 @@ import json
 
 from hypothesis import strategies as st
 
-from afield.gateway.request import Done, Piece, Started
-from afield.tokens import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.chat import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.gateway.model_request import Done, Piece, Started
 from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus, VersionSpan
 
 STARTED = Started("r.1", "t7", (1, 2, 3), 0.0)

@@ -18,15 +18,15 @@ from typing import Any
 
 from msgspec import structs
 
-from afield.engines.ledger import Ledger
+from afield.chat import ChatTokens
+from afield.engines.recording import Ledger
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway.app import App
+from afield.gateway.engine_pool import Pool
 from afield.gateway.outcomes import USUAL, Limits
-from afield.gateway.pool import Pool
 from afield.gateway.service import LocalGateway
 from afield.gateway.signing_secret import SecretPlace
-from afield.seams import Call, Engine, SessionSpec
-from afield.tokens import ChatTokens
+from afield.interfaces import Call, Engine, SessionSpec
 from afield.types import Message
 from gateways import ADMIN, POLICY
 from invariants import STOP, Seen, look

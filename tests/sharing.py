@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from afield.limiter import Pace, SharedLimiter
+from afield.ratelimit import Pace, SharedLimiter
 
 
 async def main(path: Path, pace: Pace, seconds: float, hold_s: float) -> None:

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from afield.forest import Forest
+from afield.turn_tree import Forest
 from afield.types import (
     Failure,
     FailureKind,

@@ -17,9 +17,9 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 
 from acr_places import IMAGES, PROGRAM, acr, client, gone, session_id
-from afield.acr.control import Account
-from afield.acr.images import Image
-from afield.acr.sessions import Pace
+from afield.agentcore_local.control_plane import Account
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.sessions import Pace
 from processes import alive
 
 pytestmark = pytest.mark.anyio

@@ -22,10 +22,10 @@ import anyio
 import pytest
 
 from acr_places import PROGRAM, Caller, acr, gone, session_id
-from afield.acr.faults import KINDS
-from afield.acr.images import Image
-from afield.acr.sessions import Pace
-from afield.cli.acr import add
+from afield.agentcore_local.faults import KINDS
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.sessions import Pace
+from afield.cli.agentcore_local import add
 from processes import afield, children, command
 
 pytestmark = pytest.mark.anyio

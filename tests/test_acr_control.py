@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from acr_places import ROLE, URI, acr, session_id
-from afield.acr.control import Account
-from afield.acr.faults import Fault
-from afield.acr.images import Image, parse
+from afield.agentcore_local.control_plane import Account
+from afield.agentcore_local.faults import Fault
+from afield.agentcore_local.images import Image, parse
 from afield.errors import UsageError
 
 pytestmark = pytest.mark.anyio

@@ -15,10 +15,10 @@ import pytest
 import urllib3.exceptions
 
 from acr_places import acr, gone, session_id
-from afield.acr.faults import Fault, Luck, parse
-from afield.acr.images import Image
-from afield.acr.quotas import Quotas
-from afield.acr.sessions import Pace
+from afield.agentcore_local.faults import Fault, Luck, parse
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.quotas import Quotas
+from afield.agentcore_local.sessions import Pace
 from afield.errors import UsageError
 
 pytestmark = pytest.mark.anyio

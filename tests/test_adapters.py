@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from afield.engines.torch import TorchEngine
+from afield.engines.torch.engine import TorchEngine
 from afield.errors import UsageError
-from afield.seams.engine import Call, Chunk
+from afield.interfaces.engine import Call, Chunk
 from afield.types import Sampling
 from gateways import POLICY
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from afield import advantage
-from afield.advantage import advantages
+from afield import advantages
+from afield.advantages import compute_advantages
 from afield.batches.rewards import turn_returns
 from afield.errors import UsageError
 from afield.types import FailureKind, Finished, Group, Outcome, Rollout, Task
@@ -21,7 +21,7 @@ from batch_groups import branching
 from batch_groups import group as group_of
 from strategies import group, groups
 
-HOWS = advantage.get_args(advantage.How)
+HOWS = advantages.get_args(advantages.How)
 rewards = st.lists(st.floats(-50, 50).map(lambda x: round(x, 2)), min_size=2, max_size=8)
 batches = st.lists(rewards, min_size=1, max_size=4)
 
@@ -71,15 +71,15 @@ def over(value: float, by: float) -> float:
 @pytest.mark.parametrize("how", HOWS)
 @given(values=batches, greedy=st.floats(-5, 5))
 def test_every_estimator_is_its_formula(how: Any, values: list[list[float]], greedy: float) -> None:
-    got = advantages(batch_of(values, greedy), how, eps=0.0)
+    got = compute_advantages(batch_of(values, greedy), how, eps=0.0)
     assert got == pytest.approx(expected(how, values, greedy), rel=1e-6, abs=1e-6)
 
 
 @given(rewards, st.booleans())
 def test_one_group_is_compared_as_a_batch_of_one(values: list[float], scale: bool) -> None:
     made = batch_of([values], 0.5)
-    assert advantage.grpo(made[0], scale=scale) == advantages(made, "grpo" if scale else "dr_grpo")
-    assert advantage.remax(made[0]) == advantages(made, "remax")
+    assert advantages.grpo(made[0], scale=scale) == compute_advantages(made, "grpo" if scale else "dr_grpo")
+    assert advantages.remax(made[0]) == compute_advantages(made, "remax")
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -92,20 +92,20 @@ def test_failed_rollouts_are_left_out_of_every_baseline(how: Any, values, kinds)
         for n, f in enumerate(lost)
     )
     with_lost = [structs.replace(made[0], finished=(*lost, *made[0].finished)), *made[1:]]
-    assert advantages(with_lost, how) == advantages(made, how)
+    assert compute_advantages(with_lost, how) == compute_advantages(made, how)
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_what_cannot_be_compared_teaches_nothing(how: Any) -> None:
     for made in (batch_of([[0.3]]), batch_of([[0.1, 0.1, 0.1]])):
-        assert set(advantages(made, how).values()) == {0.0}
-    assert advantages([], how) == {}
+        assert set(compute_advantages(made, how).values()) == {0.0}
+    assert compute_advantages([], how) == {}
 
 
 def test_a_batch_teaches_under_global_normalisation_where_a_single_group_is_flat() -> None:
     made = batch_of([[1.0, 1.0], [0.0, 0.0]])
-    assert set(advantages(made, "reinforce_plus_plus_baseline").values()) == {0.0}
-    got = advantages(made, "reinforce_plus_plus", eps=0.0)
+    assert set(compute_advantages(made, "reinforce_plus_plus_baseline").values()) == {0.0}
+    got = compute_advantages(made, "reinforce_plus_plus", eps=0.0)
     assert [got[f"g{g}-r{k}"] for g in (0, 1) for k in (0, 1)] == pytest.approx(
         [0.8660254, 0.8660254, -0.8660254, -0.8660254]
     )
@@ -114,9 +114,9 @@ def test_a_batch_teaches_under_global_normalisation_where_a_single_group_is_flat
 def test_a_wrong_estimator_and_a_repeated_rollout_are_refused() -> None:
     made = batch_of([[1.0, 0.0]])
     with pytest.raises(UsageError, match="unknown advantage 'gae'; choose one of: grpo, dr_grpo"):
-        advantages(made, "gae")  # pyright: ignore[reportArgumentType]
+        compute_advantages(made, "gae")  # pyright: ignore[reportArgumentType]
     with pytest.raises(UsageError, match="more than once"):
-        advantages([*made, *made])
+        compute_advantages([*made, *made])
 
 
 # --- by turn -------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def test_turns_without_rewards_of_their_own_have_their_rollouts_advantage(
 ) -> None:
     """However many branches and turns a rollout has: it counts once."""
     plain = [without_turn_rewards(g) for g in made]
-    whole = advantages(plain, how)
-    by_turn = advantages(plain, how, returns=turn_returns(plain, outcome="last"))
+    whole = compute_advantages(plain, how)
+    by_turn = compute_advantages(plain, how, returns=turn_returns(plain, outcome="last"))
     assert by_turn.keys() == whole.keys()
     for rollout_id, turns in by_turn.items():
         assert isinstance(turns, dict)
@@ -159,7 +159,7 @@ def test_a_turn_is_compared_with_rollouts_not_with_turns(how: Any) -> None:
     long = branching("g-1", 1.0, turn_rewards={"t1": 0.5, "t3": 1.5})
     short = structs.replace(branching("g-2", 0.0), turns=branching("g-2", 0.0).turns[:1], trajectories=())
     made = [group_of(long, short)]
-    got = advantages(made, how, returns=turn_returns(made, outcome="last"))
+    got = compute_advantages(made, how, returns=turn_returns(made, outcome="last"))
     level = (3.0 + 2.5 + 2.5) / 3
     base = CENTRED[how](level, 0.0)
     assert got["g-1"] == pytest.approx({"t1": 3.0 - base, "t2": 2.5 - base, "t3": 2.5 - base})
@@ -168,7 +168,7 @@ def test_a_turn_is_compared_with_rollouts_not_with_turns(how: Any) -> None:
 
 def test_turns_are_divided_by_a_deviation_in_which_each_rollout_counts_once() -> None:
     made = [group_of(branching("g-1", 1.0, turn_rewards={"t1": 3.0}), branching("g-2", 0.0))]
-    got = advantages(made, "grpo", returns=turn_returns(made, outcome="last"), eps=0.0)
+    got = compute_advantages(made, "grpo", returns=turn_returns(made, outcome="last"), eps=0.0)
     mean = ((4 + 1 + 1) / 3 + 0) / 2
     squares = ((4 - mean) ** 2 + 2 * (1 - mean) ** 2) / 3 + mean**2
     assert got["g-1"] == pytest.approx(
@@ -182,4 +182,4 @@ def test_turns_are_divided_by_a_deviation_in_which_each_rollout_counts_once() ->
 def test_a_rollout_without_returns_is_named() -> None:
     made = [group_of(branching("g-1", 1.0), branching("g-2", 0.0))]
     with pytest.raises(UsageError, match="rollout g-1 has no returns"):
-        advantages(made, returns={})
+        compute_advantages(made, returns={})

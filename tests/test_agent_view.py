@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.cells.import_closure import import_closure
-from afield.cells.program import Program
 from afield.errors import UsageError
 from afield.gateway.store import Store
+from afield.sandbox.import_closure import import_closure
+from afield.sandbox.program import Program
 from afield.types import Attempt, Rollout, Task
 from afield.wire import Submission, build_payload, invocation_for
 from gateways import POLICY

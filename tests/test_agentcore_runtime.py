@@ -13,20 +13,20 @@ import anyio
 import msgspec
 import pytest
 
-from afield.acr.control import Account
-from afield.acr.faults import parse
-from afield.acr.images import Image
-from afield.acr.quotas import Quotas
-from afield.acr.server import AcrOptions, AcrServer
+from afield.agentcore_local.control_plane import Account
+from afield.agentcore_local.faults import parse
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.quotas import Quotas
+from afield.agentcore_local.server import AcrOptions, AcrServer
 from afield.errors import InfrastructureFailure, Missing, TaskFailure, Throttled, UsageError
+from afield.interfaces.runtime import Phase
+from afield.interfaces.sandbox import Ran
 from afield.options import AgentCoreOptions
-from afield.runtimes.agentcore import AgentCoreRuntime
-from afield.runtimes.agentcore_api import Api
-from afield.runtimes.agentcore_exec import AgentCoreSandbox
-from afield.runtimes.agentcore_ledger import Entry, SessionLedger
-from afield.seams.runtime import Phase
-from afield.seams.sandbox import Ran
-from afield.transports.files import FilesTransport
+from afield.runtimes.agentcore.api import Api
+from afield.runtimes.agentcore.runtime import AgentCoreRuntime
+from afield.runtimes.agentcore.sandbox import AgentCoreSandbox
+from afield.runtimes.agentcore.sessions import Entry, SessionLedger
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import ACTING, AGENTS, Place, Spec
 from agents.sink import Sink

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield import assembly
-from afield.forest import Forest
+from afield import trajectories
+from afield.turn_tree import Forest
 from afield.types import TurnStatus
 from strategies import forests
 
 
-def owned_tokens(assembled: assembly.Assembled) -> Counter[tuple[str, int]]:
+def owned_tokens(assembled: trajectories.Assembled) -> Counter[tuple[str, int]]:
     """(turn, offset within the turn) of every token in the loss."""
     counted: Counter[tuple[str, int]] = Counter()
     for row in assembled.trajectories:
@@ -21,7 +21,7 @@ def owned_tokens(assembled: assembly.Assembled) -> Counter[tuple[str, int]]:
     return counted
 
 
-@given(forests(), st.sampled_from([assembly.linear, assembly.per_turn]))
+@given(forests(), st.sampled_from([trajectories.linear, trajectories.per_turn]))
 def test_every_sampled_token_is_trained_exactly_once_or_excluded(forest: Forest, form) -> None:
     assembled = form(forest)
     trained = owned_tokens(assembled)
@@ -40,7 +40,7 @@ def test_every_sampled_token_is_trained_exactly_once_or_excluded(forest: Forest,
 
 @given(forests())
 def test_a_row_is_what_the_engine_saw_and_sampled(forest: Forest) -> None:
-    for row in assembly.linear(forest).trajectories:
+    for row in trajectories.linear(forest).trajectories:
         for owned in row.turns:
             turn = forest[owned.id]
             ids = list(forest.ids(owned.id))
@@ -51,14 +51,14 @@ def test_a_row_is_what_the_engine_saw_and_sampled(forest: Forest) -> None:
 
 @given(forests())
 def test_masked_tokens_carry_no_logprob_and_owned_ones_do(forest: Forest) -> None:
-    for row in assembly.linear(forest).trajectories:
+    for row in trajectories.linear(forest).trajectories:
         for mask, logprob in zip(row.loss_mask, row.logprobs, strict=True):
             assert (mask == 1) == (logprob != 0.0)
 
 
 @given(forests())
 def test_versions_of_a_row_are_those_of_its_turns(forest: Forest) -> None:
-    for row in assembly.linear(forest).trajectories:
+    for row in trajectories.linear(forest).trajectories:
         at = {i: (span.low, span.high) for span in row.versions for i in range(span.start, span.end)}
         for owned in row.turns:
             for span in forest[owned.id].versions:
@@ -66,7 +66,7 @@ def test_versions_of_a_row_are_those_of_its_turns(forest: Forest) -> None:
                     assert at[owned.start + i] == (span.low, span.high)
 
 
-@given(forests(), st.sampled_from([assembly.linear, assembly.per_turn]))
+@given(forests(), st.sampled_from([trajectories.linear, trajectories.per_turn]))
 def test_the_weights_of_a_rollout_add_up_to_one(forest: Forest, form) -> None:
     rows = form(forest).trajectories
     if rows:
@@ -75,21 +75,21 @@ def test_the_weights_of_a_rollout_add_up_to_one(forest: Forest, form) -> None:
 
 @given(forests())
 def test_the_tree_holds_the_same_tokens_as_the_rows(forest: Forest) -> None:
-    nodes = {node["id"]: node for node in assembly.tree(forest)}
+    nodes = {node["id"]: node for node in trajectories.tree(forest)}
     for turn in forest.turns:
         path: list[int] = []
         for step in forest.path(turn.id):
             path += nodes[step.id]["token_ids"]
         assert tuple(path) == forest.ids(turn.id)
     owned = sum(sum(node["loss_mask"]) for node in nodes.values())
-    assert owned == sum(sum(row.loss_mask) for row in assembly.linear(forest).trajectories)
+    assert owned == sum(sum(row.loss_mask) for row in trajectories.linear(forest).trajectories)
 
 
 @given(forests(), st.data())
 def test_withheld_turns_are_excluded_with_their_reason(forest: Forest, data: st.DataObject) -> None:
     committed = [t.id for t in forest.turns if t.status is TurnStatus.COMMITTED]
     withheld = data.draw(st.lists(st.sampled_from(committed or ["none"]), unique=True))
-    assembled = assembly.linear(forest, dict.fromkeys(withheld, "undelivered"))
+    assembled = trajectories.linear(forest, dict.fromkeys(withheld, "undelivered"))
     assert not {turn for turn, _ in owned_tokens(assembled)} & set(withheld)
     reasons = {e.turn: e.reason for e in assembled.excluded}
     assert all(reasons[turn] == "undelivered" for turn in withheld if turn in committed)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from afield import learn
-from afield.assembly import linear, per_turn
 from afield.errors import UsageError
-from afield.seams import StepReport
+from afield.interfaces import StepReport
+from afield.orchestrator import training_loop
 from afield.token_account import TokenAccount
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
+from afield.trajectories import linear, per_turn
 from afield.types import Exclusion, Finished, Group, Trajectory, VersionSpan
 from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
@@ -211,8 +211,8 @@ def test_a_step_accounts_for_the_tokens_of_dropped_groups_too():
     cut = structs.replace(recorded("4", 0.0, 2), excluded=(Exclusion("x", 5, "aborted"),))
     moved = structs.replace(cut, rollout=structs.replace(cut.rollout, group_id="h"))
     dropped = group(moved, name="h")
-    batch = learn.Batch([group(trained, lost), dropped], {"h": "too few"}, version=0, wasted=0)
-    line = learn.describe(
+    batch = training_loop.Batch([group(trained, lost), dropped], {"h": "too few"}, version=0, wasted=0)
+    line = training_loop.describe(
         step=1, version=1, batch=batch, report=StepReport(rollouts=1, tokens=1), seconds=(0.0, 0.0)
     )
     owned = [f.trajectories[0].owned for f in (trained, lost, cut)]
@@ -226,9 +226,9 @@ def test_a_step_accounts_for_the_tokens_of_dropped_groups_too():
 def test_how_stale_tokens_are_on_average_and_at_most():
     fresh, old = recorded("0", 1.0, 1, version=5), recorded("1", 0.0, 2, version=2)
     lost = recorded("2", None, 3, version=0)
-    batch = learn.Batch([group(fresh, old, lost)], {}, version=5, wasted=0)
+    batch = training_loop.Batch([group(fresh, old, lost)], {}, version=5, wasted=0)
     report = StepReport(rollouts=2, tokens=9)
-    line = learn.describe(step=1, version=6, batch=batch, report=report, seconds=(0.0, 0.0))
+    line = training_loop.describe(step=1, version=6, batch=batch, report=report, seconds=(0.0, 0.0))
     tokens = [f.trajectories[0].owned for f in (fresh, old)]
     assert line.staleness == 3
     assert line.staleness_mean == pytest.approx(3 * tokens[1] / sum(tokens))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
 from gateways import POLICY
 from processes import AGENTS, afield, summary, write_tasks
 

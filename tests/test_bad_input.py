@@ -14,7 +14,7 @@ import pytest
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway import http
 from afield.gateway.outcomes import Limits
-from afield.seams import Call, Chunk, SessionSpec
+from afield.interfaces import Call, Chunk, SessionSpec
 from afield.types import FinishReason, Message
 from gateways import ADMIN, Running, running
 from invariants import SINGLE, STOP

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from afield import assembly
+from afield import trajectories
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.sample import Batch
 from afield.batches.tree import Tree, to_tree
 from afield.errors import UsageError
-from afield.forest import Forest
+from afield.turn_tree import Forest
 from afield.types import Finished, FinishReason, Group
 from batch_groups import branching, group
 from strategies import groups
@@ -74,7 +74,7 @@ def test_rows_per_turn_are_those_that_the_forest_gives(made: list[Group]) -> Non
     batch = from_groups(made, "per_turn")
     for f in trained(made):
         withheld = {e.turn: e.reason for e in f.excluded}
-        expected = assembly.per_turn(Forest(f.turns), withheld).trajectories
+        expected = trajectories.per_turn(Forest(f.turns), withheld).trajectories
         assert tuple(s.trajectory for s in batch.rows(f.rollout.id)) == expected
 
 

@@ -13,8 +13,8 @@ from afield.batches.parquet import read_parquet
 from afield.batches.sample import Batch
 from afield.batches.tree import Tree
 from afield.cli.main import main
-from afield.ledger import Ledger
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
 from afield.types import Finished, Rollout, Task
 from batch_groups import branching
 from processes import afield, summary, train_arguments

@@ -16,10 +16,10 @@ from sim.life import Habits
 from sim.parts import SimulatedTrainer
 from sim.run import Setting, simulate
 
-from afield.learn import StepLine
-from afield.rundir import RunDir
-from afield.transports.files import FilesTransport
-from afield.window import Mode
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.staleness import Mode
+from afield.orchestrator.training_loop import StepLine
+from afield.transports.stores.files import FilesTransport
 
 HELD = ("Finished", "Trajectory", "Group", "Outcome", "Rollout", "Record", "Running", "Session", "Task")
 QUICK = Habits(turns=(1, 3), tokens=(4, 12), failing=0.1)

@@ -14,10 +14,10 @@ import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
-from afield.cells.cell import Cell
-from afield.cells.confine import WORK
-from afield.cells.program import Ended, Program
 from afield.options import Limits
+from afield.sandbox.bwrap import WORK
+from afield.sandbox.process import Cell
+from afield.sandbox.program import Ended, Program
 from isolation import arguments_of_all, needs_bubblewrap, nest_of, written
 
 pytestmark = [pytest.mark.anyio, needs_bubblewrap]

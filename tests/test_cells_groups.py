@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from afield.cells import cgroups
 from afield.options import Limits
+from afield.sandbox import cgroups
 
 LIMITS = Limits(cpus=0.5, memory_mb=64, pids=10)
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from afield.interfaces.runtime import Exit
 from afield.options import SandboxOptions
 from afield.runtimes.sandbox import SandboxRuntime
-from afield.seams.runtime import Exit
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 from agents.places import Place
 from agents.sink import Sink
 from isolation import needs_bubblewrap

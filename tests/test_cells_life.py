@@ -13,10 +13,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from afield.cells.confine import WORK
-from afield.cells.program import Program
 from afield.errors import InfrastructureFailure, Missing, UsageError
 from afield.options import Limits
+from afield.sandbox.bwrap import WORK
+from afield.sandbox.program import Program
 from agents.places import ACTING, serving, until
 from isolation import arguments_of_all, groups_left, keeper_of, needs_bubblewrap, nest_of, written
 
@@ -32,8 +32,8 @@ http.server.HTTPServer(("0.0.0.0", 8080), Handler).serve_forever()
 CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
-from afield.cells.nest import Nest
-from afield.cells.program import Program
+from afield.sandbox.fork_server import Nest
+from afield.sandbox.program import Program
 from afield.options import Limits
 
 async def main():
@@ -51,8 +51,8 @@ asyncio.run(main())
 CHECK = """
 import asyncio, sys
 from pathlib import Path
-from afield.cells.nest import Nest
-from afield.cells.program import Program
+from afield.sandbox.fork_server import Nest
+from afield.sandbox.program import Program
 from afield.errors import UsageError
 from afield.options import Limits
 

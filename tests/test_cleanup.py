@@ -11,9 +11,9 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Missing
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Store, remove_ended
-from afield.rundir import RunDir
-from afield.seams import SessionSpec
-from afield.seams.engine import Call
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import Call
+from afield.orchestrator.run_directory import RunDir
 from gateways import running, vocabulary
 from processes import afield
 

@@ -17,11 +17,11 @@ import pytest
 
 from afield.client import RolloutFuture, RolloutTimeout
 from afield.errors import Conflict, PolicyFailure, TaskFailure, UsageError, VerifierFailure
-from afield.ledger import Ledger
+from afield.interfaces import Exit
+from afield.orchestrator.run_state import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Exit
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason, Sampling, Split, Task
 from client_places import Gate, Place, place, yes
 from processes import until

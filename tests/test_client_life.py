@@ -19,13 +19,13 @@ import pytest
 from afield.client import RolloutClient, RolloutFuture
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
-from afield.plan import Plan
-from afield.rundir import RunDir
+from afield.interfaces import Exit
+from afield.orchestrator.config import Plan
+from afield.orchestrator.run_directory import RunDir
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
-from afield.seams import Exit
-from afield.transports.files import FilesTransport
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.files import FilesTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt
 from client_places import Gate, Place, place, yes
 from gateways import ADMIN
@@ -182,10 +182,10 @@ import sys
 from pathlib import Path
 from afield.client import RolloutClient
 from afield.gateway.client import HttpGateway
-from afield.plan import Plan
-from afield.rundir import RunDir
+from afield.orchestrator.config import Plan
+from afield.orchestrator.run_directory import RunDir
 from afield.runtimes.process import ProcessRuntime
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 
 agent, url, key, root = sys.argv[1:]
 root = Path(root)

@@ -15,10 +15,10 @@ import pytest
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, TaskFailure, VerifierFailure
-from afield.ledger import Ledger
+from afield.orchestrator.run_state import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason
 from afield.wire import OutcomeRecord
 from collecting import YES, Bench, ask_model, bench, good, waiting

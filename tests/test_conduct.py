@@ -11,17 +11,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from afield.deadlines import Deadlines, Progress, overdue
 from afield.engines.scripted import Scripted
 from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, Unavailable
-from afield.limiter import LocalLimiter, Pace, Unlimited
+from afield.interfaces import Call, Exit, Fence, Live, Phase, SessionState, Waiting
+from afield.orchestrator.deadlines import Deadlines, Progress, overdue
+from afield.ratelimit import LocalLimiter, Pace, Unlimited
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.alive import PROCESS
 from afield.sdk.context import Context
-from afield.seams import Call, Exit, Fence, Live, Phase, SessionState, Waiting
-from afield.transports.memory import MemoryNotifier, MemoryTransport
-from afield.transports.store import MemoryStore
-from afield.transports.stored import StoreTransport
+from afield.sdk.heartbeat import PROCESS
+from afield.transports.stores.base import MemoryStore
+from afield.transports.stores.memory import MemoryNotifier, MemoryTransport
+from afield.transports.transport import StoreTransport
 from afield.types import Attempt, FailureKind, Reason, Rollout, Sampling, Task
 from afield.wire import OutcomeRecord
 from collecting import YES, ask_model, bench, good, waiting

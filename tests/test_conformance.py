@@ -14,6 +14,7 @@ import openai
 import pytest
 from msgspec import Struct, structs
 
+from afield.chat.vocabulary import Vocabulary
 from afield.cli.main import main
 from afield.conformance import suite
 from afield.conformance.captured import CapturedRequest, captured
@@ -29,8 +30,7 @@ from afield.conformance.oracle import Oracle, Renderer, fold_system
 from afield.conformance.scenario import LONG, Fault, Reply, Scenario, Use, last_marker, marker, steps
 from afield.conformance.script import Sampler, Script
 from afield.errors import Unavailable, UsageError
-from afield.seams import Record, SessionSpec
-from afield.tokens.vocab import Vocabulary
+from afield.interfaces import Record, SessionSpec
 from afield.types import Exclusion, TurnStatus
 
 pytestmark = pytest.mark.anyio

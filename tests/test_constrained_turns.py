@@ -14,16 +14,16 @@ import pytest
 import torch
 from msgspec import structs
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sglang import SglangEngine
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm import VllmEngine
-from afield.seams import Call, Chunk, SessionSpec
-from afield.tokens import ChatTokens
-from afield.trainers import head, passes
-from afield.trainers.policy import PolicyModel
-from afield.trainers.rows import Row
-from afield.trainers.updates import Updates
+from afield.engines.sglang.engine import SglangEngine
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.engine import VllmEngine
+from afield.interfaces import Call, Chunk, SessionSpec
+from afield.trainers import logprobs, micro_batches
+from afield.trainers.batch import Row
+from afield.trainers.model import PolicyModel
+from afield.trainers.optimizer import Updates
 from afield.types import FinishReason, Sampling, Trajectory
 from constrained import ROOM, SCHEMAS, TOOLS, USER, Answer, ask_everything, recorded, rescored, trained
 from fake_sglang import FakeSglang, serving_sglang
@@ -75,9 +75,9 @@ async def test_the_gradient_is_that_of_the_constrained_distribution(model: Path,
     for chunked in (True, False):
         updates = Updates(policy, lr=0.0)
         updates.clear()
-        head._plain[policy.model] = chunked  # the chunked head and the model's own logits agree
+        logprobs._plain[policy.model] = chunked  # the chunked head and the model's own logits agree
         (batch,) = updates.passes(rows)
-        passes.log_probabilities(policy.model, batch).sum().backward()
+        micro_batches.log_probabilities(policy.model, batch).sum().backward()
         found[chunked] = torch.cat([p.grad.flatten().clone() for p in policy.trainable if p.grad is not None])
         policy.model.zero_grad()
     assert found[True].norm() > 0

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from afield.bitmasks import allowed
-from afield.engines.sampler import draw
-from afield.gateway import constraints, placing
-from afield.gateway.request import ModelRequest
+from afield.chat import ChatTokens, Tool, reply_grammar
+from afield.chat.parsers.formats import FORMATS, REASONING, ToolFormat
+from afield.chat.parsers.harmony import HarmonyReader
+from afield.chat.parsers.reply import ReplyReader
+from afield.chat.reply_grammar import CallSpec, ReplyForm
+from afield.engines.torch.sampler import draw
+from afield.gateway import call_limits, constraints
+from afield.gateway.model_request import ModelRequest
 from afield.gateway.schemas import SHAPES, enforceable
 from afield.masks import Masks
-from afield.tokens import ChatTokens, Tool, reply_grammar
-from afield.tokens.formats import FORMATS, REASONING, ToolFormat
-from afield.tokens.harmony import HarmonyReader
-from afield.tokens.reply import ReplyReader
-from afield.tokens.reply_grammar import CallSpec, ReplyForm
 from afield.types import Constraint, Message, Sampling
 from gateways import POLICY
 from tiny_model import build_tokenizer
@@ -333,8 +333,11 @@ def test_alternatives_that_refer_to_each_other_come_to_an_end() -> None:
 
 
 def test_large_schemas_of_tools_are_read_off_the_loop() -> None:
-    assert constraints.size(asking(CITY)) < placing.INLINE_CHARACTERS
-    assert constraints.size(asking({"enum": ["x" * placing.INLINE_CHARACTERS]})) > placing.INLINE_CHARACTERS
+    assert constraints.size(asking(CITY)) < call_limits.INLINE_CHARACTERS
+    assert (
+        constraints.size(asking({"enum": ["x" * call_limits.INLINE_CHARACTERS]}))
+        > call_limits.INLINE_CHARACTERS
+    )
 
 
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda known: known.name)

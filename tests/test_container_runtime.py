@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
+from afield.interfaces.runtime import Phase
 from afield.options import ContainerOptions, Limits
-from afield.runtimes.container import ContainerRuntime
-from afield.runtimes.container_exec import ContainerSandbox, Output
-from afield.runtimes.container_reach import Relays, loopback_ports, readdressed
-from afield.runtimes.container_spec import (
+from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
+from afield.runtimes.docker.runtime import ContainerRuntime
+from afield.runtimes.docker.sandbox import ContainerSandbox, Output
+from afield.runtimes.docker.spec import (
     LONGEST,
     death_of,
     enforced,
@@ -27,7 +28,6 @@ from afield.runtimes.container_spec import (
     name_of,
     phase_of,
 )
-from afield.seams.runtime import Phase
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
 

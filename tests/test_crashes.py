@@ -8,8 +8,8 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from afield.ledger import Ledger
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
 from processes import afield, alive, children, finish, kill, start, summary, train_arguments, unlearned, until
 
 ROWS = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0.4} for i in range(12)]

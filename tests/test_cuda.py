@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from afield.engines import fused
-from afield.engines.torch import TorchEngine
+from afield.engines.torch import decode_kernels
+from afield.engines.torch.engine import TorchEngine
 from afield.options import LoraOptions
 from afield.rounding import Rounding, rounded
 from afield.trainers.grpo import GRPO
-from afield.trainers.head import sampled_log_probabilities, taken
+from afield.trainers.logprobs import sampled_log_probabilities, taken
 from afield.trainers.packing import pack
 from afield.trainers.padded import Padded
-from afield.trainers.peeled import Heads, usable
-from afield.trainers.tree import Kernel, Tree, watch
+from afield.trainers.prefix_attention import Heads, usable
+from afield.trainers.tree_attention import Kernel, Tree, watch
 from grouping import group_of
 from tiny_model import build_tiny_model
 
@@ -140,8 +140,8 @@ def test_an_engine_in_bfloat16_accepts_a_sure_model_and_refuses_a_broken_one(tmp
     model: Any = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda().eval()
     with torch.inference_mode():
         model.get_output_embeddings().weight.mul_(40)  # improbable tokens are off by whole units
-        fitted = fused.fit(model, 12, light=True)
+        fitted = decode_kernels.fit(model, 12, light=True)
         assert fitted.exact, fitted
-        fused.undo(fitted.swapped)
+        decode_kernels.undo(fitted.swapped)
         model.model.layers[0].self_attn.q_proj.weight[0, 0] = float("nan")
-        assert not fused.fit(model, 12, light=False).exact
+        assert not decode_kernels.fit(model, 12, light=False).exact

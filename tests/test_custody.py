@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from afield import assembly
+from afield import trajectories
+from afield.chat import ChatTokens, TextDelta
 from afield.engines.scripted import Script, Scripted, ScriptedEngine
 from afield.errors import Unavailable
+from afield.gateway.api_error import Refusal
 from afield.gateway.calls import Calls
 from afield.gateway.metrics import Metrics
-from afield.gateway.refusal import Refusal
-from afield.gateway.request import Done, Item, ModelRequest, Piece
+from afield.gateway.model_request import Done, Item, ModelRequest, Piece
 from afield.gateway.sessions import Session, Sessions
 from afield.gateway.store import Store, TurnRow
-from afield.seams import SessionSpec
-from afield.tokens import ChatTokens, TextDelta
+from afield.interfaces import SessionSpec
 from afield.types import Budget, FinishReason, Message, TurnStatus
 from gateways import POLICY, Running, running, vocabulary
 
@@ -121,7 +121,7 @@ async def test_a_client_that_leaves_during_the_commit_leaves_one_committed_turn(
         assert [t.status for t in session.forest.turns] == [TurnStatus.COMMITTED]
         assert [row.turn for row in c.store.turns("r.1")] == session.forest.turns
         await c.sessions.withhold(session, "t1")
-        assert not assembly.linear(session.forest, {"t1": "undelivered"}).trajectories
+        assert not trajectories.linear(session.forest, {"t1": "undelivered"}).trajectories
         again = await c.reply(session, ask("Hi"))
         assert again.content == "One."
         assert session.undelivered == []

@@ -15,9 +15,9 @@ import pytest
 
 from afield.durable_files import rename_whole
 from afield.errors import DamagedFile
-from afield.ledger import Ledger
-from afield.rundir import RunDir
-from afield.spool import Spool
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
 from afield.trainers.frozen import Frozen
 from afield.types import Attempt, Finished, Outcome, Rollout, Task
 from gateways import POLICY

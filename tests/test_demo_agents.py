@@ -14,8 +14,8 @@ import transformers
 from afield.demo import shop
 from afield.demo.agents import langgraph_agent, openai_agent, strands_agent
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.interfaces import SessionSpec
 from afield.sdk.context import Context
-from afield.seams import SessionSpec
 from gateways import POLICY, running
 
 pytestmark = pytest.mark.anyio

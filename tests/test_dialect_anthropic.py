@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.forest import Forest, canonical
+from afield.gateway.api_error import Refusal, context_exceeded, engine_down
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.base import Asked, Wish, encode
-from afield.gateway.marks import seal
-from afield.gateway.refusal import Refusal, context_exceeded, engine_down
-from afield.seams import SessionSpec
+from afield.gateway.turn_ids import seal
+from afield.interfaces import SessionSpec
+from afield.turn_tree import Forest, canonical
 from afield.types import FinishReason, Message, ToolCall
 from gateways import Running, chat_session, running, vocabulary
 from replies import REPLIES, STARTED, done, pieces

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from afield.gateway.api_error import Refusal
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.base import Asked, encode
-from afield.gateway.marks import seal
-from afield.gateway.refusal import Refusal
-from afield.gateway.request import ModelRequest
+from afield.gateway.model_request import ModelRequest
+from afield.gateway.turn_ids import seal
 
 DIALECT = Anthropic()
 SCHEMA = {"type": "object", "properties": {"item": {"type": "string"}}}

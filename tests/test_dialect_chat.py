@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.forest import canonical
+from afield.gateway.api_error import Refusal
 from afield.gateway.dialects.chat import Chat
-from afield.gateway.refusal import Refusal
-from afield.tokens import ChatTokens
+from afield.turn_tree import canonical
 from afield.types import Message, ToolCall
 from answers import STARTED, asked, done, pieces, read_events
 from gateways import POLICY, running, vocabulary

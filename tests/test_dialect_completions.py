@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.gateway.api_error import Refusal
 from afield.gateway.dialects.completions import Completions
-from afield.gateway.refusal import Refusal
-from afield.tokens import ChatTokens
 from afield.types import Budget, Message
 from answers import STARTED, asked, done, pieces, read_events
 from gateways import POLICY, running, vocabulary

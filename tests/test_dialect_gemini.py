@@ -16,15 +16,15 @@ from google.genai import errors, types
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.forest import canonical
+from afield.gateway.api_error import Refusal, context_exceeded, engine_down
 from afield.gateway.dialects.base import Asked, Wish, encode
 from afield.gateway.dialects.gemini import Gemini
-from afield.gateway.marks import seal
-from afield.gateway.refusal import Refusal, context_exceeded, engine_down
-from afield.gateway.request import ModelRequest
-from afield.seams import SessionSpec
-from afield.tokens import ChatTokens
+from afield.gateway.model_request import ModelRequest
+from afield.gateway.turn_ids import seal
+from afield.interfaces import SessionSpec
+from afield.turn_tree import canonical
 from afield.types import FinishReason, Message
 from gateways import POLICY, Running, chat_session, running, vocabulary
 from replies import REPLIES, STARTED, done, pieces

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from afield.forest import canonical
+from afield.chat import ChatTokens
+from afield.gateway.api_error import Refusal, context_exceeded
 from afield.gateway.dialects.responses import Responses
-from afield.gateway.marks import response_id
-from afield.gateway.refusal import Refusal, context_exceeded
-from afield.tokens import ChatTokens
+from afield.gateway.turn_ids import response_id
+from afield.turn_tree import canonical
 from afield.types import FinishReason, Message, ToolCall
 from answers import STARTED, asked, done, pieces, read_events
 from gateways import POLICY

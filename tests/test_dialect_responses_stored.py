@@ -13,8 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.seams import SessionSpec
-from afield.seams.engine import Call
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import Call
 from afield.types import Sampling, TurnStatus
 from gateways import Running, running, vocabulary
 

@@ -19,16 +19,18 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from msgspec import NODEFAULT, Struct, structs
 
+from afield.chat.escape import POLICIES
+from afield.chat.parsers.formats import FORMATS, HARMONY
+from afield.chat.tokenizer import THINKING
 from afield.cli.main import parser
 from afield.cli.report import Summary
 from afield.cli.train import OVERRIDABLE
-from afield.config import TrainConfig, from_file, train_config
 from afield.conformance.client import Command, Stage
 from afield.conformance.clients import CLIENTS
-from afield.deadlines import Deadlines
 from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
-from afield.gateway import control, dialects, lineage, sessions, stored_responses
-from afield.learn import StepLine
+from afield.factory import RUNTIMES, TOLD
+from afield.gateway import admin_api, dialects, prompts, sessions, stored_responses
+from afield.interfaces import SessionSpec, SessionState
 from afield.options import (
     AgentCoreOptions,
     ContainerOptions,
@@ -37,15 +39,13 @@ from afield.options import (
     RayOptions,
     SandboxOptions,
 )
-from afield.plan import DEFAULT_RETRIES, Plan
+from afield.orchestrator.config import DEFAULT_RETRIES, Plan
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.staleness import Mode
+from afield.orchestrator.training_loop import StepLine
 from afield.sdk import serve
-from afield.seams import SessionSpec, SessionState
-from afield.tokens.chat import THINKING
-from afield.tokens.escape import POLICIES
-from afield.tokens.formats import FORMATS, HARMONY
+from afield.settings import TrainConfig, from_file, train_config
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
-from afield.window import Mode
-from afield.wiring import RUNTIMES, TOLD
 from gateways import ADMIN, POLICY
 from processes import afield, finish, start, summary
 
@@ -237,8 +237,8 @@ HTTP = DOCS / "http-api.md"
 
 def routes() -> set[str]:
     groups = {"(?P<id>[^/]+)": "{id}", "(?P<model>[^:]+)": "{model}"}
-    found = [(method, pattern.pattern) for method, pattern, _ in control.ROUTES]
-    found += [(method, "{base}" + path) for method, path in control.REPORTS]
+    found = [(method, pattern.pattern) for method, pattern, _ in admin_api.ROUTES]
+    found += [(method, "{base}" + path) for method, path in admin_api.REPORTS]
     found += [("POST", "{base}" + pattern.pattern) for _, pattern, _ in dialects.ROUTES]
     found += [(method, "{base}/v1/responses/{id}" + rest) for method, rest in stored_responses.ROUTES]
     found += [("GET", "{base}/v1/models"), ("GET", "{base}/v1beta/models"), ("GET", "/health")]
@@ -303,10 +303,10 @@ def test_the_gateway_page_lists_what_is_counted_and_nothing_else(gateway: str) -
 
 
 def test_the_gateway_page_lists_the_engines() -> None:
-    from afield.wiring import ENGINES
+    from afield.factory import ENGINES
 
     assert {name.partition("=")[0] for name in named(DOCS / "gateway.md", "Engines")} >= set(ENGINES)
-    assert set(get_args(get_type_hints(control.PauseBody)["in_flight"])) <= set(
+    assert set(get_args(get_type_hints(admin_api.PauseBody)["in_flight"])) <= set(
         named(DOCS / "gateway.md", "Weights")
     )
 
@@ -432,7 +432,7 @@ def test_the_page_on_tokens_knows_links_side_calls_and_every_reason_of_an_exclus
 
 
 def test_the_page_on_tokens_knows_tiers_policies_and_formats() -> None:
-    assert named(TOKENS, "Tiers")[-1] == lineage.RAW
+    assert named(TOKENS, "Tiers")[-1] == prompts.RAW
     assert tuple(row[0].split("`")[1] for row in table(TOKENS, "Thinking")) == THINKING
     assert tuple(row[0].split("`")[1] for row in table(TOKENS, "Control tokens in content")) == POLICIES
     text = section(TOKENS, "Certificates")

@@ -15,11 +15,11 @@ import aiohttp
 import pytest
 
 from afield.cli.main import main
-from afield.config import train_config
 from afield.gateway.client import HttpGateway
-from afield.rundir import RunDir
-from afield.seams import SessionSpec
-from afield.training import gateway_child
+from afield.interfaces import SessionSpec
+from afield.orchestrator.run_directory import RunDir
+from afield.settings import train_config
+from afield.training_run import gateway_child
 from gateways import POLICY
 from processes import AGENTS, afield, command, finish, start, summary, unlearned, write_tasks
 
@@ -114,7 +114,7 @@ def test_an_agent_that_cannot_be_imported_ends_a_run_that_has_loaded_no_weights(
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and "No module named 'no_such_library'" in ended.stderr
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "afield.training" in imported and "torch" not in imported
+    assert "afield.training_run" in imported and "torch" not in imported
     assert not list((tmp_path / "runs").glob("*"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.forest import arguments_value
+from afield.turn_tree import arguments_value
 from scenes import Client, Place, calls, place, said
 from wild import TOOLSETS
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from afield.engines.fused import (
+from afield.engines.torch.decode_kernels import (
     PLAIN,
     Ways,
     allowed,
@@ -27,8 +27,8 @@ from afield.engines.fused import (
     undo,
     write,
 )
-from afield.engines.sampler import pick, plain_sums
-from afield.engines.slots import ATTENTION, slot_attention, use_slots
+from afield.engines.torch.kv_cache import ATTENTION, slot_attention, use_slots
+from afield.engines.torch.sampler import pick, plain_sums
 from afield.precision import in_float32
 from tiny_model import build_tiny_model
 

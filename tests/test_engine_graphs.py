@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from afield.engines.decoder import Ask, Decoder, Request, Sampled
-from afield.engines.fused import PLAIN, Ways, fit, swap_layers
-from afield.engines.graphs import Shape, Steps, length_bucket, rows_bucket
-from afield.engines.sampler import draw, pick
-from afield.engines.slots import Slots, folded_attention, use_slots
-from afield.engines.weights import parameters
+from afield.engines.torch.cuda_graphs import Shape, Steps, length_bucket, rows_bucket
+from afield.engines.torch.decode_kernels import PLAIN, Ways, fit, swap_layers
+from afield.engines.torch.decoder import Ask, Decoder, Request, Sampled
+from afield.engines.torch.kv_cache import Slots, folded_attention, use_slots
+from afield.engines.torch.sampler import draw, pick
+from afield.engines.torch.weights import parameters
 from tiny_model import build_tiny_model, reseed
 
 TOLERANCE = 1e-4

@@ -11,11 +11,11 @@ from msgspec import structs
 
 from afield.engines.probe import checked, probe
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm import VllmEngine
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.engine import VllmEngine
 from afield.errors import UsageError
-from afield.gateway.pool import Pool
-from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.gateway.engine_pool import Pool
+from afield.interfaces.engine import Call, Chunk, EngineInfo
 from afield.types import FinishReason
 from fake_vllm import FakeVllm, serving
 from tiny_model import build_tiny_model

@@ -16,9 +16,9 @@ from msgspec import structs
 
 from afield.engines.probe import probe
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sglang import SglangEngine
+from afield.engines.sglang.engine import SglangEngine
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, Image
+from afield.interfaces.engine import Call, Chunk, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 from engine_calls import BOUND_S, a_call, answer, begin, ids, slowly, versions
 from fake_sglang import FakeSglang, serving_sglang

@@ -15,10 +15,10 @@ from msgspec import structs
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sse import Events
-from afield.engines.vllm import VllmEngine
+from afield.engines.vllm.engine import VllmEngine
 from afield.errors import Conflict, Unavailable, UsageError
-from afield.gateway.pool import Pool
-from afield.seams.engine import Call, Image
+from afield.gateway.engine_pool import Pool
+from afield.interfaces.engine import Call, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 from engine_calls import BOUND_S, a_call, answer, ids
 from fake_vllm import FakeVllm, serving

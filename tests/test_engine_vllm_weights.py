@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.vllm import VllmEngine
-from afield.engines.vllm_transfer import VllmTransfer
+from afield.engines.vllm.engine import VllmEngine
+from afield.engines.vllm.weight_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.types import FinishReason, VersionSpan
 from engine_calls import a_call, answer, begin, ids, slowly, versions

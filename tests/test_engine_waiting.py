@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.seams.engine import Call
+from afield.interfaces.engine import Call
 from fake_vllm import FakeVllm, serving
 from gateways import POLICY
 from ports import free_ports

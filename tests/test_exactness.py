@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from afield.engines.ledger import Entry, read_ledger
-from afield.rundir import RunDir
+from afield.engines.recording import Entry, read_ledger
+from afield.orchestrator.run_directory import RunDir
 from afield.types import Finished, Trajectory
 from processes import afield, summary
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from afield.cli.main import parser
-from afield.config import train_config
+from afield.settings import train_config
 from gateways import POLICY
 from ports import free_ports
 from processes import afield, summary

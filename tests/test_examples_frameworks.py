@@ -20,11 +20,11 @@ from strands.types.exceptions import EventLoopException, MaxTokensReachedExcepti
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import PolicyFailure, UsageError, WireError
-from afield.sdk.blame import attribute
+from afield.interfaces import SessionSpec
+from afield.sdk.classify import attribute
 from afield.sdk.context import Context
 from afield.sdk.frameworks import langchain
 from afield.sdk.frameworks.strands import ConversationHook, create_openai_compatible_model
-from afield.seams import SessionSpec
 from afield.types import Reason
 from gateways import POLICY, running
 

@@ -10,19 +10,19 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from msgspec import structs
 
-from afield import RolloutClient, assembly, opening, wiring
+from afield import RolloutClient, connect, factory, trajectories
+from afield.chat import Tool
 from afield.cli.main import parser
 from afield.cli.train import given
-from afield.config import train_config
 from afield.errors import UsageError
 from afield.exclusions import FINGERPRINTS, REASONS, Fingerprint, Ground, check_reason, digest, version_of
-from afield.forest import Forest
-from afield.gateway import side
-from afield.gateway.request import ModelRequest
+from afield.gateway import side_calls
+from afield.gateway.model_request import ModelRequest
 from afield.integrations.verl import settings as verl_settings
 from afield.options import SessionPolicies, policies_of
-from afield.rundir import RunDir
-from afield.tokens import Tool
+from afield.orchestrator.run_directory import RunDir
+from afield.settings import train_config
+from afield.turn_tree import Forest
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
 from batch_groups import Maker
 from client_places import place, yes
@@ -170,7 +170,7 @@ REQUEST = ModelRequest(
 
 
 def recognised(request: ModelRequest = REQUEST, user_agent: str = HEADERS["user-agent"]) -> str | None:
-    return side.tag_of({"user-agent": user_agent}, request, [FINGERPRINT])
+    return side_calls.tag_of({"user-agent": user_agent}, request, [FINGERPRINT])
 
 
 def test_a_request_with_every_mark_of_a_known_side_request_is_one() -> None:
@@ -228,14 +228,14 @@ def test_only_versions_that_were_looked_at_count(user_agent: str, is_side: bool)
 
 def test_a_fingerprint_counts_only_where_the_session_excludes_known_side_requests() -> None:
     turn = _turns(FINGERPRINTS[0].reason)
-    assert side.withheld(turn, {}, "exclude") == {"t1": FINGERPRINTS[0].reason}
-    assert side.withheld(turn, {}, "declared") == {}
-    assert side.withheld(turn, {}, "train") == {}
+    assert side_calls.withheld(turn, {}, "exclude") == {"t1": FINGERPRINTS[0].reason}
+    assert side_calls.withheld(turn, {}, "declared") == {}
+    assert side_calls.withheld(turn, {}, "train") == {}
 
 
 def test_tags_that_were_guesses_exclude_nothing() -> None:
     for tag in ("side:title", "side:probe", "side:small-model"):
-        assert side.withheld(_turns(tag), {}, "exclude") == {}
+        assert side_calls.withheld(_turns(tag), {}, "exclude") == {}
 
 
 def _turns(tag: str) -> list[Turn]:
@@ -284,9 +284,11 @@ def test_no_excluded_side_call_has_a_trained_descendant(seed: int) -> None:
         for turn in Maker(seed, None).forest().turns
     ]
     recorded = {turn.id: "undelivered" for turn in turns if random.random() < 0.2}
-    left_out = side.withheld(turns, recorded, "exclude")
+    left_out = side_calls.withheld(turns, recorded, "exclude")
     tagged = Forest(turns)
-    trained = {r.id for row in assembly.linear(tagged, left_out | recorded).trajectories for r in row.turns}
+    trained = {
+        r.id for row in trajectories.linear(tagged, left_out | recorded).trajectories for r in row.turns
+    }
     for turn_id in trained:
         assert not {step.id for step in tagged.path(turn_id)} & set(left_out)
     wrongly = {t.id for t in turns if t.tags and t.id in trained}
@@ -314,7 +316,7 @@ def as_given(holder: SessionPolicies) -> dict[str, Any]:
 
 def test_a_run_hands_its_policies_to_its_sessions(tmp_path: Path) -> None:
     config = train_config(None, {"agent": "a.py:a", "model": "m", **POLICIES})
-    assert as_given(wiring.plan(config, RunDir(tmp_path / "run"))) == POLICIES
+    assert as_given(factory.plan(config, RunDir(tmp_path / "run"))) == POLICIES
 
 
 def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:
@@ -333,7 +335,7 @@ def toml(values: dict[str, Any]) -> str:
 
 
 def test_a_client_and_a_launch_take_policies() -> None:
-    plan = opening._plan("exp", "m", dict(POLICIES))
+    plan = connect._plan("exp", "m", dict(POLICIES))
     assert as_given(plan) == POLICIES
 
 
@@ -357,7 +359,7 @@ def test_an_unknown_policy_is_refused_with_those_there_are(name: str) -> None:
     first = POLICIES[name][0] if name == "client_sampling" else POLICIES[name]
     for refused in (
         lambda: train_config(None, {"model": "m", name: wrong}),
-        lambda: opening._plan("exp", "m", {name: wrong}),
+        lambda: connect._plan("exp", "m", {name: wrong}),
         lambda: verl_settings._settings({name: wrong}),
     ):
         with pytest.raises(UsageError, match=rf"{name} = 'guess' must be one of: .*{first}"):

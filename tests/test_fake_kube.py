@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from afield.options import KubernetesOptions
-from afield.runtimes.kube_job import job_for
+from afield.runtimes.kubernetes.job import job_for
 from fake_kube import NAMESPACE, TOKEN, FakeKube
 from fake_kube_store import Problem, matches
 from kubes import fake_kube, until

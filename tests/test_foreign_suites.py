@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from afield import wiring
+from afield import factory
 from afield.cli.main import main
 from afield.conformance.client import Command, Stage
 from afield.conformance.foreign import suites
@@ -22,7 +22,7 @@ from afield.conformance.foreign.values import Values, places
 from afield.conformance.model import CONTROL, write_model
 from afield.conformance.suite import serving, vocabulary_of
 from afield.errors import Unavailable
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
 
 pytestmark = pytest.mark.anyio
 
@@ -119,7 +119,7 @@ WEATHER = {
 async def test_the_model_calls_tools_and_goes_on_from_their_results(tmp_path: Path):
     model = write_model(tmp_path / "model", TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = vocabulary_of(model)
-    engine = wiring.load("engines.scripted:ScriptedEngine")(
+    engine = factory.load("engines.scripted:ScriptedEngine")(
         RuleModel(vocabulary), max_context=8192, vocab_size=vocabulary.size
     )
     async with serving(engine, model, tmp_path) as up:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from afield.forest import Forest, chain, extend_digest
+from afield.turn_tree import Forest, chain, extend_digest
 from afield.types import FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus, VersionSpan
 
 text = st.text(max_size=8)

@@ -11,14 +11,14 @@ import aiohttp
 import openai
 import pytest
 
-from afield import assembly
+from afield import trajectories
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Missing
-from afield.forest import Forest
-from afield.gateway.refusal import Refusal
+from afield.gateway.api_error import Refusal
 from afield.gateway.session import Session
 from afield.gateway.store import SessionRow
-from afield.seams import Call, Chunk, SessionSpec
+from afield.interfaces import Call, Chunk, SessionSpec
+from afield.turn_tree import Forest
 from afield.types import Budget, FinishReason, Policy, Sampling, TurnStatus
 from gateways import ADMIN, Running, running, vocabulary
 
@@ -507,4 +507,4 @@ async def test_the_three_forms_agree(up: Running) -> None:
     assert owned[0] == owned[1] == sum(sum(node["loss_mask"]) for node in tree["nodes"])
     assert (len(linear["trajectories"]), len(turns["trajectories"]), len(tree["nodes"])) == (2, 3, 3)
     assert (await up.ask("GET", "/sessions/a.1/trajectories?form=round"))[0] == 400
-    assert assembly.linear(up.gateway.sessions.get("a.1").forest).trajectories[0].weight < 1
+    assert trajectories.linear(up.gateway.sessions.get("a.1").forest).trajectories[0].weight < 1

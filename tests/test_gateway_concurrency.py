@@ -18,8 +18,8 @@ from afield.errors import Conflict
 from afield.gateway.front import Process
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Store
-from afield.seams import SessionSpec
-from afield.seams.engine import Call
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import Call
 from gateways import running, vocabulary
 
 pytestmark = pytest.mark.anyio

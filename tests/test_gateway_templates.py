@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
+from afield.chat.message_rules import RULES
 from afield.conformance.clients import CLIENTS
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import UsageError
 from afield.sdk.context import Context
-from afield.tokens.rules import RULES
 from client_places import place
 from client_requests import replayed, requests
 from gateways import running

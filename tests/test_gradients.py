@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from afield import assembly
-from afield.forest import Forest
+from afield import trajectories
+from afield.trainers.batch import Row
 from afield.trainers.losses import Objective, Tokens, loss_of
+from afield.trainers.micro_batches import Pass, log_probabilities, to_passes
 from afield.trainers.packing import pack, split
-from afield.trainers.passes import Pass, log_probabilities, to_passes
-from afield.trainers.peeled import Attention, planned
-from afield.trainers.rows import Row
-from afield.trainers.tree import Kernel, Tree, watch
+from afield.trainers.prefix_attention import Attention, planned
+from afield.trainers.tree_attention import Kernel, Tree, watch
+from afield.turn_tree import Forest
 from afield.types import FinishReason, Sampling, Trajectory, Turn, TurnStatus, VersionSpan
 
 VOCABULARY = 40
@@ -102,7 +102,7 @@ def rollouts(seed: int) -> list[tuple[str, Forest, float]]:
     return [(name, wild.forest(name, prompts), wild.random.uniform(-2, 2)) for name in names]
 
 
-Assembly = Callable[[Forest], assembly.Assembled]
+Assembly = Callable[[Forest], trajectories.Assembled]
 
 
 def rows_of(found: list[tuple[str, Forest, float]], form: Assembly) -> list[Row]:
@@ -164,7 +164,7 @@ def test_rows_per_turn_merged_rows_and_the_tree_give_the_naive_gradient(
     model = made("qwen3" if seed % 2 else "llama")
     found = rollouts(seed)
     truth = naive(model, found)
-    merged, single = rows_of(found, assembly.linear), rows_of(found, assembly.per_turn)
+    merged, single = rows_of(found, trajectories.linear), rows_of(found, trajectories.per_turn)
     forms = {
         "per turn, padded": to_passes(single, 200, CPU, "padded"),
         "per turn, tree": to_passes(single, 10_000, CPU, "tree"),
@@ -188,7 +188,9 @@ def test_layers_computed_again_change_no_gradient(kernel: Kernel, again: bool) -
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
-        passes = [over(batch, kernel) for batch in to_passes(rows_of(found, assembly.linear), 10_000, CPU)]
+        passes = [
+            over(batch, kernel) for batch in to_passes(rows_of(found, trajectories.linear), 10_000, CPU)
+        ]
         assert apart(gradient(model, passes), truth) <= 1e-5
         together = gradient_of_two(model, passes)
         assert apart(together, 2 * truth) <= 1e-5
@@ -216,7 +218,7 @@ def gradient_of_two(model: PreTrainedModel, passes: list[Pass]) -> Tensor:
 def test_a_model_that_does_not_attend_over_trees_is_refused_not_trained_wrongly() -> None:
     model = made("llama")
     model.set_attn_implementation("sdpa")
-    batch = to_passes(rows_of(rollouts(3), assembly.linear), 10_000, CPU, "tree")[0]
+    batch = to_passes(rows_of(rollouts(3), trajectories.linear), 10_000, CPU, "tree")[0]
     with pytest.raises(NotImplementedError, match="does not attend over trees"):
         log_probabilities(model, batch)
 
@@ -346,7 +348,7 @@ def test_rectangles_put_together_are_attention_over_the_forest(seed: int) -> Non
 
 
 def test_trajectories_are_never_split_over_passes() -> None:
-    rows = rows_of(rollouts(11), assembly.linear)
+    rows = rows_of(rollouts(11), trajectories.linear)
     passes = to_passes(rows, 5, CPU, "tree")
     told: list[Trajectory] = [row.trajectory for batch in passes for row in batch.rows]
     assert sorted(t.token_ids for t in told) == sorted(row.trajectory.token_ids for row in rows)

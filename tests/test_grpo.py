@@ -9,14 +9,14 @@ import torch
 import transformers
 from msgspec import NODEFAULT, structs
 
-from afield import wiring
-from afield.assembly import linear, per_turn
-from afield.config import build
+from afield import factory
 from afield.errors import UsageError
 from afield.options import LearnOptions, LoraOptions
+from afield.settings import build
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
 from afield.trainers.losses import USUAL_CLIP
+from afield.trajectories import linear, per_turn
 from afield.types import Group, Sampling, Trajectory, TurnRange, VersionSpan
 from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model
@@ -464,12 +464,12 @@ def test_a_checkpoint_of_another_template_is_refused(tmp_path):
 
 def test_what_the_configuration_says_is_what_is_trained(model_path):
     said = {"model": str(model_path), "learn": {"loss": "cispo", "clip": [0.5, 2.0], "device": "cpu"}}
-    trainer = wiring.trainer(build(said, "here"))
+    trainer = factory.trainer(build(said, "here"))
     assert isinstance(trainer, GRPO)
     assert trainer.objective.loss == "cispo"
     assert trainer.objective.clip == (0.5, 2.0)
     dr = {"loss": "dr_grpo", "device": "cpu", "lora": {"rank": 2, "targets": ["q_proj"]}}
-    trainer = wiring.trainer(build({**said, "max_tokens": 30, "max_calls": 3, "learn": dr}, "here"))
+    trainer = factory.trainer(build({**said, "max_tokens": 30, "max_calls": 3, "learn": dr}, "here"))
     assert isinstance(trainer, GRPO)
     assert (trainer.aggregate, trainer.length, trainer.how) == ("constant", 90, "dr_grpo")
     assert all("q_proj" in name for name in trainer.policy.state())

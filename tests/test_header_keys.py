@@ -19,9 +19,9 @@ from afield.engines.scripted import ScriptedEngine
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.gateway.client import HttpGateway
 from afield.gateway.header_keys import HeaderKeySpec
-from afield.gateway.keys import header_session_id
+from afield.gateway.session_keys import header_session_id
 from afield.gateway.shards import owner, route
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
 from afield.types import Budget, Sampling, check_id
 from fake_vllm import FakeVllm, serving
 from gateways import ADMIN, running

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from afield.engines.torch import TorchEngine
+from afield.engines.torch.engine import TorchEngine
 from afield.errors import Unavailable
-from afield.gateway.pool import Pool
+from afield.gateway.engine_pool import Pool
+from afield.interfaces.engine import Call, Chunk
+from afield.interfaces.weight_probe import FILE, read_witness, write_witness
 from afield.options import LoraOptions
-from afield.seams.engine import Call, Chunk
-from afield.seams.witness import FILE, read_witness, write_witness
-from afield.trainers.policy import PolicyModel
-from afield.trainers.witness import witness_of
+from afield.trainers.model import PolicyModel
+from afield.trainers.weight_probe import witness_of
 from gateways import POLICY
 
 pytestmark = pytest.mark.anyio

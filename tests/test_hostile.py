@@ -23,14 +23,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from afield.cells import cgroups
-from afield.cells.cgroups import PREFIX
-from afield.cells.program import Program
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure
-from afield.runtimes import contract
+from afield.interfaces import SessionSpec
+from afield.runtimes import invocations
 from afield.runtimes.sandbox import located
-from afield.seams import SessionSpec
+from afield.sandbox import cgroups
+from afield.sandbox.cgroups import PREFIX
+from afield.sandbox.program import Program
 from afield.types import Attempt
 from canaries import Canaries, watched
 from gateways import POLICY, running
@@ -281,7 +281,7 @@ async def test_an_agent_that_answers_without_end_is_not_heard_to_the_end() -> No
         ):
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             with pytest.raises(InfrastructureFailure, match=r"refused the payload of r\.1 with 500"):
-                await contract.post(http, url, Attempt("r", 1), {})
+                await invocations.post(http, url, Attempt("r", 1), {})
         assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
     finally:
         tracemalloc.stop()

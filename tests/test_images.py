@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.seams.engine import Call
-from afield.tokens import ChatTokens
+from afield.interfaces.engine import Call
 from gateways import running
 from templates.models import write_template
 from tiny_vision_model import png

@@ -19,10 +19,10 @@ from msgspec import structs
 from afield import wire
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import Unavailable, UsageError
+from afield.interfaces import Fence, SessionSpec, Waiting
 from afield.sdk.deliver import deliver
-from afield.seams import Fence, SessionSpec, Waiting
-from afield.transports.files import FilesTransport
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.files import FilesTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
 from afield.wire import Invocation, OutcomeRecord
 from agents.invoking import invocation, record
@@ -248,7 +248,7 @@ DYING = """
 import asyncio, os, signal, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 from gateways import running
 from test_ingest import engine, opened, told
 

@@ -19,20 +19,20 @@ import torch
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from afield import assembly
-from afield.engines import decoder
+from afield import trajectories
+from afield.chat import ChatTokens, TextDelta
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.torch import TorchEngine
-from afield.gateway import calls, keys
+from afield.engines.torch import decoder
+from afield.engines.torch.engine import TorchEngine
+from afield.gateway import calls, session_keys
 from afield.gateway.app import App
+from afield.gateway.call_accumulator import Partial
 from afield.gateway.calls import Calls
 from afield.gateway.dialects.anthropic import AnthropicView
 from afield.gateway.dialects.chat import ChatView
-from afield.gateway.partial import Partial
-from afield.gateway.request import Piece
+from afield.gateway.model_request import Piece
 from afield.gateway.store import TurnRow
-from afield.seams import Chunk
-from afield.tokens import ChatTokens, TextDelta
+from afield.interfaces import Chunk
 from afield.types import TurnStatus, VersionSpan
 from gateways import POLICY
 from invariants import SINGLE, TOKENIZER, Seen, i5, i6, i8, i11
@@ -107,12 +107,12 @@ def two_tokens_change_places(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_lose_the_last_id_of_a_delta(patch: pytest.MonkeyPatch) -> None:
-    real = assembly._row
+    real = trajectories._row
 
     def row(path: list[Any], *rest: Any) -> Any:
         return real([structs.replace(turn, delta_ids=turn.delta_ids[:-1]) for turn in path], *rest)
 
-    patch.setattr(assembly, "_row", row)
+    patch.setattr(trajectories, "_row", row)
 
 
 def the_newline_after_a_turn_is_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -135,22 +135,22 @@ def a_truncated_turn_is_not_closed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_shared_turn_is_trained_in_every_row(patch: pytest.MonkeyPatch) -> None:
-    real = assembly._assemble
+    real = trajectories._assemble
 
     def assemble(rows: Any, excluded: Any) -> Any:
         kept = {e.turn for e in excluded}
         return real([(path, {t.id for t in path} - kept) for path, _ in rows], excluded)
 
-    patch.setattr(assembly, "_assemble", assemble)
+    patch.setattr(trajectories, "_assemble", assemble)
 
 
 def a_branch_is_lost(patch: pytest.MonkeyPatch) -> None:
-    real = assembly._assemble
-    patch.setattr(assembly, "_assemble", lambda rows, excluded: real(rows[1:], excluded))
+    real = trajectories._assemble
+    patch.setattr(trajectories, "_assemble", lambda rows, excluded: real(rows[1:], excluded))
 
 
 def partials_are_left_out_without_a_word(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(assembly, "exclusions", lambda *_: ())
+    patch.setattr(trajectories, "exclusions", lambda *_: ())
 
 
 def a_missing_logprob_is_nought(patch: pytest.MonkeyPatch) -> None:
@@ -346,13 +346,17 @@ async def test_a_key_opens_nothing_of_another_session(tmp_path: Path) -> None:
 
 
 def signatures_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(keys.Keys, "_mac", lambda self, body: "x" * 40)
-    patch.setattr(keys.Keys, "check", lambda self, key: grant(key))
+    patch.setattr(session_keys.Keys, "_mac", lambda self, body: "x" * 40)
+    patch.setattr(session_keys.Keys, "check", lambda self, key: grant(key))
 
 
-def grant(key: str) -> keys.Grant | None:
-    session_id, scopes, nonce, *_ = [*key.removeprefix(keys.PREFIX).split("~"), "", "", ""]
-    return keys.Grant(session_id, frozenset(map(keys.Scope, scopes.split("."))), nonce) if scopes else None
+def grant(key: str) -> session_keys.Grant | None:
+    session_id, scopes, nonce, *_ = [*key.removeprefix(session_keys.PREFIX).split("~"), "", "", ""]
+    return (
+        session_keys.Grant(session_id, frozenset(map(session_keys.Scope, scopes.split("."))), nonce)
+        if scopes
+        else None
+    )
 
 
 def the_path_alone_names_the_session(patch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, PolicyFailure
-from afield.ledger import Ledger
+from afield.interfaces import Exit, SessionSpec
+from afield.orchestrator.run_state import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Exit, SessionSpec
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Finished, Reason
 from afield.wire import OutcomeRecord
 from collecting import YES, Bench, ask_model, waiting

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from afield.collect import Collector, GroupWish
+from afield.interfaces import Waiting
+from afield.orchestrator.groups import Collector, GroupWish
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Waiting
 from afield.types import Attempt, Group, Rollout, Task
 from afield.wire import OutcomeRecord
 from collecting import Bench, ask_model, bench

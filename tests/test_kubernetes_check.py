@@ -15,8 +15,8 @@ import yaml
 
 from afield.errors import UsageError
 from afield.options import KubernetesOptions
-from afield.runtimes.kube import KubernetesRuntime
-from afield.runtimes.kube_check import NEEDED
+from afield.runtimes.kubernetes.preflight import NEEDED
+from afield.runtimes.kubernetes.runtime import KubernetesRuntime
 from fake_kube import NAMESPACE, FakeKube
 from kubes import asked, fake_kube, jobs, runtime_on
 

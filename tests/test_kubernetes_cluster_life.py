@@ -10,11 +10,11 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure, Throttled
+from afield.interfaces.runtime import Phase
 from afield.options import KubernetesOptions
-from afield.runtimes.kube_job import job_for
-from afield.runtimes.kube_objects import name_of
-from afield.seams.runtime import Phase
-from afield.transports.files import FilesTransport
+from afield.runtimes.kubernetes.job import job_for
+from afield.runtimes.kubernetes.objects import name_of
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import ACTING
 from agents.sink import Sink

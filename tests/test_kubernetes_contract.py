@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from afield.options import KubernetesOptions, Limits
-from afield.runtimes.kube import KubernetesRuntime
+from afield.runtimes.kubernetes.runtime import KubernetesRuntime
 from agents.places import ACTING, Place, Spec
 from agents.sink import Sink
 from contracts.runtime_contract import RuntimeContract

@@ -13,10 +13,10 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure, TaskFailure
+from afield.interfaces.runtime import Exit, Phase
 from afield.options import Limits
-from afield.runtimes.kube_objects import label_of, name_of
-from afield.seams.runtime import Exit, Phase
-from afield.transports.files import FilesTransport
+from afield.runtimes.kubernetes.objects import label_of, name_of
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason
 from agents.sink import Sink
 from fake_kube import NAMESPACE, FakeKube

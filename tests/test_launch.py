@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from afield.availability import Availability
-from afield.deadlines import Deadlines
-from afield.launch import Launcher
-from afield.limiter import Unlimited
-from afield.notice import Running
-from afield.plan import Plan
+from afield.interfaces import SessionSpec, SessionTicket
+from afield.orchestrator.availability import Availability
+from afield.orchestrator.config import Plan
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.launcher import Launcher
+from afield.orchestrator.watcher import Running
+from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
-from afield.seams import SessionSpec, SessionTicket
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason, Rollout, Task
 
 pytestmark = pytest.mark.anyio

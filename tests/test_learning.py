@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.rundir import RunDir, find_run
+from afield.orchestrator.run_directory import RunDir, find_run
 from processes import afield
 
 ROOT = Path(__file__).parent.parent

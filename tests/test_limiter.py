@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afield.errors import UsageError
-from afield.limiter import Limiter, LocalLimiter, Pace, SharedLimiter, Unlimited
-from afield.limiter.rhythm import BURST_S, Rhythm
-from afield.limiter.shared import LEASE_S
+from afield.ratelimit import Limiter, LocalLimiter, Pace, SharedLimiter, Unlimited
+from afield.ratelimit.controller import BURST_S, Rhythm
+from afield.ratelimit.shared import LEASE_S
 from virtual_time import run
 
 SHARING = Path(__file__).parent / "sharing.py"

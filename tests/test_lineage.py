@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.marks import response_id
-from afield.seams import SessionSpec
+from afield.gateway.turn_ids import response_id
+from afield.interfaces import SessionSpec
 from afield.types import Message
 from gateways import running
 from invariants import SINGLE, Seen

@@ -19,9 +19,9 @@ from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.torch import TorchEngine
-from afield.seams import SessionSpec
-from afield.seams.engine import EngineInfo
+from afield.engines.torch.engine import TorchEngine
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import EngineInfo
 from afield.types import Sampling, TurnStatus
 from gateways import ADMIN, Running, running, vocabulary
 from tiny_model import build_tiny_model

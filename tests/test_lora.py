@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from afield.demo import shop
 from afield.errors import UsageError
 from afield.options import LoraOptions
+from afield.orchestrator.run_directory import find_run
 from afield.rounding import Rounding
-from afield.rundir import find_run
-from afield.trainers.policy import PolicyModel
+from afield.trainers.model import PolicyModel
 from gateways import POLICY
 from processes import afield, write_tasks
 from tiny_model import build_tiny_model

@@ -7,17 +7,17 @@ import io
 import pytest
 from PIL import Image as Pillow
 
-from afield.gateway import images, marks
+from afield.gateway import images, turn_ids
+from afield.gateway.api_error import Refusal
 from afield.gateway.dialects import tool_choice
-from afield.gateway.refusal import Refusal
-from afield.seams import Image
+from afield.interfaces import Image
 
 
 @pytest.mark.parametrize("turn", ["t" + "9" * 5000, "t\u0661", "t", "t-1"])
 def test_ids_that_name_no_turn(turn: str) -> None:
-    tag = marks.response_id("s-1", "t1").removesuffix("_t1")
-    assert marks.turn_of_response(f"{tag}_{turn}", "s-1") is None
-    assert marks.turn_of_id(f"msg_{turn}_0") is None
+    tag = turn_ids.response_id("s-1", "t1").removesuffix("_t1")
+    assert turn_ids.turn_of_response(f"{tag}_{turn}", "s-1") is None
+    assert turn_ids.turn_of_id(f"msg_{turn}_0") is None
 
 
 def test_an_allowed_tool_of_no_kind_is_refused() -> None:

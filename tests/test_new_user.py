@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from afield.cli.live_chart import Screen, describe
 from afield.cli.main import main
 from afield.cli.report import summarise
-from afield.cli.screen import Screen, describe
-from afield.config import train_config
 from afield.errors import TaskFailure, VerifierFailure
-from afield.learn import StepLine
-from afield.rundir import RunDir
-from afield.sdk.blame import attributed
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.training_loop import StepLine
+from afield.sdk.classify import attributed
 from afield.sdk.result import read_result
+from afield.settings import train_config
 from afield.types import Failure, FailureKind, Outcome, Reason, Rollout, Task
 
 LINE = StepLine(

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import afield
-from afield import opening, wiring
+from afield import connect, factory
 from afield.client import RolloutFuture
-from afield.config import TrainConfig, converted
 from afield.errors import UsageError
-from afield.limiter import LocalLimiter, Pace
+from afield.ratelimit import LocalLimiter, Pace
+from afield.settings import TrainConfig, converted
 from client_places import Place, place, yes
 from gateways import ADMIN
 from processes import AGENTS
@@ -131,10 +131,10 @@ def test_the_page_lists_what_open_takes_and_what_a_future_has() -> None:
     _, _, told = text.partition("## What `open` takes\n")
     rows = re.findall(r"^\| (`.*?) \|", told, re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    takes = inspect.signature(opening.client).parameters
+    takes = inspect.signature(connect.client).parameters
     assert named == set(takes) - {"values"}
     further = set(re.findall(r"`(\w+)`", told.partition("Further names")[2]))
-    assert further <= {*opening.PLANNED, *opening.LATE} and further >= set(opening.LATE)
+    assert further <= {*connect.PLANNED, *connect.LATE} and further >= set(connect.LATE)
     futures = text.partition("## Futures\n")[2].partition("Failures are")[0]
     has = {name for row in re.findall(r"^\| (`.*?) \|", futures, re.M) for name in re.findall(r"`(\w+)", row)}
     public = {name for name in dir(RolloutFuture) if not name.startswith("_")}
@@ -155,7 +155,7 @@ def test_a_place_with_quotas_is_asked_at_its_own_rate(
 ) -> None:
     quotas = {"rate": 5.0, "stop_rate": 7.0, "cold_start_s": 3.0}
     arn = "arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/math-0123456789"
-    client = opening.client(
+    client = connect.client(
         gateway="http://127.0.0.1:9",
         admin_key=ADMIN,
         directory=tmp_path / "run",
@@ -169,4 +169,4 @@ def test_a_place_with_quotas_is_asked_at_its_own_rate(
     )
     assert isinstance(client.limiter, LocalLimiter)
     assert client.limiter.pace == wanted
-    assert wiring.limiter(train, pace).pace == wanted
+    assert factory.limiter(train, pace).pace == wanted

@@ -10,9 +10,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from afield import forest
+from afield import turn_tree
 from afield.engines.scripted import ScriptedEngine
-from afield.gateway import echo, lineage, recall, repeats, side
+from afield.gateway import echoed_turns, prompts, repeats, request_cache, side_calls
 from afield.gateway.calls import Calls
 from afield.gateway.sessions import Sessions
 from gateways import running
@@ -89,7 +89,7 @@ def no_retry_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_echo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "recognised", lambda _, messages: tuple(messages))
+    monkeypatch.setattr(request_cache, "recognised", lambda _, messages: tuple(messages))
 
 
 def nothing_is_superseded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def abandoned_answers_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def every_repeated_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeats, "_quoted", lambda *_: False)
-    monkeypatch.setattr(forest.Forest, "has_children", lambda *_: False)
+    monkeypatch.setattr(turn_tree.Forest, "has_children", lambda *_: False)
 
 
 def leaving_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,21 +113,21 @@ def leaving_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def side_calls_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side, "withheld", lambda *_: {})
+    monkeypatch.setattr(side_calls, "withheld", lambda *_: {})
 
 
 def the_oldest_match_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = forest.Forest.find
-    monkeypatch.setattr(forest.Forest, "find", lambda self, digests, *rest: find(self, digests[:2], *rest))
+    find = turn_tree.Forest.find
+    monkeypatch.setattr(turn_tree.Forest, "find", lambda self, digests, *rest: find(self, digests[:2], *rest))
 
 
 def arguments_are_compared_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (forest, echo):
+    for module in (turn_tree, echoed_turns):
         monkeypatch.setattr(module, "arguments_value", lambda text: text)
 
 
 def no_link_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage, "_links", lambda *_: ())
+    monkeypatch.setattr(prompts, "_links", lambda *_: ())
 
 
 @pytest.mark.parametrize(

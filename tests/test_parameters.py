@@ -12,6 +12,7 @@ import pytest
 
 import random_requests
 import sdk_parameters
+from afield.gateway.api_error import Refusal
 from afield.gateway.dialects import Asked, anthropic_request, gemini_wire, responses_request
 from afield.gateway.dialects import chat as chat_dialect
 from afield.gateway.dialects import completions as completions_dialect
@@ -20,9 +21,8 @@ from afield.gateway.dialects.chat import decode as chat
 from afield.gateway.dialects.completions import decode as completions
 from afield.gateway.dialects.gemini_request import decode as gemini
 from afield.gateway.dialects.responses_request import decode as responses
+from afield.gateway.model_request import ModelRequest, OutputFormat
 from afield.gateway.parameters import TABLE, check
-from afield.gateway.refusal import Refusal
-from afield.gateway.request import ModelRequest, OutputFormat
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"integer"},"a":{"type":"string"}}}'

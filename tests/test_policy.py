@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import UsageError
+from afield.trainers.batch import Row
+from afield.trainers.micro_batches import log_probabilities, to_passes
+from afield.trainers.model import PolicyModel
 from afield.trainers.padded import Padded
-from afield.trainers.passes import log_probabilities, to_passes
-from afield.trainers.policy import PolicyModel
-from afield.trainers.rows import Row
-from afield.trainers.tree import Tree
+from afield.trainers.tree_attention import Tree
 from afield.types import Trajectory, TurnRange, VersionSpan
 from tiny_model import build_tiny_model
 

@@ -11,10 +11,10 @@ from msgspec import structs
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Missing, Unavailable, UsageError
-from afield.gateway.line import Line
-from afield.gateway.pool import Pool
+from afield.gateway.engine_pool import Pool
+from afield.gateway.waiting_time import Line
 from afield.gateway.workers import Standing
-from afield.seams.engine import Call, Chunk, Engine, EngineInfo, Image
+from afield.interfaces.engine import Call, Chunk, Engine, EngineInfo, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 
 pytestmark = pytest.mark.anyio

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from afield.trainers import head
-from afield.trainers.head import sampled_log_probabilities, taken
+from afield.trainers import logprobs
+from afield.trainers.logprobs import sampled_log_probabilities, taken
 from afield.trainers.packing import Packed, pack
 from afield.trainers.padded import Padded
-from afield.trainers.peeled import Attention, planned
-from afield.trainers.tree import Kernel, Tree, _by_sequence, watch
+from afield.trainers.prefix_attention import Attention, planned
+from afield.trainers.tree_attention import Kernel, Tree, _by_sequence, watch
 
 CPU = torch.device("cpu")
 LOW = torch.bfloat16
@@ -178,7 +178,7 @@ def test_tokens_sampled_after_one_prompt_add_to_its_gradient_with_one_rounding()
 def test_the_head_gives_float32_weights_a_gradient_that_was_not_rounded_to_bfloat16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 32 * 100)  # three chunks of the tokens below
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 32 * 100)  # three chunks of the tokens below
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(300, 16, generator=generator)
     weight = torch.randn(32, 16, generator=generator).requires_grad_()

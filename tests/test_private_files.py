@@ -15,10 +15,10 @@ from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
 from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Store
-from afield.ledger import Ledger
+from afield.interfaces import SessionSpec
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
 from afield.private_files import private_directory, private_file
-from afield.rundir import RunDir
-from afield.seams import SessionSpec
 from gateways import running
 from other_user import needs_other_user, open_folder, readable_files
 

@@ -14,20 +14,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from afield.assembly import linear
-from afield.cli.screen import precision
-from afield.config import TrainConfig
-from afield.engines.torch import TorchEngine
-from afield.engines.weights import read_weights
-from afield.forest import Forest
-from afield.gateway.pool import common_dtype
+from afield.cli.live_chart import precision
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.torch.weights import read_weights
+from afield.factory import published_dtype
+from afield.gateway.engine_pool import common_dtype
+from afield.interfaces.weight_probe import read_witness
 from afield.options import LearnOptions, LoraOptions
 from afield.rounding import Rounding, arrived, rounded
-from afield.seams.witness import read_witness
+from afield.settings import TrainConfig
 from afield.trainers.grpo import GRPO
-from afield.trainers.policy import PolicyModel
+from afield.trainers.model import PolicyModel
 from afield.trainers.publication import Checkpoint, Rounder
-from afield.trainers.witness import witness_of
+from afield.trainers.weight_probe import witness_of
+from afield.trajectories import linear
+from afield.turn_tree import Forest
 from afield.types import (
     Finished,
     FinishReason,
@@ -41,7 +42,6 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
-from afield.wiring import published_dtype
 from tiny_model import build_tiny_model
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from afield.deadlines import Deadlines, Progress, overdue
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sglang import SglangEngine
-from afield.engines.vllm import VllmEngine
-from afield.gateway.pool import Pool
+from afield.engines.sglang.engine import SglangEngine
+from afield.engines.vllm.engine import VllmEngine
+from afield.gateway.engine_pool import Pool
 from afield.gateway.queue_time import QueueWatch
-from afield.seams import Call, Chunk
+from afield.interfaces import Call, Chunk
+from afield.orchestrator.deadlines import Deadlines, Progress, overdue
 from afield.types import FailureKind
 from engine_calls import a_call
 from fake_sglang import FakeSglang, serving_sglang

@@ -16,7 +16,7 @@ import pytest
 from msgspec import Raw
 
 from afield import wire
-from afield.runtimes.raywire import FRAME, Ended, Event, Ready, Start, Taken
+from afield.runtimes.ray.messages import FRAME, Ended, Event, Ready, Start, Taken
 from agents.invoking import invocation, payload
 
 AGENT = """
@@ -84,7 +84,7 @@ class Parent:
 def parent_of(tmp_path: Path) -> Iterator[Parent]:
     (tmp_path / "agent.py").write_text(AGENT)
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "afield.runtimes.rayparent", f"{tmp_path / 'agent.py'}:act"]
+    command = [sys.executable, "-m", "afield.runtimes.ray.fork_server", f"{tmp_path / 'agent.py'}:act"]
     command.append(str(theirs.fileno()))
     # The parent ends when its socket does, and is waited for then, whatever the test did.
     with theirs, subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=os.environ), ours:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.forest import Forest
 from afield.gateway import repeats
+from afield.turn_tree import Forest
 from afield.types import FinishReason, Link, Message, Sampling, Turn, TurnStatus, VersionSpan
 from gateways import POLICY, running, vocabulary
 from scenes import answering, place, said, user

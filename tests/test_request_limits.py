@@ -17,8 +17,8 @@ import pytest
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway.connections import ConnectionLimits
 from afield.gateway.outcomes import Limits
-from afield.seams import SessionSpec
-from afield.seams.engine import Call
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import Call
 from gateways import Running, running, vocabulary
 
 pytestmark = pytest.mark.anyio

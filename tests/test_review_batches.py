@@ -12,8 +12,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from afield import assembly
-from afield.advantage import advantages
+from afield import trajectories
+from afield.advantages import compute_advantages
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.jsonl import read_jsonl, write_jsonl
 from afield.batches.parquet import read_parquet, write_parquet
@@ -21,7 +21,7 @@ from afield.batches.sample import Batch
 from afield.batches.tensors import from_tensordict, to_tensordict
 from afield.batches.tree import to_tree
 from afield.errors import UsageError
-from afield.forest import Forest
+from afield.turn_tree import Forest
 from afield.types import Finished, Group, Outcome, Rollout, Split, Task, Trajectory, Turn
 from batch_groups import branching, group, turn
 
@@ -145,7 +145,7 @@ def test_rows_are_compared_with_all_that_was_recorded(damage: Callable[[Trajecto
 
 
 def alone(turns: tuple[Turn, ...], *, kept: bool) -> Group:
-    made = assembly.linear(Forest(turns)).trajectories
+    made = trajectories.linear(Forest(turns)).trajectories
     return group(structs.replace(branching("g-1", 1.0), trajectories=made, turns=turns if kept else ()))
 
 
@@ -173,7 +173,7 @@ def test_a_group_in_which_all_are_equal_counts_in_the_deviation_of_its_batch() -
         ]
         return Group(id=name, task_id="t", epoch=0, split=Split.TRAIN, finished=tuple(members))
 
-    got = advantages(
+    got = compute_advantages(
         [rewarded("a", 1.0, 1.0), rewarded("b", 0.0, 1.0)], "reinforce_plus_plus_baseline", eps=0
     )
     deviation = float(torch.tensor([0.0, 0.0, -0.5, 0.5]).std())

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from afield.errors import Throttled, Unavailable
-from afield.ledger import Ledger
+from afield.interfaces import Exit, Record
+from afield.orchestrator.run_state import Ledger
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
-from afield.seams import Exit, Record
 from afield.types import (
     Attempt,
     FailureKind,

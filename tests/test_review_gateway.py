@@ -16,13 +16,13 @@ from aiohttp import web
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Unavailable
-from afield.forest import Forest, chain
 from afield.gateway.app import App
-from afield.gateway.echo import recognised
-from afield.gateway.pool import Pool
-from afield.gateway.recall import Recall
+from afield.gateway.echoed_turns import recognised
+from afield.gateway.engine_pool import Pool
+from afield.gateway.request_cache import Recall
 from afield.gateway.shards import PASSED, Shard, socket_path
-from afield.seams import Call, Chunk, Engine, EngineInfo
+from afield.interfaces import Call, Chunk, Engine, EngineInfo
+from afield.turn_tree import Forest, chain
 from afield.types import (
     FinishReason,
     Message,

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.answering import Answering
 from afield.gateway.dialects import Asked, Dialects
-from afield.seams import SessionSpec
+from afield.gateway.responder import Answering
+from afield.interfaces import SessionSpec
 from afield.types import Budget
 from answers import read_events
 from fake_vllm import FakeVllm, serving

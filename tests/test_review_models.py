@@ -9,8 +9,8 @@ import torch
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
-from afield.trainers.head import plain_head
-from afield.trainers.policy import PolicyModel
+from afield.trainers.logprobs import plain_head
+from afield.trainers.model import PolicyModel
 from test_policy import CPU, apart, build, gradient
 
 CHUNKED = {

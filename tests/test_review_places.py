@@ -11,7 +11,7 @@ from afield import sandbox
 from afield.cli.main import main
 from afield.errors import UsageError
 from afield.options import KubernetesOptions
-from afield.runtimes.kube import KubernetesRuntime
+from afield.runtimes.kubernetes.runtime import KubernetesRuntime
 from afield.runtimes.process import ProcessRuntime
 from client_places import place
 from gateways import ADMIN, POLICY

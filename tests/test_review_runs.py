@@ -12,16 +12,16 @@ import pytest
 
 from afield.cli.main import main
 from afield.cli.train import save_config
-from afield.collect import Collector, GroupWish
-from afield.config import train_config
 from afield.errors import UsageError
-from afield.gather import Gatherer, Schedule, Validation, our_weights
-from afield.limiter import Pace, SharedLimiter
-from afield.rundir import RunDir
+from afield.orchestrator.groups import Collector, GroupWish
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.scheduler import Gatherer, Schedule, Validation, our_weights
+from afield.orchestrator.staleness import Mode, Window
+from afield.ratelimit import Pace, SharedLimiter
 from afield.sdk.context import Context
-from afield.spool import Spool
+from afield.settings import train_config
 from afield.types import Attempt, Finished, Outcome, Policy, Rollout, Sampling, Split, Task
-from afield.window import Mode, Window
 from collecting import bench, good
 from gateways import POLICY
 from processes import AGENTS, write_tasks

@@ -20,28 +20,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from afield import wiring
-from afield.acr.cell_places import CellPlaces
-from afield.acr.faults import Luck
-from afield.acr.images import Image
-from afield.acr.places import Places, PlainPlaces
-from afield.acr.problems import Problem
-from afield.acr.quotas import Counts, Quotas
-from afield.acr.sessions import Pace as Cold
-from afield.acr.sessions import Sessions, Wanted
-from afield.acr.shapes import Lifecycle
+from afield import factory
+from afield.agentcore_local.errors import Problem
+from afield.agentcore_local.faults import Luck
+from afield.agentcore_local.hosts import Places, PlainPlaces
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.quotas import Counts, Quotas
+from afield.agentcore_local.requests import Lifecycle
+from afield.agentcore_local.sandbox_hosts import CellPlaces
+from afield.agentcore_local.sessions import Pace as Cold
+from afield.agentcore_local.sessions import Sessions, Wanted
 from afield.cli.main import main
-from afield.config import Environment, TrainConfig, assigned, build
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
-from afield.limiter import Unlimited
+from afield.interfaces.runtime import Phase
 from afield.options import Limits, SandboxOptions
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.roster import Owner, Roster, Rostered
+from afield.runtimes.registry import Owner, Roster, Rostered
 from afield.runtimes.sandbox import SandboxRuntime
-from afield.seams.runtime import Phase
-from afield.transports.files import FilesTransport
+from afield.settings import Environment, TrainConfig, assigned, build
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from agents.places import ACTING, Place
 from agents.sink import Sink
@@ -255,8 +255,8 @@ def test_verifiers_of_two_runs_are_told_apart(tmp_path: Path) -> None:
     )
     for run in ("one", "two"):
         carrier = FilesTransport(tmp_path)
-        agents: Any = wiring.runtime(config, RunDir(tmp_path / run), carrier)
-        judges: Any = wiring.verifiers(config, RunDir(tmp_path / run), carrier)
+        agents: Any = factory.runtime(config, RunDir(tmp_path / run), carrier)
+        judges: Any = factory.verifiers(config, RunDir(tmp_path / run), carrier)
         names |= {agents.runtime._name, judges.runtime._name}
     assert len(names) == 4
 
@@ -362,11 +362,11 @@ def test_agents_elsewhere_are_not_sent_to_a_gateway_that_only_this_machine_reach
     given: dict[str, Any],
 ) -> None:
     with pytest.raises(UsageError, match=r"127\.0\.0\.1.*gateway_url"):
-        wiring.check_reach(TrainConfig(model="m", **given))
+        factory.check_reach(TrainConfig(model="m", **given))
     ways: tuple[dict[str, Any], ...] = (
         {"gateway": "http://gateway.example:8400"},
         {"gateway_url": "http://me.example:8400", "gateway_port": 8400},
         {"gateway_host": "0.0.0.0"},
     )
     for reached in ways:
-        wiring.check_reach(TrainConfig(model="m", **given, **reached))
+        factory.check_reach(TrainConfig(model="m", **given, **reached))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sglang import SglangEngine
+from afield.engines.sglang.engine import SglangEngine
 from afield.errors import Unavailable
 from afield.gateway.client import HttpGateway
 from afield.types import Policy

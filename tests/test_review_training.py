@@ -11,23 +11,23 @@ import pytest
 import torch
 from msgspec import structs
 
-from afield import wiring
-from afield.assembly import linear
+from afield import factory
 from afield.batches.jsonl import read_jsonl
 from afield.cli.main import main
 from afield.cli.train import add, resume, save_config
-from afield.config import Environment, assigned, train_config
 from afield.errors import Unavailable, UsageError
-from afield.ledger import Ledger
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
 from afield.sdk.context import Context
+from afield.settings import Environment, assigned, train_config
+from afield.trainers.batch import to_batch
 from afield.trainers.grpo import GRPO
+from afield.trainers.micro_batches import Pass, log_probabilities, to_passes
+from afield.trainers.model import PolicyModel
 from afield.trainers.packing import pack
-from afield.trainers.passes import Pass, log_probabilities, to_passes
-from afield.trainers.policy import PolicyModel
-from afield.trainers.rows import to_batch
 from afield.trainers.tinker import Objective, Reply, Tuner, taught
-from afield.trainers.tree import Tree, walk
+from afield.trainers.tree_attention import Tree, walk
+from afield.trajectories import linear
 from afield.types import FailureKind, Finished, Message, Reason, Rollout, Sampling, Task, ToolCall
 from collecting import ask_model, bench
 from grouping import finished, forest, group, group_of
@@ -128,7 +128,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_collected(
 ) -> None:
     given = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
     with pytest.raises(UsageError, match=says):
-        wiring.trainer(train_config(None, {**given, **assigned(words)}))
+        factory.trainer(train_config(None, {**given, **assigned(words)}))
 
 
 def test_a_run_that_lacked_memory_goes_on_in_smaller_parts_and_learns_nothing_else(

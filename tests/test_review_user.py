@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import afield
-from afield import opening
+from afield import connect
 from afield.cli.main import main
 from afield.errors import Unavailable, UsageError
 from afield.trainers.grpo import GRPO
@@ -121,7 +121,7 @@ def test_a_client_refuses_wrong_values_before_it_starts(values: dict[str, Any], 
 def open_client(place: Path, **names: Any) -> afield.RolloutClient:
     """Nothing is started: what is wrong is said by whoever is asked."""
     values = {"agent": lambda task: 1.0, "gateway": "http://127.0.0.1:1", "admin_key": "k"}
-    return opening.client(directory=place, **(values | names))
+    return connect.client(directory=place, **(values | names))
 
 
 def test_a_client_says_where_its_directory_or_its_limiter_cannot_be(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewar
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
 from afield.gateway.outcomes import Limits
+from afield.interfaces import Call, Chunk, SessionSpec, Waiting
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.deliver import deliver
-from afield.seams import Call, Chunk, SessionSpec, Waiting
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import (
     Attempt,
     Exclusion,

@@ -17,11 +17,11 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure, Throttled, Unavailable
-from afield.runtimes.attempts import Attempts, broken
+from afield.interfaces.runtime import Capabilities, Exit, Live, Phase
+from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.roster import Owner, Roster, Rostered
-from afield.seams.runtime import Capabilities, Exit, Live, Phase
-from afield.transports.files import FilesTransport
+from afield.runtimes.registry import Owner, Roster, Rostered
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import ACTING, Place, Spec, until
 from contracts.runtime_contract import RuntimeContract
@@ -216,7 +216,7 @@ async def test_a_process_worker_is_named_with_its_process(roster: Roster, tmp_pa
 def test_a_killed_controller_leaves_its_rows(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
-        "from afield.runtimes.roster import Owner, Roster\nfrom afield.seams.runtime import Phase\n"
+        "from afield.runtimes.registry import Owner, Roster\nfrom afield.interfaces.runtime import Phase\n"
         "roster = Roster(Path(sys.argv[1]))\nus = Owner.of(os.getpid())\nroster.enter(us)\n"
         "roster.note('r.1', 'elsewhere', us, outlives=True, phase=Phase.STARTING)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.config import TrainConfig, read_tasks, train_config
 from afield.errors import UsageError
-from afield.gather import Schedule
-from afield.rundir import STATE, RunDir, StepState, find_run
+from afield.orchestrator.run_directory import STATE, RunDir, StepState, find_run
+from afield.orchestrator.scheduler import Schedule
+from afield.settings import TrainConfig, read_tasks, train_config
 from afield.types import Task
 
 

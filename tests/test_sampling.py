@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.seams.engine import Call
+from afield.interfaces.engine import Call
 from afield.types import Sampling
 from gateways import running, vocabulary
 

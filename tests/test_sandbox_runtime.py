@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from afield.cells import cgroups
 from afield.errors import InfrastructureFailure, TaskFailure, UsageError
+from afield.interfaces.runtime import Phase
 from afield.options import Limits, SandboxOptions
 from afield.runtimes.sandbox import SandboxRuntime
-from afield.seams.runtime import Phase
-from afield.transports.files import FilesTransport
+from afield.sandbox import cgroups
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
 from agents.places import ACTING, Place, Spec

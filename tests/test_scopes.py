@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
 from gateways import ADMIN
 from scenes import Client, Place, answering, said, user
 from speaking import knock

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from afield.engines.ledger import Served
+from afield.engines.recording import Served
 from afield.engines.scripted import Scripted, ScriptedEngine, read_script
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, Image
+from afield.interfaces.engine import Call, Chunk, Image
 from afield.types import FinishReason, Sampling, VersionSpan
 
 pytestmark = pytest.mark.anyio

@@ -17,8 +17,8 @@ import pytest
 import afield
 from afield.errors import PolicyFailure, UsageError, VerifierFailure
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.blame import attributed
-from afield.transports.memory import MemoryTransport
+from afield.sdk.classify import attributed
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import OutcomeRecord
 from agents.invoking import invocation, payload

@@ -24,7 +24,7 @@ import afield
 from afield.errors import UsageError
 from afield.sdk.app import BODY_BYTES
 from afield.sdk.serve import load
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
 from afield.wire import OutcomeRecord
 from agents.invoking import EXP, invocation, payload

@@ -17,9 +17,9 @@ import pytest
 from aiohttp import web
 
 from afield.errors import InfrastructureFailure, TaskFailure, Throttled, UsageError
-from afield.runtimes.served import ServedRuntime
-from afield.seams.runtime import Exit
-from afield.transports.files import FilesTransport
+from afield.interfaces.runtime import Exit
+from afield.runtimes.remote import ServedRuntime
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason
 from agents.invoking import invocation, payload
 from agents.places import ACTING, BOUND_S, Place, alive, pids, serving, until

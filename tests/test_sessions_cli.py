@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from afield.cli.ending import TERM_S
+from afield.cli.cleanup import TERM_S
 from afield.cli.main import main
-from afield.config import TrainConfig
+from afield.interfaces.runtime import Phase
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.roster import Owner, Roster, Rostered
-from afield.runtimes.served import ServedRuntime
-from afield.seams.runtime import Phase
+from afield.runtimes.registry import Owner, Roster, Rostered
+from afield.runtimes.remote import ServedRuntime
+from afield.settings import TrainConfig
 from afield.types import Attempt
 from agents.invoking import invocation, payload
 from agents.places import ACTING, AGENTS, alive

@@ -12,10 +12,10 @@ import anyio
 import msgspec
 import pytest
 
-from afield.config import TrainConfig
 from afield.options import KubernetesOptions, Limits
-from afield.runtimes.roster import Roster, Rostered
-from afield.transports.files import FilesTransport
+from afield.runtimes.registry import Roster, Rostered
+from afield.settings import TrainConfig
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
 from agents.places import ACTING, Place, Spec
 from agents.sink import Sink

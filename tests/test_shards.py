@@ -21,9 +21,9 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable
 from afield.gateway.client import HttpGateway
 from afield.gateway.shards import owner, route
-from afield.seams import SessionSpec, Waiting
-from afield.seams.engine import Call
-from afield.transports.files import FilesTransport
+from afield.interfaces import SessionSpec, Waiting
+from afield.interfaces.engine import Call
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from fake_vllm import FakeVllm, serving
 from gateways import ADMIN, POLICY, vocabulary

@@ -15,7 +15,7 @@ import pytest
 
 from afield.errors import InfrastructureFailure, UsageError
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.served import ServedRuntime
+from afield.runtimes.remote import ServedRuntime
 from afield.sdk.signed_invocations import (
     HEADER,
     InvocationKey,
@@ -26,7 +26,7 @@ from afield.sdk.signed_invocations import (
     key_from_file,
     user_key,
 )
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 from agents.invoking import invocation, payload
 from agents.places import ACTING, Place, serving
 from agents.sink import Sink

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sglang_wire import body as sglang_body
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm_wire import completions_body, generate_body
-from afield.gateway.pool import Pool
+from afield.engines.sglang.wire import body as sglang_body
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.wire import completions_body, generate_body
+from afield.gateway.engine_pool import Pool
 from afield.gateway.stops import StopStrings
-from afield.seams import Call, Chunk
-from afield.tokens import ChatTokens
+from afield.interfaces import Call, Chunk
 from afield.types import FinishReason, Sampling, VersionSpan
 from gateways import POLICY
 from invariants import STOP, TOKENIZER

@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.refusal import Refusal
-from afield.gateway.request import ModelRequest, Reasoning
+from afield.gateway.api_error import Refusal
+from afield.gateway.model_request import ModelRequest, Reasoning
 from afield.gateway.thinking import template_arguments
-from afield.seams import SessionSpec
-from afield.tokens import ChatTokens
+from afield.interfaces import SessionSpec
 from gateways import POLICY, Running, running, vocabulary
 from invariants import STOP
 from templates.models import template, write_template

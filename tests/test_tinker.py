@@ -15,10 +15,10 @@ import torch
 import transformers
 from msgspec import structs
 
-from afield.assembly import per_turn
 from afield.errors import UsageError
 from afield.trainers.grpo import GRPO
 from afield.trainers.tinker import Datum, Objective, Reply, Sampling, Tokens, Tuner, data_from, taught
+from afield.trajectories import per_turn
 from afield.types import FinishReason, Message, Trajectory
 from grouping import finished, forest, group, group_of
 from tiny_model import build_tiny_model

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from afield.assembly import linear
 from afield.cli import show
+from afield.cli.live_chart import Screen, describe
 from afield.cli.report import account_of, told_tokens
-from afield.cli.screen import Screen, describe
-from afield.config import train_config
 from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import Asked, Tally
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.settings import train_config
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished
+from afield.trajectories import linear
 from afield.types import Exclusion, Finished, Split
 from client_places import place
 from gateways import ADMIN

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.tokens import ChatTokens, TemplateRefusal
+from afield.chat import ChatTokens, TemplateRefusal
 from afield.types import Message
 from templates.models import (
     ALL,

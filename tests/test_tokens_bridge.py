@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.tokens import ChatTokens
+from afield.chat import ChatTokens
 from afield.types import Message
 from templates.models import ANSWER, QUESTION, SYSTEM, call, sampled, write_model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from afield.chat import ChatTokens
 from afield.cli.main import main
-from afield.tokens import ChatTokens
 from templates.models import write_model
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afield.tokens import ChatTokens
+from afield.chat import ChatTokens
 from afield.types import Message
 from templates.models import (
     ANSWER,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from afield.tokens import (
+from afield.chat import (
     ChatTokens,
     Event,
     ReasoningDelta,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as models_of_tokenizers
 
-from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.chat import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.types import Message, ToolCall
 from templates.models import CALLING, NAMES, QUESTION, TOOL, call, sampled, write_model
 from tiny_model import CONTROL, MARKERS

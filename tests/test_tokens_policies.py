@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from afield.chat import ChatTokens, TemplateRefusal
 from afield.errors import UsageError
-from afield.tokens import ChatTokens, TemplateRefusal
 from afield.types import Message
 from templates.models import ANSWER, CALLING, QUESTION, RESULT, SYSTEM, TOOL, oracle, sampled, write_model
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from afield.chat import ChatTokens, TemplateRefusal, Tool
 from afield.errors import UsageError
-from afield.tokens import ChatTokens, TemplateRefusal, Tool
 from afield.types import Message, ToolCall
 from templates.models import (
     CONVERSATION,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from afield.chat import ChatTokens, TemplateRefusal
+from afield.chat.message_rules import FILLER, LAST_RESORT, RULES, fold
+from afield.chat.sample_conversations import PATTERNS, conversations
 from afield.errors import UsageError
-from afield.tokens import ChatTokens, TemplateRefusal
-from afield.tokens.battery import PATTERNS, conversations
-from afield.tokens.rules import FILLER, LAST_RESORT, RULES, fold
 from afield.types import ImageRef, Message, ToolCall
 from templates.models import ALL, ANSWER, QUESTION, SYSTEM, TOOL, call, write_model, write_template
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from afield import learn
-from afield.assembly import linear
-from afield.config import TrainConfig
 from afield.engines.scripted import ScriptedEngine
+from afield.orchestrator import training_loop
+from afield.settings import TrainConfig
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
-from afield.training import warn_of_length
+from afield.training_run import warn_of_length
+from afield.trajectories import linear
 from afield.types import Group, Trajectory, TurnRange, VersionSpan
 from gateways import running
 from grouping import finished, forest, group
@@ -100,8 +100,8 @@ def test_it_is_named_and_counted(model_path, kind, caplog):
     owned = sum(t.owned for f in trained.finished for t in f.trajectories)
     assert report.metrics["delivered_share"] == pytest.approx((owned - 11) / owned)
     assert report.tokens == owned - 11
-    batch = learn.Batch([trained], {}, version=0, wasted=0)
-    line = learn.describe(step=1, version=1, batch=batch, report=report, seconds=(0.0, 0.0))
+    batch = training_loop.Batch([trained], {}, version=0, wasted=0)
+    line = training_loop.describe(step=1, version=1, batch=batch, report=report, seconds=(0.0, 0.0))
     assert line.too_long == 1
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from afield import wire
-from afield.seams.transport import Waiting
-from afield.transports.memory import MemoryNotifier
-from afield.transports.s3 import S3Outcomes
-from afield.transports.stored import StoreTransport
+from afield.interfaces.transport import Waiting
+from afield.transports.stores.memory import MemoryNotifier
+from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.transport import StoreTransport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import OutcomeRecord
 from small_s3 import SmallS3, small_s3

@@ -18,11 +18,11 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from afield.engines.ledger import Entry, Ledger, Served, read_ledger
-from afield.engines.sampler import draw
-from afield.engines.torch import TorchEngine
+from afield.engines.recording import Entry, Ledger, Served, read_ledger
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.torch.sampler import draw
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk
+from afield.interfaces.engine import Call, Chunk
 from afield.types import FinishReason, Sampling
 from tiny_model import build_tiny_model, reseed
 

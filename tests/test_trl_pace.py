@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afield.integrations.trl.pace import Pace
+from afield.integrations.trl.staleness import Pace
 
 
 class Trainer:

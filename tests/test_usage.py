@@ -9,9 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from afield.chat.parsers.harmony import HarmonyReader
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.seams import SessionSpec
-from afield.tokens.harmony import HarmonyReader
+from afield.interfaces import SessionSpec
 from gateways import Running, running, vocabulary
 from invariants import STOP
 

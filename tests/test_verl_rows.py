@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from afield.batches.rewards import turn_returns
-from afield.config import read_tasks
 from afield.errors import UsageError
 from afield.integrations.verl import dataset, rows, settings
 from afield.integrations.verl.manager import Asked, Group, Tally
+from afield.settings import read_tasks
 from afield.types import Failure, FailureKind, Finished, Outcome, Reason, Split, Task
 from batch_groups import Maker, branching
 

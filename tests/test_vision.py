@@ -17,21 +17,21 @@ from msgspec import structs
 from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText
 
-from afield import assembly
+from afield import trajectories
 from afield.batches.groups import from_groups
-from afield.conduct import finished_of
-from afield.engines.torch import TorchEngine
+from afield.engines.torch.engine import TorchEngine
 from afield.errors import UsageError
-from afield.forest import Forest, chain
 from afield.integrations.trl import rows as trl_rows
+from afield.interfaces import Record
+from afield.interfaces.engine import Call
 from afield.options import LoraOptions
-from afield.seams import Record
-from afield.seams.engine import Call
-from afield.spool import Spool
-from afield.trainers.audit import Audit
+from afield.orchestrator.rollout import finished_of
+from afield.orchestrator.rollout_store import Spool
 from afield.trainers.datum import data_from
+from afield.trainers.diagnostics import Audit
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
+from afield.turn_tree import Forest, chain
 from afield.types import (
     Finished,
     FinishReason,
@@ -202,7 +202,7 @@ async def test_a_placeholder_that_the_model_sampled_itself_stands_for_nothing(mo
         sampling=Sampling(),
         messages=(Message(role="user", images=(ImageRef(span.digest, 0),)),),
     )
-    made = assembly.linear(Forest([turn]))
+    made = trajectories.linear(Forest([turn]))
     record = Record(trajectories=made.trajectories, excluded=(), turns=(turn,), images=call.images)
     assert apart(GRPO(model, lr=1e-3), [group(finished(record))]) < 1e-4
 

@@ -20,18 +20,18 @@ import pytest
 from msgspec import structs
 
 import afield
+from afield.chat import ChatTokens
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable, UsageError
 from afield.gateway.app import App
-from afield.gateway.pool import Pool
+from afield.gateway.engine_pool import Pool
 from afield.gateway.service import LocalGateway
 from afield.gateway.store import Store
-from afield.sdk.alive import Alive
-from afield.sdk.entry import entry_of
+from afield.interfaces import Call, Chunk, SessionSpec, SessionState
+from afield.sdk.agent import entry_of
+from afield.sdk.heartbeat import Alive
 from afield.sdk.listen import listen
 from afield.sdk.runner import Runner
-from afield.seams import Call, Chunk, SessionSpec, SessionState
-from afield.tokens import ChatTokens
 from afield.types import Policy
 from agents.invoking import invocation, payload
 from gateways import ADMIN, POLICY, Running, running

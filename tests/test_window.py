@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.ledger import Entry
-from afield.window import Mode, Window
+from afield.orchestrator.run_state import Entry
+from afield.orchestrator.staleness import Mode, Window
 
 
 class Run:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from afield.config import Environment
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import TRL
+from afield.settings import Environment
 
 ROOT = Path(__file__).parent.parent
 

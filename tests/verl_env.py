@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.config import Environment
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import VERL
 from afield.errors import Unavailable
+from afield.settings import Environment
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (ROOT / "src", ROOT / "tests", ROOT / "tests" / "verl_cpu")

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from afield.engines.scripted import Scripted
-from afield.engines.vllm import VllmEngine
-from afield.seams.engine import Call
+from afield.engines.vllm.engine import VllmEngine
+from afield.interfaces.engine import Call
 from engine_calls import BOUND_S
 from fake_vllm import FakeVllm, serving
 

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from afield.engines.scripted import Scripted
-from afield.seams import Call
+from afield.interfaces import Call
 from afield.types import FinishReason, Message
 from book import Key, Made, identity, said_in
 from invariants import CONTROL, STOP, TOKENIZER

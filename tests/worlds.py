@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.engines.ledger import Entry
+from afield.chat import ChatTokens
+from afield.engines.recording import Entry
 from afield.engines.scripted import ScriptedEngine
 from afield.gateway.app import App
-from afield.gateway.pool import Pool
+from afield.gateway.engine_pool import Pool
 from afield.gateway.service import LocalGateway
 from afield.gateway.signing_secret import SecretPlace
-from afield.seams import SessionSpec
-from afield.tokens import ChatTokens
+from afield.interfaces import SessionSpec
 from book import judge
 from gateways import ADMIN, POLICY
 from invariants import SINGLE, Seen, look

@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.learn import StepLine
-from afield.rundir import RunDir
-from afield.transports.files import FilesTransport
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.training_loop import StepLine
+from afield.transports.stores.files import FilesTransport
 from sim.parts import SimulatedTrainer
 from sim.run import Result, Setting, simulate
 

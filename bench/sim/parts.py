@@ -15,11 +15,9 @@ from typing import Any, Self
 
 from msgspec import Struct, field
 
-from afield import assembly, wire
+from afield import trajectories, wire
 from afield.errors import Conflict, Missing, Unavailable
-from afield.forest import Forest
-from afield.runtimes.attempts import Attempts, broken
-from afield.seams import (
+from afield.interfaces import (
     Capabilities,
     Exit,
     Live,
@@ -31,6 +29,8 @@ from afield.seams import (
     StepReport,
     Transport,
 )
+from afield.runtimes.attempt_table import Attempts, broken
+from afield.turn_tree import Forest
 from afield.types import (
     Attempt,
     FinishReason,
@@ -141,7 +141,7 @@ class SimulatedGateway:
         if session.phase == "open":
             self._end(session_id, "completed")
         withheld = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
-        made = assembly.linear(Forest(session.turns), withheld)
+        made = trajectories.linear(Forest(session.turns), withheld)
         return Record(trajectories=made.trajectories, excluded=made.excluded, turns=tuple(session.turns))
 
     async def submission(self, session_id: str) -> None:

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from afield.collect import Collector
-from afield.conduct import Conductor
-from afield.gather import Gatherer, Schedule
-from afield.learn import Learner, Recipe, StepLine
-from afield.ledger import Ledger
-from afield.plan import Plan
-from afield.rundir import RunDir
-from afield.seams import Transport
-from afield.spool import Spool
-from afield.transports.memory import MemoryTransport
+from afield.interfaces import Transport
+from afield.orchestrator.config import Plan
+from afield.orchestrator.groups import Collector
+from afield.orchestrator.rollout import Conductor
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.scheduler import Gatherer, Schedule
+from afield.orchestrator.staleness import Mode, Window
+from afield.orchestrator.training_loop import Learner, Recipe, StepLine
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import FailureKind, Finished, Outcome, Rollout, Task
-from afield.window import Mode, Window
 from sim.engine import Engine
 from sim.life import Habits
 from sim.parts import SimulatedGateway, SimulatedRuntime, SimulatedTrainer, Step

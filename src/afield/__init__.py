@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         TaskFailure,
         VerifierFailure,
     )
-    from afield.places import sandbox
+    from afield.sandboxes import sandbox
+    from afield.sdk.agent import agent
     from afield.sdk.app import App
     from afield.sdk.context import Context
-    from afield.sdk.entry import agent
     from afield.sdk.reward import Reward
     from afield.types import Outcome, Task
 
@@ -40,8 +40,8 @@ _HOMES = {
     "Task": "afield.types",
     "TaskFailure": "afield.errors",
     "VerifierFailure": "afield.errors",
-    "agent": "afield.sdk.entry",
-    "sandbox": "afield.places",
+    "agent": "afield.sdk.agent",
+    "sandbox": "afield.sandboxes",
 }
 
 __all__ = [

@@ -15,9 +15,9 @@ import anyio
 from anyio.abc import Process
 from msgspec import Struct
 
-from afield.seams.runtime import Exit, Runtime
-from afield.seams.transport import Fence, Waiting
-from afield.transports.files import FilesTransport
+from afield.interfaces.runtime import Exit, Runtime
+from afield.interfaces.transport import Fence, Waiting
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import OutcomeRecord
 from agents.invoking import EXP, invocation, payload

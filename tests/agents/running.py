@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 
 from afield.runtimes.inline import InlineRuntime
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt
 from afield.wire import OutcomeRecord
 from agents.invoking import invocation, payload

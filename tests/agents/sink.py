@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from afield import wire
-from afield.transports.files import FilesTransport
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt
 from afield.wire import Invocation, OutcomeRecord
 from agents.invoking import EXP, invocation

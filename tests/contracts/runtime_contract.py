@@ -17,8 +17,8 @@ import pytest
 from anyio.abc import Process
 
 from afield.errors import InfrastructureFailure, TaskFailure
-from afield.seams.runtime import Capabilities, Exit, Phase
-from afield.transports.files import FilesTransport
+from afield.interfaces.runtime import Capabilities, Exit, Phase
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import OutcomeRecord
 from agents.places import ACTING, AGENTS, BOUND_S, Place, Spec

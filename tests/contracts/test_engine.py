@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from afield.engines.ledger import Ledger
+from afield.engines.recording import Ledger
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sglang import SglangEngine
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm import VllmEngine
+from afield.engines.sglang.engine import SglangEngine
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.engine import VllmEngine
 from afield.errors import Conflict, Unavailable
-from afield.gateway.pool import Pool
-from afield.seams.engine import Call, Chunk, Engine
+from afield.gateway.engine_pool import Pool
+from afield.interfaces.engine import Call, Chunk, Engine
 from afield.types import FinishReason, Sampling
 from fake_sglang import FakeSglang, serving_sglang
 from fake_vllm import FakeVllm, serving

@@ -12,13 +12,13 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure, RolloutFailure
+from afield.interfaces.runtime import Exit, Runtime
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
-from afield.runtimes.served import ServedRuntime
+from afield.runtimes.remote import ServedRuntime
 from afield.sdk.serve import load_object
-from afield.seams.runtime import Exit, Runtime
-from afield.transports.files import FilesTransport
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.files import FilesTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason
 from agents.acting import act, nap
 from agents.invoking import EXP, invocation, payload

@@ -15,17 +15,17 @@ from transport_contract import AgentsContract, Backend, TransportContract, waiti
 
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
-from afield.sdk import filestore, outcomes
+from afield.interfaces.transport import Fence
+from afield.sdk import file_store, outcomes
 from afield.sdk.deliver import deliver, file_root
-from afield.seams.transport import Fence
-from afield.transports import notices
-from afield.transports.files import FilesStore, FilesTransport, SqliteNotifier
-from afield.transports.memory import MemoryNotifier
-from afield.transports.parse import from_spec
-from afield.transports.s3 import S3Outcomes
-from afield.transports.sqs import queue_name
-from afield.transports.store import MemoryStore
-from afield.transports.stored import StoreTransport
+from afield.transports import hints
+from afield.transports.notifiers.sqs import queue_name
+from afield.transports.spec import from_spec
+from afield.transports.stores.base import MemoryStore
+from afield.transports.stores.files import FilesStore, FilesTransport, SqliteNotifier
+from afield.transports.stores.memory import MemoryNotifier
+from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.transport import StoreTransport
 from afield.types import Attempt
 from agents.invoking import EXP, invocation, record
 from small_s3 import Refusal, SmallS3, small_s3
@@ -59,7 +59,7 @@ class Files:
         return StoreTransport(FilesStore(self.root), notifier, times=times, few=few)
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
-        with contextlib.closing(filestore.open_hints(self.root)) as db:
+        with contextlib.closing(file_store.open_hints(self.root)) as db:
             rows = db.execute("SELECT body, reason FROM dead WHERE exp_id = ?", (exp_id,)).fetchall()
         return [f"{body}: {reason}" for body, reason in rows]
 
@@ -130,7 +130,7 @@ async def test_what_is_half_written_is_not_there(files: FilesTransport) -> None:
 async def test_losing_the_hints_loses_no_outcome(
     files: FilesTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for path in root_of(files).glob(f"{filestore.HINTS}*"):
+    for path in root_of(files).glob(f"{file_store.HINTS}*"):
         path.write_bytes(b"not a database" * 1000)
     one = invocation()
     assert await files.deliver(one, record(one))
@@ -145,7 +145,7 @@ async def test_hints_that_a_killed_collector_had_leased_go_with_the_attempts_dec
         await killed.deliver(one, record(one))
         assert await killed.hints(EXP, 1.0) == [Attempt("r", 1)]
         await next_one.fence(waiting(), "restarted")
-        with contextlib.closing(filestore.open_hints(tmp_path)) as db:
+        with contextlib.closing(file_store.open_hints(tmp_path)) as db:
             assert db.execute("SELECT count(*) FROM notices").fetchone() == (0,)
 
 
@@ -156,14 +156,14 @@ async def test_a_refused_outcome_gives_no_hint(files: FilesTransport) -> None:
     assert not deliver(
         wire.convert(wire.to_builtins(one) | files.address(EXP), wire.Invocation, "it"), record(one)
     )
-    with contextlib.closing(filestore.open_hints(file_root(files.address(EXP)["outcome_url"]))) as db:
+    with contextlib.closing(file_store.open_hints(file_root(files.address(EXP)["outcome_url"]))) as db:
         assert db.execute("SELECT count(*) FROM notices").fetchone() == (0,)
 
 
 async def test_a_busy_hint_file_is_asked_again(files: FilesTransport) -> None:
     one = invocation()
     await files.deliver(one, record(one))
-    with contextlib.closing(sqlite3.connect(root_of(files) / filestore.HINTS)) as other:
+    with contextlib.closing(sqlite3.connect(root_of(files) / file_store.HINTS)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert await files.hints(EXP, 0.2) == []
         other.rollback()
@@ -174,7 +174,7 @@ async def test_others_who_write_hints_for_a_moment_are_waited_for_without_a_word
     files: FilesTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = invocation()
-    with contextlib.closing(sqlite3.connect(root_of(files) / filestore.HINTS)) as other:
+    with contextlib.closing(sqlite3.connect(root_of(files) / file_store.HINTS)) as other:
 
         async def meanwhile(work: Coroutine[Any, Any, object]) -> None:
             other.execute("BEGIN IMMEDIATE")
@@ -398,7 +398,7 @@ def event(*keys: str) -> dict[str, Any]:
     ],
 )
 def test_messages_of_every_shape_are_understood(message: dict[str, Any], about: list[Any]) -> None:
-    assert notices.read(json.dumps(message).encode()) == about
+    assert hints.read(json.dumps(message).encode()) == about
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_messages_of_every_shape_are_understood(message: dict[str, Any], about: 
 )
 def test_messages_of_no_known_shape_are_refused(message: bytes) -> None:
     with pytest.raises(WireError, match="a message"):
-        notices.read(message)
+        hints.read(message)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import anyio.lowlevel
 import pytest
 
 from afield import wire
+from afield.interfaces.transport import Fence, Waiting
 from afield.sdk.deliver import deliver as sdk_deliver
-from afield.seams.transport import Fence, Waiting
-from afield.transports.stored import StoreTransport
+from afield.transports.transport import StoreTransport
 from afield.types import Attempt, FailureKind, Outcome, Rollout, Task
 from afield.wire import Hint, OutcomeRecord
 from agents.invoking import EXP, invocation, record

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from afield.engines import fused, kernels
-from afield.engines.sampler import plain_sums
+from afield.engines.torch import decode_kernels, triton_kernels
+from afield.engines.torch.sampler import plain_sums
 
 pytestmark = pytest.mark.real
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -23,7 +23,7 @@ def noise(*shape: int, dtype: torch.dtype) -> Tensor:
 def off(ours: Tensor, theirs: Tensor) -> float:
     """In units of what rounding explains."""
     apart = (ours.float() - theirs.float()).abs() / (1 + theirs.float().abs())
-    return float(apart.max()) / fused.ROUNDING[theirs.dtype]
+    return float(apart.max()) / decode_kernels.ROUNDING[theirs.dtype]
 
 
 def lanes_of(lanes: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ def test_rotating_and_storing(shape: tuple[int, ...], dtype: torch.dtype, normed
     lane = lanes_of(lanes, rows, length)
     memory = noise(2, rows, length, kv_heads, size, dtype=dtype)
     results: list[tuple[Tensor, ...]] = []
-    for prepare in (kernels.prepare, fused.prepare):
+    for prepare in (triton_kernels.prepare, decode_kernels.prepare):
         keys, values = memory.clone()
         turned = prepare(q, k, v, norms, angle.cos().to(dtype), angle.sin().to(dtype), keys, values, *lane)
         results.append((turned, keys, values))
@@ -70,17 +70,17 @@ def test_attending(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     # What a row has not written yet may be anything, and must not be read.
     for row, position in zip(*lane, strict=True):
         keys[row, position + 1 :], values[row, position + 1 :] = float("nan"), float("nan")
-    ours = kernels.attend(q, keys, values, *lane, size**-0.5)
-    assert off(ours, fused.attend(q, keys.nan_to_num(), values.nan_to_num(), *lane, size**-0.5)) <= 1
+    ours = triton_kernels.attend(q, keys, values, *lane, size**-0.5)
+    assert off(ours, decode_kernels.attend(q, keys.nan_to_num(), values.nan_to_num(), *lane, size**-0.5)) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (3, 1024), (2, 1025)])
 def test_gating(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate, up = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype).flip(0)
-    assert off(kernels.gate(gate, up), fused.gate(gate, up)) <= 1
+    assert off(triton_kernels.gate(gate, up), decode_kernels.gate(gate, up)) <= 1
     wide = noise(shape[0], 2 * shape[1], dtype=dtype)
-    assert off(kernels.gate(wide[:, ::2], up), fused.gate(wide[:, ::2], up)) <= 1
+    assert off(triton_kernels.gate(wide[:, ::2], up), decode_kernels.gate(wide[:, ::2], up)) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,7 +89,7 @@ def test_summing_by_blocks(vocabulary: int, dtype: torch.dtype) -> None:
     logits = 4 * noise(3, vocabulary, dtype=dtype)
     logits[1, : vocabulary // 2] = float("-inf")  # whole blocks without probability
     temperature = torch.tensor([0.5, 1.0, 2.0])
-    tops, totals = kernels.sums(logits, temperature, 128)
+    tops, totals = triton_kernels.sums(logits, temperature, 128)
     wanted_tops, wanted_totals = plain_sums(logits, temperature, 128)
     assert torch.equal(tops, wanted_tops)
     torch.testing.assert_close(totals, wanted_totals, rtol=1e-5, atol=1e-6)

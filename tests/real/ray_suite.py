@@ -17,13 +17,13 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from afield.collect import Collector, GroupWish
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, UsageError
-from afield.ledger import Ledger
-from afield.runtimes.rayhandle import AWAY_S
-from afield.seams.runtime import Phase
-from afield.transports.files import FilesTransport
+from afield.interfaces.runtime import Phase
+from afield.orchestrator.groups import Collector, GroupWish
+from afield.orchestrator.run_state import Ledger
+from afield.runtimes.ray.handle import AWAY_S
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason, Task
 from agents.places import ACTING, AGENTS, BOUND_S, Place, Spec, alive, until
 from agents.sink import Sink

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.config import Environment
 from afield.conformance.clients import CLIENTS
 from afield.conformance.families import CHATML, QWEN, TemplateFamily
 from afield.conformance.suite import check
+from afield.settings import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 

@@ -17,13 +17,13 @@ import pytest
 
 import containers
 from afield.errors import InfrastructureFailure, Missing, Unavailable, UsageError
+from afield.interfaces.runtime import Phase
+from afield.interfaces.sandbox import MOST_BYTES
 from afield.options import Limits
-from afield.runtimes.container import ContainerRuntime
-from afield.runtimes.container_exec import ContainerSandbox
-from afield.runtimes.container_spec import name_of
-from afield.seams.runtime import Phase
-from afield.seams.sandbox import MOST_BYTES
-from afield.transports.files import FilesTransport
+from afield.runtimes.docker.runtime import ContainerRuntime
+from afield.runtimes.docker.sandbox import ContainerSandbox
+from afield.runtimes.docker.spec import name_of
+from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import BOUND_S, Place, Spec
 from agents.sink import Sink

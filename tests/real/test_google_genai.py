@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from afield.config import Environment
 from afield.conformance.client import from_pypi
 from afield.conformance.foreign.suites import GENAI
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
+from afield.settings import Environment
 from gateways import POLICY, running, vocabulary
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]

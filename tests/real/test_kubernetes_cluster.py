@@ -17,9 +17,9 @@ import anyio
 import pytest
 
 from afield.errors import InfrastructureFailure
+from afield.interfaces.runtime import Phase
 from afield.options import KubernetesOptions
-from afield.runtimes.kube import KubernetesRuntime
-from afield.seams.runtime import Phase
+from afield.runtimes.kubernetes.runtime import KubernetesRuntime
 from afield.types import Attempt
 from agents.invoking import invocation, payload
 

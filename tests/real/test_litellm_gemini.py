@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from afield.config import Environment
 from afield.conformance.environments import python_environment
 from afield.conformance.pins import PYTHON
 from afield.engines.scripted import ScriptedEngine
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
+from afield.settings import Environment
 from gateways import running
 from scenes import calls, said
 

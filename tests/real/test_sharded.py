@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from afield.assembly import linear
 from afield.errors import Unavailable, UsageError
-from afield.forest import Forest
+from afield.interfaces.weight_probe import read_witness
 from afield.options import LoraOptions
-from afield.seams.witness import read_witness
+from afield.trainers.fsdp.trainer import Sharded
 from afield.trainers.grpo import GRPO
-from afield.trainers.sharded import Sharded
+from afield.trajectories import linear
+from afield.turn_tree import Forest
 from afield.types import (
     Finished,
     FinishReason,

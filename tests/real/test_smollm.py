@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from afield.engines.torch import TorchEngine
-from afield.seams.gateway import Record
+from afield.engines.torch.engine import TorchEngine
+from afield.interfaces.gateway import Record
 from afield.trainers.grpo import GRPO
 from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Split, Task, Trajectory
 from gateways import Running, running

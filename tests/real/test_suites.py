@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from afield.config import Environment
 from afield.conformance.foreign.suite import check_suite
 from afield.conformance.foreign.suites import SUITES
+from afield.settings import Environment
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 

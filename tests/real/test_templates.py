@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from afield.config import Environment
-from afield.tokens import ChatTokens, TemplateRefusal
-from afield.tokens.battery import TOOL, conversations
-from afield.tokens.delta import ANCHOR
+from afield.chat import ChatTokens, TemplateRefusal
+from afield.chat.sample_conversations import TOOL, conversations
+from afield.chat.turn_suffix import ANCHOR
+from afield.settings import Environment
 from client_requests import replayed
 from templates.models import write_template
 

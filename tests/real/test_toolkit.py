@@ -19,11 +19,11 @@ import pytest
 import servers
 from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
-from afield.runtimes.served import ServedRuntime
-from afield.sdk import s3store
-from afield.transports.memory import MemoryNotifier
-from afield.transports.s3 import S3Outcomes
-from afield.transports.stored import StoreTransport
+from afield.runtimes.remote import ServedRuntime
+from afield.sdk import s3_store
+from afield.transports.stores.memory import MemoryNotifier
+from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.transport import StoreTransport
 from afield.types import FailureKind
 from client_places import place
 from ports import free_ports
@@ -64,7 +64,7 @@ def bucket(server: Callable[[str], servers.Server], monkeypatch: pytest.MonkeyPa
     for name, value in {**servers.KEYS, "AWS_ENDPOINT_URL": server("moto").url}.items():
         monkeypatch.setenv(name, value)
     name = f"b-{uuid.uuid4().hex[:12]}"
-    s3store.client("s3").create_bucket(Bucket=name)
+    s3_store.client("s3").create_bucket(Bucket=name)
     return name
 
 
@@ -103,7 +103,7 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     assert len(finished.turns) == 1 and finished.trajectories
     assert [failure.kind for failure in failures if failure] == [FailureKind.TASK, FailureKind.VERIFIER]
     assert failures[0] and "the agent broke" in failures[0].traceback
-    s3 = s3store.client("s3")
+    s3 = s3_store.client("s3")
     keys = {one["Key"] for one in s3.list_objects_v2(Bucket=bucket)["Contents"]}
     session = f"{good.rollout.id}.1.json"
     assert keys >= {f"toolkit/a b/ü/{session}", f"toolkit/commits/{session}", f"toolkit/adopted/{session}"}

@@ -19,15 +19,15 @@ import pytest
 import servers
 from afield import wire
 from afield.errors import Unavailable
-from afield.sdk import s3store
+from afield.interfaces.transport import Waiting
+from afield.sdk import s3_store
 from afield.sdk.deliver import deliver
-from afield.seams.transport import Waiting
-from afield.transports.files import FilesStore
-from afield.transports.nats import NatsNotifier
-from afield.transports.redis import RedisNotifier
-from afield.transports.s3 import S3Outcomes
-from afield.transports.sqs import SqsNotifier
-from afield.transports.stored import StoreTransport
+from afield.transports.notifiers.nats import NatsNotifier
+from afield.transports.notifiers.redis import RedisNotifier
+from afield.transports.notifiers.sqs import SqsNotifier
+from afield.transports.stores.files import FilesStore
+from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.transport import StoreTransport
 from afield.types import Attempt
 from agents.invoking import EXP, invocation, record
 from contracts.transport_contract import (
@@ -55,7 +55,7 @@ class Cloud:
         self.prefix = f"q-{uuid.uuid4().hex[:12]}"
         self.s3_url = s3_url
         self.sqs_url = sqs_url
-        s3store.client("s3", endpoint=s3_url, region=REGION).create_bucket(Bucket=self.bucket)
+        s3_store.client("s3", endpoint=s3_url, region=REGION).create_bucket(Bucket=self.bucket)
 
     def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
         store = S3Outcomes(self.bucket, endpoint=self.s3_url, region=REGION)
@@ -64,7 +64,7 @@ class Cloud:
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
         def look() -> list[str]:
-            sqs = s3store.client("sqs", endpoint=self.sqs_url, region=REGION)
+            sqs = s3_store.client("sqs", endpoint=self.sqs_url, region=REGION)
             url = sqs.get_queue_url(QueueName=f"{self.prefix}-{exp_id}-dead")["QueueUrl"]
             said = sqs.receive_message(
                 QueueUrl=url, MaxNumberOfMessages=10, MessageAttributeNames=["All"], VisibilityTimeout=0
@@ -137,7 +137,7 @@ def cloud(server: Get, monkeypatch: pytest.MonkeyPatch) -> Cloud:
 
 
 def queue(cloud: Cloud, name: str) -> str:
-    sqs = s3store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
+    sqs = s3_store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
     return sqs.create_queue(QueueName=f"{cloud.prefix}-{name}")["QueueUrl"]
 
 
@@ -149,7 +149,7 @@ def on_queue(cloud: Cloud, url: str, **rest: Any) -> StoreTransport:
 async def test_events_of_the_bucket_are_hints(cloud: Cloud) -> None:
     """The agent sends no message: the bucket does, for its data and for its commit."""
     url = queue(cloud, "events")
-    s3 = s3store.client("s3", endpoint=cloud.s3_url, region=REGION)
+    s3 = s3_store.client("s3", endpoint=cloud.s3_url, region=REGION)
     arn = f"arn:aws:sqs:{REGION}:123456789012:{cloud.prefix}-events"
     events = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"]}]}
     s3.put_bucket_notification_configuration(Bucket=cloud.bucket, NotificationConfiguration=events)
@@ -180,7 +180,7 @@ async def test_a_shared_queue_leaves_each_experiment_its_own(cloud: Cloud) -> No
 @pytest.mark.parametrize("how", ["told", "redrive"])
 async def test_dead_letters_go_where_the_queue_says(cloud: Cloud, how: str) -> None:
     url, dead = queue(cloud, "live"), queue(cloud, "dead")
-    sqs = s3store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
+    sqs = s3_store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
     if how == "redrive":
         arn = sqs.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
         policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 50})

@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from afield.engines.torch import TorchEngine
+from afield.engines.torch.engine import TorchEngine
 from afield.errors import Unavailable
 from gateways import POLICY, Running, running
 from verl_cpu import launching

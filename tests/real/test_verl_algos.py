@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from afield.advantage import How
+from afield.advantages import How
 from verl_env import figures
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm_server import serving_vllm, with_torchvision
 
-from afield.conduct import finished_of
-from afield.engines.vllm import VllmEngine
-from afield.trainers.audit import Audit
+from afield.engines.vllm.engine import VllmEngine
+from afield.orchestrator.rollout import finished_of
+from afield.trainers.diagnostics import Audit
 from afield.trainers.grpo import GRPO
 from afield.types import Group, Outcome, Rollout, Split, Task
 from gateways import running

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from vllm_server import serving_vllm
 
 from afield.engines.probe import checked, probe
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm import VllmEngine
-from afield.gateway.pool import Pool
-from afield.seams import Call, Chunk, Engine, SessionSpec
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.engine import VllmEngine
+from afield.gateway.engine_pool import Pool
+from afield.interfaces import Call, Chunk, Engine, SessionSpec
 from afield.types import FinishReason, Message, Sampling, VersionSpan
 from gateways import POLICY, Running, running
 from speaking import DIALECTS, Ask, read, write

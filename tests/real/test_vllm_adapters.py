@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 from vllm_server import serving_vllm
 
 from afield.engines.probe import checked
-from afield.engines.torch import TorchEngine
-from afield.engines.vllm import VllmEngine
+from afield.engines.torch.engine import TorchEngine
+from afield.engines.vllm.engine import VllmEngine
 from afield.errors import UsageError
-from afield.gateway.pool import Pool
+from afield.gateway.engine_pool import Pool
+from afield.interfaces import Call, Chunk, Engine
+from afield.interfaces.weight_probe import read_witness
 from afield.options import LoraOptions
-from afield.seams import Call, Chunk, Engine
-from afield.seams.witness import read_witness
-from afield.trainers.policy import PolicyModel
+from afield.trainers.model import PolicyModel
 from afield.types import FinishReason, Sampling
 from gateways import POLICY
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm_server import serving_vllm
 
-from afield.engines.vllm import VllmEngine
+from afield.engines.vllm.engine import VllmEngine
 from afield.types import Sampling
 from constrained import ask_everything, recorded, rescored, trained
 from gateways import running

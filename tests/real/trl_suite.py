@@ -30,21 +30,21 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 import trl_cpu
 from afield import demo
-from afield.advantage import advantages
-from afield.assembly import linear
+from afield.advantages import compute_advantages
 from afield.demo import shop
-from afield.engines.weights import read_model
+from afield.engines.torch.weights import read_model
 from afield.errors import Fruitless, Unavailable, UsageError
-from afield.forest import Forest
 from afield.integrations.trl import Rollouts, SyncRollouts
 from afield.integrations.trl.rows import Lengths, Recipe, rows
 from afield.integrations.trl.sync import check_version
 from afield.integrations.trl.weights import write
-from afield.trainers.directories import load_model
+from afield.trainers.batch import to_batch
 from afield.trainers.losses import Aggregate, Objective, Tokens, loss_of, weights
-from afield.trainers.passes import log_probabilities, to_passes
-from afield.trainers.rows import to_batch
-from afield.trainers.tree import watch
+from afield.trainers.micro_batches import log_probabilities, to_passes
+from afield.trainers.model_directory import load_model
+from afield.trainers.tree_attention import watch
+from afield.trajectories import linear
+from afield.turn_tree import Forest
 from afield.types import (
     Failure,
     FailureKind,
@@ -145,7 +145,7 @@ def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
     made = rows(group, Recipe(), number=7, base=4, lengths=Lengths())
     wanted = [(f, t) for f in group.finished[:-1] for t in f.trajectories if t.owned]
     assert len(made) == len(wanted) > 4, "some of them branch"
-    earned = advantages([group])
+    earned = compute_advantages([group])
     for sample, (finished, row) in zip(made, wanted, strict=True):
         assert isinstance(sample, RolloutSample)
         assert sample.input_ids.tolist() == list(row.token_ids)
@@ -163,7 +163,7 @@ def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
 def test_rollouts_weigh_the_same_whatever_their_length_and_branches() -> None:
     group = recorded(1)
     made = rows(group, Recipe(), number=0, base=0, lengths=Lengths())
-    earned = advantages([group])
+    earned = compute_advantages([group])
     tokens = sum(int(sample.completion_mask.sum()) for sample in made)
     place = iter(made)
     for finished in group.finished[:-1]:
@@ -237,7 +237,7 @@ def by_trl(folder: Path, samples: list[RolloutSample]) -> dict[str, torch.Tensor
 def by_afield(groups: list[Group], aggregate: Aggregate, layout: Any) -> dict[str, torch.Tensor]:
     model = load_model(POLICY, torch.device("cpu"))
     watch(model)
-    batch = to_batch(groups, advantages(groups))
+    batch = to_batch(groups, compute_advantages(groups))
     for part in to_passes(batch.rows, 10_000, torch.device("cpu"), layout):
         weight, divisor = weights(
             part.weight, aggregate, rollouts=len(batch.rollout_ids), tokens=batch.tokens, length=1

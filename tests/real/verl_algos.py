@@ -15,7 +15,7 @@ import torch
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 
-from afield.advantage import advantages
+from afield.advantages import compute_advantages
 from afield.batches.groups import from_groups
 from afield.batches.tensors import from_tensordict, to_tensordict
 from afield.types import Finished, Group, Outcome, Rollout, Split, Task
@@ -67,7 +67,7 @@ def main() -> dict[str, float]:
     }
     apart: dict[str, float] = {}
     for how, (values, _) in theirs.items():
-        ours = advantages(groups_of(rewards), how, eps=1e-6 if how == "grpo" else 0.0)
+        ours = compute_advantages(groups_of(rewards), how, eps=1e-6 if how == "grpo" else 0.0)
         mine = [ours[f"g{g}-{k}"] for g, members in enumerate(rewards) for k in range(len(members))]
         apart[how] = float((torch.tensor(mine, dtype=torch.float64) - values[:, 0]).abs().max())
     batch = from_groups(Maker(11, True).groups())

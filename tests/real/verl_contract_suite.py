@@ -32,7 +32,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_rollouts import POLICY, finished, veRL_config
 
 from afield.errors import UsageError
-from afield.integrations.verl import dataset, loop, manager, rows, settings
+from afield.integrations.verl import agent_loop, dataset, manager, rows, settings
 from afield.integrations.verl.manager import Manager
 
 pytestmark = pytest.mark.real
@@ -52,7 +52,7 @@ def session(number: int = 0, reward: float = 0.5, *, branched: bool = True, **ho
 @pytest.mark.parametrize("field", STOCK)
 def test_a_field_is_what_veRL_makes_of_an_agent_loops_output(field: str) -> None:
     made = session()
-    for entry, output in zip(rows.entries(PROMPT, made), loop.outputs(made), strict=True):
+    for entry, output in zip(rows.entries(PROMPT, made), agent_loop.outputs(made), strict=True):
         ours, stock = entry.fields[field], output.as_dict()[field]
         if isinstance(stock, torch.Tensor):
             assert ours.dtype == stock.dtype
@@ -65,7 +65,7 @@ def test_a_field_is_what_veRL_makes_of_an_agent_loops_output(field: str) -> None
 @pytest.mark.parametrize("name", ["min_global_steps", "max_global_steps", "reward_extra_info"])
 def test_an_extra_field_is_what_veRL_makes_of_it(name: str) -> None:
     made = session()
-    for entry, output in zip(rows.entries(PROMPT, made), loop.outputs(made), strict=True):
+    for entry, output in zip(rows.entries(PROMPT, made), agent_loop.outputs(made), strict=True):
         assert entry.fields["extra_fields"][name] == output.as_dict()["extra_fields"][name]
 
 
@@ -283,7 +283,7 @@ def test_remax_takes_a_turns_return_minus_the_greedy_sessions() -> None:
 def test_veRLs_agent_loop_refuses_credit_by_turns() -> None:
     made = veRL_config("+afield.agent=a.py:a", "+afield.credit=turns", "+afield.rewards.format=0.5")
     with pytest.raises(UsageError, match="takes one reward for a row"):
-        loop._Shared().get(made, None)
+        agent_loop._Shared().get(made, None)
 
 
 # --- doors ---------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def test_the_manager_is_called_as_veRL_calls_its_own() -> None:
 
 
 def test_the_loop_is_one_of_veRLs() -> None:
-    assert issubclass(loop.Loop, AgentLoopBase)
-    assert list(inspect.signature(loop.Loop.run).parameters)[1] == "sampling_params"
+    assert issubclass(agent_loop.Loop, AgentLoopBase)
+    assert list(inspect.signature(agent_loop.Loop.run).parameters)[1] == "sampling_params"
 
 
 def test_what_is_written_on_command_lines_is_understood_by_Hydra() -> None:

@@ -16,11 +16,11 @@ from verl.utils import tensordict_utils
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from afield import assembly
-from afield.engines.torch import TorchEngine
-from afield.forest import Forest
-from afield.integrations.verl import loop, rows
-from afield.seams.engine import Call
+from afield import trajectories
+from afield.engines.torch.engine import TorchEngine
+from afield.integrations.verl import agent_loop, rows
+from afield.interfaces.engine import Call
+from afield.turn_tree import Forest
 from afield.types import (
     Finished,
     FinishReason,
@@ -110,7 +110,7 @@ def made(
     whole = Finished(
         rollout=rollout,
         outcome=Outcome(rollout_id="r", attempt=1, reward=1.0),
-        trajectories=assembly.linear(Forest(turns)).trajectories,
+        trajectories=trajectories.linear(Forest(turns)).trajectories,
         turns=tuple(turns),
         images=tuple(map(image, PICTURES)),
     )
@@ -160,7 +160,7 @@ def test_positions_are_those_that_veRLs_agent_loop_computes(made: tuple[Path, ro
 
 def test_an_agent_loops_output_has_the_pictures(made: tuple[Path, rows.Session]) -> None:
     _, session = made
-    first, second = loop.outputs(session)
+    first, second = agent_loop.outputs(session)
     assert [picture.size for picture in (first.multi_modal_data or {})["images"]] == [(16, 16), (32, 16)]
     assert second.multi_modal_data is None
 

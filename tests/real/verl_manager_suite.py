@@ -34,9 +34,9 @@ from verl.workers.rollout.router import get_router_handle
 from verl_rollouts import AGENT, POLICY, veRL_config
 
 from afield.errors import Unavailable, UsageError
-from afield.integrations.verl import clients, dataset, loop
-from afield.integrations.verl.keeper import GatewayKeeper, GatewayOptions, actor_name
-from afield.integrations.verl.loop import Loop
+from afield.integrations.verl import agent_loop, clients, dataset
+from afield.integrations.verl.agent_loop import Loop
+from afield.integrations.verl.gateway_actor import GatewayKeeper, GatewayOptions, actor_name
 from afield.integrations.verl.manager import Manager
 from afield.types import Task
 
@@ -329,8 +329,8 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
     patient = {"gateway": "", "folder": str(tmp_path), "patience_s": 600.0, "teardown_s": 2.0}
     own = OmegaConf.merge(config, {"afield": patient, "actor_rollout_ref": {"rollout": {"name": "afield"}}})
     made = Manager.create(config=own, reward_loop_worker_handles=[])
-    monkeypatch.setattr(loop, "SHARED", loop._Shared())
-    given = loop.SHARED.get(own, None)
+    monkeypatch.setattr(agent_loop, "SHARED", agent_loop._Shared())
+    given = agent_loop.SHARED.get(own, None)
     kill_all(str(tmp_path / "gateway" / "store-"))
     batch = asked([{"question": "?"}])
     began = time.monotonic()
@@ -404,8 +404,8 @@ def test_an_agent_loop_of_veRLs_gives_outputs_through_one_client_of_the_process(
     done, broke = asyncio.run(both())
     assert [(output.num_turns, output.reward_score) for output in done] == [(4, done[0].reward_score)] * 2
     assert broke == []
-    assert loop.SHARED.made is not None
-    loop.SHARED.made[1].close()
+    assert agent_loop.SHARED.made is not None
+    agent_loop.SHARED.made[1].close()
 
 
 def test_the_addresses_of_veRLs_own_rollout_servers_come_from_its_load_balancer(config: Any) -> None:

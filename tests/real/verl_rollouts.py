@@ -7,8 +7,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from afield import assembly
-from afield.forest import Forest
+from afield import trajectories
+from afield.turn_tree import Forest
 from afield.types import (
     Failure,
     FailureKind,
@@ -56,7 +56,7 @@ def finished(rollout_id: str, reward: float | None, *, branched: bool = False, v
     turns = [turn("t1", None, (1, 2, 3), (10, 11), version), turn("t2", "t1", (4,), (12,), version + 1)]
     if branched:
         turns.append(turn("t3", "t1", (5, 6), (13, 14), version))
-    made = assembly.linear(Forest(turns))
+    made = trajectories.linear(Forest(turns))
     broke = None if reward is not None else Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "it went away")
     return Finished(
         rollout=Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("task", {})),

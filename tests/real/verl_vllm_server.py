@@ -7,7 +7,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from afield.engines.torch import TorchEngine
+from afield.engines.torch.engine import TorchEngine
 from fake_vllm import FakeVllm, serving
 
 

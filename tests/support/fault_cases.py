@@ -15,7 +15,7 @@ from msgspec import Struct
 
 import virtual_time
 from afield.errors import first_cause
-from afield.transports.memory import MemoryTransport
+from afield.transports.stores.memory import MemoryTransport
 from afield.types import Failure
 from support.faults import ERRORS, MARK, Fault, Script, every_fault
 from support.simulated_run import Parts, every_rollout, run

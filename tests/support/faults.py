@@ -30,7 +30,7 @@ from afield.errors import (
     VerifierFailure,
     WireError,
 )
-from afield.seams import (
+from afield.interfaces import (
     Call,
     Capabilities,
     Chunk,

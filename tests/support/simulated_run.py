@@ -15,10 +15,7 @@ from typing import Any, Self
 
 from msgspec import Struct, field
 
-from afield import assembly, wire
-from afield.collect import Collector
-from afield.conduct import Conductor
-from afield.deadlines import Deadlines
+from afield import trajectories, wire
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import (
     Conflict,
@@ -29,16 +26,8 @@ from afield.errors import (
     Unavailable,
     VerifierFailure,
 )
-from afield.forest import Forest
-from afield.gateway.pool import Pool
-from afield.gather import Gatherer, Schedule
-from afield.learn import Learner, Recipe
-from afield.ledger import Ledger
-from afield.plan import Plan
-from afield.rundir import RunDir
-from afield.runtimes.attempts import Attempts, broken
-from afield.sdk.blame import attributed
-from afield.seams import (
+from afield.gateway.engine_pool import Pool
+from afield.interfaces import (
     Call,
     Capabilities,
     Exit,
@@ -51,8 +40,20 @@ from afield.seams import (
     StepReport,
     Transport,
 )
-from afield.spool import Spool
-from afield.transports.memory import MemoryTransport
+from afield.orchestrator.config import Plan
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.groups import Collector
+from afield.orchestrator.rollout import Conductor
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.scheduler import Gatherer, Schedule
+from afield.orchestrator.staleness import Window
+from afield.orchestrator.training_loop import Learner, Recipe
+from afield.runtimes.attempt_table import Attempts, broken
+from afield.sdk.classify import attributed
+from afield.transports.stores.memory import MemoryTransport
+from afield.turn_tree import Forest
 from afield.types import (
     Attempt,
     Failure,
@@ -70,7 +71,6 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
-from afield.window import Window
 from afield.wire import Invocation, OutcomeRecord, Submission
 from support.faults import (
     FaultyEngine,
@@ -277,7 +277,7 @@ class SmallGateway:
     async def finalize(self, session_id: str) -> Record:
         session = self._session(session_id)
         withheld = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
-        built = assembly.linear(Forest(session.turns), withheld)
+        built = trajectories.linear(Forest(session.turns), withheld)
         return Record(trajectories=built.trajectories, excluded=built.excluded, turns=tuple(session.turns))
 
     async def submission(self, session_id: str) -> Submission | None:

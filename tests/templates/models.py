@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from afield.tokens import Tool
+from afield.chat import Tool
 from afield.types import Message, ToolCall
 from tiny_model import CHAT_TEMPLATE, build_tokenizer
 

@@ -18,9 +18,15 @@ from safetensors.torch import load_file
 
 from afield.errors import UsageError
 from afield.gateway.client import HttpGateway
-from afield.integrations.verl.keeper import Gateway, GatewayKeeper, GatewayOptions, actor_name, gateway_of
+from afield.integrations.verl.gateway_actor import (
+    Gateway,
+    GatewayKeeper,
+    GatewayOptions,
+    actor_name,
+    gateway_of,
+)
 from afield.integrations.verl.weights import send
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
 from afield.types import Sampling
 
 LAST = 5

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import structs
 
-from afield import assembly
-from afield.batches.recorded import line_up
+from afield import trajectories
 from afield.batches.rewards import by_trained_turn
 from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
+from afield.batches.verification import line_up
 from afield.errors import UsageError
-from afield.forest import Forest
+from afield.turn_tree import Forest
 from afield.types import Finished, Group, Trajectory, Turn, TurnRange, VersionSpan
 
 
@@ -236,14 +236,14 @@ def _group(records: Sequence[Record], rows: Mapping[str, list[Sample]]) -> Group
 
 def _finished(record: Record, rows: Sequence[Sample]) -> Finished:
     turns: tuple[Turn, ...] = ()
-    trajectories = tuple(row.trajectory for row in rows)
+    rebuilt = tuple(row.trajectory for row in rows)
     if all(turn.finish_reason for row in rows for turn in row.turns):
         turns = tuple(turns_of(nodes_of(rows)))
-        trajectories = assembly.linear(Forest(turns)).trajectories
+        rebuilt = trajectories.linear(Forest(turns)).trajectories
     return Finished(
         rollout=record.rollout,
         outcome=record.outcome,
-        trajectories=trajectories,
+        trajectories=rebuilt,
         excluded=record.excluded,
         turns=turns,
         attempts=record.attempts,

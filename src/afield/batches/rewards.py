@@ -14,7 +14,7 @@ from typing import Literal
 from msgspec import structs
 
 from afield.errors import UsageError
-from afield.forest import listed, turn_named
+from afield.turn_tree import listed, turn_named
 from afield.types import Failure, FailureKind, Finished, Group, Outcome, Reason, TurnStatus
 
 # --- named rewards -------------------------------------------------------------------------------

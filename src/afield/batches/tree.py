@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, structs
 
-from afield import assembly
+from afield import trajectories
 from afield.batches.sample import (
     Batch,
     OwnedTurn,
@@ -23,7 +23,7 @@ from afield.batches.sample import (
     check_rewards,
     refused,
 )
-from afield.forest import Forest
+from afield.turn_tree import Forest
 from afield.types import FinishReason, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
 
 ROOT = -1
@@ -249,8 +249,8 @@ def rows_of(record: Record, nodes: Sequence[Node]) -> list[Sample]:
     """The linear rows of one rollout."""
     ordered = sorted(nodes, key=lambda node: node.turn.order if node.turn else 0)
     known = {node.turn.id: node.turn for node in ordered if node.turn}
-    trajectories = assembly.linear(Forest(turns_of(ordered))).trajectories
-    return [sample_of(record, row, trajectory, known) for row, trajectory in enumerate(trajectories)]
+    linear = trajectories.linear(Forest(turns_of(ordered))).trajectories
+    return [sample_of(record, row, trajectory, known) for row, trajectory in enumerate(linear)]
 
 
 def sample_of(record: Record, row: int, trajectory: Trajectory, known: dict[str, OwnedTurn]) -> Sample:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from afield.config import Environment, agent_environment
 from afield.errors import UsageError
+from afield.settings import Environment, agent_environment
 
 
 def add(commands: Any) -> None:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from afield.cli.flags import add_run_arguments
+from afield.cli.options import add_run_arguments
 from afield.cli.train import start
-from afield.config import TrainConfig, agent_environment, lend
 from afield.demo import cloud
 from afield.errors import UsageError
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.settings import TrainConfig, agent_environment, lend
 from afield.types import Task
 
 AGENTS = ("openai", "strands", "langgraph")

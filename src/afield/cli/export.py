@@ -16,10 +16,10 @@ from afield.batches.parquet import write_parquet
 from afield.batches.rewards import weighed
 from afield.batches.sample import Batch
 from afield.batches.tree import Tree, to_tree
-from afield.config import Environment
 from afield.errors import UsageError
-from afield.ledger import Ledger
-from afield.rundir import RunDir, find_run
+from afield.orchestrator.run_directory import RunDir, find_run
+from afield.orchestrator.run_state import Ledger
+from afield.settings import Environment
 from afield.types import Finished, Group
 
 WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}

@@ -24,13 +24,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 from msgspec import structs
 
-from afield.cli.early import check_engine
 from afield.cli.logs import FORMATS, start_logging
-from afield.config import ENGINE_START_S, Environment, GatewaySettings, agent_environment
+from afield.cli.model_checks import check_engine
 from afield.errors import UsageError
 from afield.private_files import STATE, private_directory, read_private, state_directory
 from afield.process_secrets import hide_arguments
 from afield.sdk.listen import listen
+from afield.settings import ENGINE_START_S, Environment, GatewaySettings, agent_environment
 
 SHARD_COMMAND = "gateway-process"
 PROCESS_START_S = 180.0
@@ -243,7 +243,7 @@ async def serve(
     shard: Any = None,
     link: int | None = None,
 ) -> None:
-    from afield import wiring
+    from afield import factory
 
     task = asyncio.current_task()
     assert task is not None
@@ -251,8 +251,8 @@ async def serve(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     model = Path(settings.model)
-    tokens = wiring.load("tokens:ChatTokens").load(model, cache=Environment.read().certificates)
-    pool = wiring.pool(
+    tokens = factory.load("chat:ChatTokens").load(model, cache=Environment.read().certificates)
+    pool = factory.pool(
         settings.engine,
         model,
         slots=settings.slots,
@@ -265,14 +265,14 @@ async def serve(
         await stack.enter_async_context(pool)
         outlet = None
         if settings.outcomes:
-            made = wiring.load("transports.parse:from_spec")(settings.outcomes, settings.store / "outcomes")
+            made = factory.load("transports.parse:from_spec")(settings.outcomes, settings.store / "outcomes")
             outlet = await stack.enter_async_context(made)
-        secret = wiring.load("gateway.signing_secret:SecretPlace")(
+        secret = factory.load("gateway.signing_secret:SecretPlace")(
             directory=Environment.read().secrets, file=settings.secret_file
         )
         if settings.secret_file is None:
             private_directory(state_directory(), STATE)
-        gateway = wiring.load("gateway.service:LocalGateway")(
+        gateway = factory.load("gateway.service:LocalGateway")(
             tokens=tokens,
             engine=pool,
             store=settings.store,
@@ -284,7 +284,7 @@ async def serve(
             shard=shard,
             outlet=outlet,
             secret=secret,
-            limits=wiring.load("gateway.outcomes:Limits")(
+            limits=factory.load("gateway.outcomes:Limits")(
                 submission_bytes=settings.max_submission_mb * 1024 * 1024,
                 session_bytes=settings.max_session_mb * 1024 * 1024,
                 rewards=settings.max_rewards,
@@ -294,8 +294,8 @@ async def serve(
         spare_the_collector()
         # Not before: what only loads has nothing to keep, and should end at once.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        server = wiring.load("gateway.server:serve")
-        bounds = wiring.load("gateway.connections:ConnectionLimits")(
+        server = factory.load("gateway.server:serve")
+        bounds = factory.load("gateway.connections:ConnectionLimits")(
             per_address=min(settings.max_connections, hard * 3 // 4)
         )
         await server(gateway, listener, lambda: ready(tokens.name), link=link, connections=bounds)
@@ -323,11 +323,11 @@ def announce(settings: GatewaySettings, model: str, *, made_up: bool, as_json: b
 
 
 def serve_front(settings: GatewaySettings, listener: socket.socket, ready: Callable[[str], None]) -> None:
-    from afield import wiring
+    from afield import factory
 
-    front = wiring.load("gateway.front:Front")
+    front = factory.load("gateway.front:Front")
     with tempfile.TemporaryDirectory(prefix="afield-") as sockets:
-        command = wiring.load("gateway.front:command_of")([SHARD_COMMAND, "--shard-sockets", sockets])
+        command = factory.load("gateway.front:command_of")([SHARD_COMMAND, "--shard-sockets", sockets])
 
         async def main() -> None:
             task = asyncio.current_task()
@@ -347,10 +347,10 @@ def serve_front(settings: GatewaySettings, listener: socket.socket, ready: Calla
 
 
 def serve_shard(settings: GatewaySettings, args: argparse.Namespace) -> None:
-    from afield import wiring
+    from afield import factory
 
-    shard = wiring.load("gateway.shards:Shard")(args.shard, settings.processes, args.shard_sockets)
-    path = wiring.load("gateway.shards:socket_path")(args.shard_sockets, args.shard)
+    shard = factory.load("gateway.shards:Shard")(args.shard, settings.processes, args.shard_sockets)
+    path = factory.load("gateway.shards:socket_path")(args.shard_sockets, args.shard)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as private:
         private.bind(str(path))

@@ -10,8 +10,18 @@ import asyncio
 import sys
 
 from afield import __version__
-from afield.cli import acr, certify, conformance, demo, export, gateway, sessions, show, train
-from afield.cli.flags import Parser
+from afield.cli import (
+    agentcore_local,
+    conformance,
+    demo,
+    export,
+    gateway,
+    inspect_template,
+    sessions,
+    show,
+    train,
+)
+from afield.cli.options import Parser
 from afield.errors import AfieldError, UsageError, first_cause
 
 
@@ -22,7 +32,17 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"afield {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (demo, train, gateway, show, export, sessions, acr, conformance, certify):
+    for module in (
+        demo,
+        train,
+        gateway,
+        show,
+        export,
+        sessions,
+        agentcore_local,
+        conformance,
+        inspect_template,
+    ):
         module.add(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)

@@ -10,9 +10,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.config import TrainConfig
-from afield.ledger import Ledger
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
+from afield.settings import TrainConfig
 from afield.token_account import TokenAccount, listed
 
 

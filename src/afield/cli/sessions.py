@@ -20,11 +20,11 @@ from msgspec import Struct
 
 from afield.cli.logs import without_keys
 from afield.cli.train import saved_config
-from afield.config import Environment
 from afield.errors import AfieldError, UsageError
-from afield.printed import Slice, noted, text
-from afield.rundir import RunDir, find_run
-from afield.seams import Runtime
+from afield.interfaces import Runtime
+from afield.log_tail import Slice, noted, text
+from afield.orchestrator.run_directory import RunDir, find_run
+from afield.settings import Environment
 from afield.types import Attempt
 
 FOLLOW_S = 0.3
@@ -42,22 +42,22 @@ class Part(Struct, frozen=True):
         return RunDir(self.run.path / "verifiers") if self.verifying else self.run
 
     def roster(self) -> Any:
-        from afield import wiring
+        from afield import factory
 
-        return wiring.load("runtimes.roster:Roster")(self.home.sessions)
+        return factory.load("runtimes.registry:Roster")(self.home.sessions)
 
     def runtime(self) -> Runtime:
         """As the run was started with; nothing is noted in the roster on our behalf."""
-        from afield import wiring
+        from afield import factory
 
         config = saved_config(self.run)
-        build = wiring.verifiers if self.verifying else wiring.runtime
-        made: Any = build(config, self.run, wiring.transport(config, self.run))
-        return made.runtime if isinstance(made, wiring.load("runtimes.roster:Rostered")) else made
+        build = factory.verifiers if self.verifying else factory.runtime
+        made: Any = build(config, self.run, factory.transport(config, self.run))
+        return made.runtime if isinstance(made, factory.load("runtimes.registry:Rostered")) else made
 
 
 class Session(Struct, frozen=True):
-    """A row of a roster (`afield.runtimes.roster.Entry`), and whose it is."""
+    """A row of a roster (`afield.runtimes.registry.Entry`), and whose it is."""
 
     part: Part
     entry: Any
@@ -92,7 +92,7 @@ class Session(Struct, frozen=True):
 
 
 def add(commands: Any) -> None:
-    from afield.cli import ending
+    from afield.cli import cleanup
 
     command = commands.add_parser(
         "ps", help="sessions that run now", description="Sessions that run now, of all runs or of one."
@@ -111,7 +111,7 @@ def add(commands: Any) -> None:
     command.add_argument("--follow", "-f", action="store_true", help="go on until the session has ended")
     command.add_argument("--tail", type=int, metavar="N", help="the last N lines only")
     command.set_defaults(run=logs)
-    ending.add(commands)
+    cleanup.add(commands)
 
 
 # --- what runs ---------------------------------------------------------------------------------------

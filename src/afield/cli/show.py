@@ -12,10 +12,10 @@ import msgspec
 
 from afield.cli.report import account_of, chart, me, summarise, told_tokens
 from afield.cli.train import saved_config
-from afield.config import Environment
 from afield.errors import UsageError
-from afield.ledger import Ledger
-from afield.rundir import RunDir, find_run
+from afield.orchestrator.run_directory import RunDir, find_run
+from afield.orchestrator.run_state import Ledger
+from afield.settings import Environment
 from afield.token_account import listed, of_finished
 from afield.types import FailureKind, Finished, Turn
 
@@ -163,10 +163,10 @@ def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
 
 
 def decoder(run: RunDir) -> Any:
-    from afield import wiring
+    from afield import factory
 
     config = saved_config(run)
-    return wiring.load("tokens:ChatTokens").load(Path(config.model)).decode
+    return factory.load("chat:ChatTokens").load(Path(config.model)).decode
 
 
 def print_turn(turn: Turn, decode: Any) -> None:

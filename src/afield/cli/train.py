@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from afield.cli.flags import add_run_arguments
+from afield.cli.options import add_run_arguments
 from afield.cli.report import Summary, draw, me, summarise
-from afield.config import (
+from afield.errors import AfieldError, Fruitless, UsageError
+from afield.orchestrator.run_directory import RunDir, find_run, write_whole
+from afield.settings import (
     ELSEWHERE,
     PATHS,
     Environment,
@@ -32,9 +34,7 @@ from afield.config import (
     read_tasks,
     train_config,
 )
-from afield.errors import AfieldError, Fruitless, UsageError
-from afield.rundir import RunDir, find_run, write_whole
-from afield.training import Part, training
+from afield.training_run import Part, training
 from afield.types import Task, check_id
 
 OVERRIDABLE = (
@@ -165,22 +165,22 @@ def checked(
 
 def check(args: argparse.Namespace, config: TrainConfig) -> None:
     """Of a new run and of one that goes on: what is wrong is said before anything is started."""
-    from afield import wiring
-    from afield.cli import early
+    from afield import factory
+    from afield.cli import model_checks
 
     check_tables(config, assigned(args.set or ()))
-    wiring.check_choices(config)
-    early.check(config, args.part)
+    factory.check_choices(config)
+    model_checks.check(config, args.part)
     if config.val_tasks:
         read_tasks(Path(config.val_tasks))
 
 
 def check_tables(config: TrainConfig, said: dict[str, Any]) -> None:
     """A file may have tables for several places; what is said of one right here is meant."""
-    from afield import wiring
+    from afield import factory
 
     used = {config.place, config.verifier_runtime} if config.verifier else {config.place}
-    for table in wiring.TOLD:
+    for table in factory.TOLD:
         if table in said and table not in used:
             raise UsageError(
                 f"--set {table}.{next(iter(said[table]), '')} does nothing with --runtime {config.runtime};"
@@ -238,13 +238,13 @@ async def train(
     kind: str,
     as_json: bool,
 ) -> int:
-    from afield import wiring
+    from afield import factory
 
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    screen = wiring.load("cli.screen:Screen")(config, run, to_stderr=as_json)
+    screen = factory.load("cli.live_chart:Screen")(config, run, to_stderr=as_json)
     given_up: Fruitless | None = None
     try:
         with screen:

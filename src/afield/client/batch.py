@@ -16,7 +16,7 @@ from typing import Self
 from msgspec import Struct
 
 from afield.client.futures import RolloutFuture
-from afield.client.names import Wish
+from afield.client.ids import Wish
 from afield.errors import AfieldError
 from afield.token_account import TokenAccount, of_finished
 from afield.types import Failure, Finished, Group, Outcome, Rollout

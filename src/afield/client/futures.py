@@ -24,7 +24,7 @@ from afield.errors import (
     TaskFailure,
     VerifierFailure,
 )
-from afield.ledger import Note
+from afield.orchestrator.run_state import Note
 from afield.types import Failure, FailureKind, Finished, Reason, Rollout
 
 ERRORS: dict[FailureKind, type[RolloutFailure]] = {

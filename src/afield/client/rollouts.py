@@ -23,15 +23,15 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from afield.client.batch import Batch, Ended, Gathering, Item, Put, as_item
 from afield.client.futures import RolloutFuture
-from afield.client.names import Names, Row, digest
-from afield.conduct import Conductor
+from afield.client.ids import Names, Row, digest
 from afield.errors import Conflict, Missing, UsageError
-from afield.ledger import Ledger, Note
-from afield.limiter import Limiter, SharedLimiter
-from afield.plan import Plan, Watcher
-from afield.rundir import RunDir
-from afield.seams import Gateway, Runtime, Transport
-from afield.spool import Spool
+from afield.interfaces import Gateway, Runtime, Transport
+from afield.orchestrator.config import Plan, Watcher
+from afield.orchestrator.rollout import Conductor
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger, Note
+from afield.ratelimit import Limiter, SharedLimiter
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished
 from afield.types import FailureKind, Finished, Group, Outcome, Reason, Rollout, Sampling, Split
 
@@ -117,9 +117,9 @@ class RolloutClient:
 
     @classmethod
     def open(cls, **names: Any) -> RolloutClient:
-        """A client that is started, of parts that are named: see `afield.opening.client`."""
+        """A client that is started, of parts that are named: see `afield.connect.client`."""
         # Names are the business of a layer above this one; people look for the door here.
-        return import_module("afield.opening").client(**names).start()
+        return import_module("afield.connect").client(**names).start()
 
     def start(self) -> Self:
         """Returns once agents can be launched; raises what stands in the way of that."""

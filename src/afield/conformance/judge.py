@@ -21,7 +21,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from afield.conformance.scenario import ABANDONED
-from afield.seams import Record
+from afield.interfaces import Record
 from afield.types import Trajectory, Turn, TurnStatus
 
 Key = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from afield import wiring
+from afield import factory
 from afield.conformance.families import CHATML, TemplateFamily
 from afield.conformance.model import CONTROL, MARKERS
 from afield.conformance.scenario import Fault, Reply, Scenario, last_marker
-from afield.seams import Call
+from afield.interfaces import Call
 
 SLOW_S = 0.05  # before each chunk of a reply that is going to be cut
 SLOW_WHOLE_S = 6.0  # before one that is not streamed
@@ -66,7 +66,7 @@ class Script:
         self._family = family
         self._vocabulary = vocabulary
         self._sampler = Sampler(vocabulary)
-        self._scripted: Callable[..., Any] = wiring.load("engines.scripted:Scripted")
+        self._scripted: Callable[..., Any] = factory.load("engines.scripted:Scripted")
         self.asked: Counter[str] = Counter()
         self.surprises: list[str] = []
         self.replies: dict[str, Reply] = {}

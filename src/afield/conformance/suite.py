@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from afield import wiring
+from afield import factory
 from afield.conformance.client import Client, Stage, run
 from afield.conformance.families import CHATML, TemplateFamily
 from afield.conformance.faults import Faults, faulty
@@ -25,7 +25,7 @@ from afield.conformance.oracle import Oracle, Renderer
 from afield.conformance.scenario import Scenario
 from afield.conformance.script import Script
 from afield.errors import Unavailable
-from afield.seams import Gateway, Record, SessionSpec
+from afield.interfaces import Gateway, Record, SessionSpec
 from afield.types import Sampling
 from afield.wire import encode
 
@@ -92,7 +92,7 @@ async def gateway(
 ) -> AsyncIterator[Up]:
     model = write_model(folder / "model", template)
     script = Script(scenario, vocabulary_of(model), family)
-    engine = wiring.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
+    engine = factory.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
     faults = Faults(scenario.faults, clean=scenario.clean)
     async with serving(engine, model, folder) as up, faulty(up.address, faults) as port:
         yield Up(up.gateway, engine.ledger, script, faults, port, Renderer(model, family))
@@ -112,18 +112,18 @@ class Serving(Struct, frozen=True):
 
 def vocabulary_of(model: Path) -> Any:
     tokenizer = model / "tokenizer.json"
-    return wiring.load("tokens.vocab:Vocabulary")(tokenizer.read_bytes(), tokenizer)
+    return factory.load("chat.vocabulary:Vocabulary")(tokenizer.read_bytes(), tokenizer)
 
 
 @asynccontextmanager
 async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Serving]:
     """A gateway on a free port in front of one engine; its store is in the folder."""
-    pool = wiring.load("gateway.pool:Pool")({"scripted": engine}, tries=1)
-    listener = wiring.load("sdk.listen:listen")("127.0.0.1", 0)
+    pool = factory.load("gateway.engine_pool:Pool")({"scripted": engine}, tries=1)
+    listener = factory.load("sdk.listen:listen")("127.0.0.1", 0)
     host, port = listener.getsockname()[:2]
     url, admin_key = f"http://{host}:{port}", secrets.token_urlsafe(16)
-    local = wiring.load("gateway.service:LocalGateway")(
-        tokens=wiring.load("tokens:ChatTokens").load(model),
+    local = factory.load("gateway.service:LocalGateway")(
+        tokens=factory.load("chat:ChatTokens").load(model),
         engine=pool,
         store=folder / "store",
         admin_key=admin_key,
@@ -131,10 +131,10 @@ async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Servi
     )
     ready = asyncio.Event()
     async with pool, local:
-        server = asyncio.create_task(wiring.load("gateway.server:serve")(local, listener, ready.set))
+        server = asyncio.create_task(factory.load("gateway.server:serve")(local, listener, ready.set))
         try:
-            await asyncio.wait_for(ready.wait(), wiring.START_TIMEOUT_S)
-            async with wiring.load("gateway.client:HttpGateway")(url, admin_key) as client:
+            await asyncio.wait_for(ready.wait(), factory.START_TIMEOUT_S)
+            async with factory.load("gateway.client:HttpGateway")(url, admin_key) as client:
                 yield Serving(client, (host, port), admin_key)
         finally:
             server.cancel()

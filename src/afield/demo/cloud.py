@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from afield.config import TrainConfig
 from afield.errors import Unavailable, UsageError
+from afield.settings import TrainConfig
 
 BUCKET = "afield-demo"
 KEYS = {"AWS_ACCESS_KEY_ID": "local", "AWS_SECRET_ACCESS_KEY": "local", "AWS_REGION": "us-east-1"}
@@ -74,7 +74,7 @@ def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Genera
             *("afield", "acr", "--json", "--exit-with-parent", "--port", str(acr)),
             *("--image", f"{cloud.container_uri}={told.agent}", "--logs", str(logs / "acr")),
             *("--starts-per-s", str(QUICK), "--stops-per-s", str(QUICK), "--sessions", "1000"),
-            *("--warm", "afield.sdk.warm_aws", "--warm", "afield.sdk.warm_openai"),
+            *("--warm", "afield.sdk.prewarm_aws", "--warm", "afield.sdk.prewarm_openai"),
             *(word for address in allowed for word in ("--allow", address)),
         )
         yield

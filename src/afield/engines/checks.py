@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from afield.errors import Conflict
-from afield.seams.engine import Call, EngineInfo
+from afield.interfaces.engine import Call, EngineInfo
 
 
 def check_call(call: Call, info: EngineInfo, *, ids: bool = True) -> None:

@@ -12,9 +12,9 @@ import math
 
 from msgspec import Struct, structs
 
-from afield.engines.logprobs import Drawn, measure
+from afield.engines.logprob_mode import Drawn, measure
 from afield.errors import UsageError
-from afield.seams.engine import Call, Chunk, Engine, EngineInfo
+from afield.interfaces.engine import Call, Chunk, Engine, EngineInfo
 from afield.types import FinishReason, Sampling
 
 PROMPT = (3, 1, 4, 1, 5)

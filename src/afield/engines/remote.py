@@ -19,13 +19,13 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
-from afield.engines.adapters import Lease, Leases, is_adapter
 from afield.engines.checks import check_call, is_newer
 from afield.engines.http import Http
-from afield.engines.logprobs import PROMPTS, Drawn, check_mode, probe_call
+from afield.engines.logprob_mode import PROMPTS, Drawn, check_mode, probe_call
+from afield.engines.lora import Lease, Leases, is_adapter
 from afield.engines.spans import Pieces
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, EngineInfo
+from afield.interfaces.engine import Call, Chunk, EngineInfo
 from afield.types import Constraint, FinishReason
 from afield.wire import encode
 

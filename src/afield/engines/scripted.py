@@ -22,9 +22,9 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.engines.checks import check_call, is_newer
-from afield.engines.ledger import Entry, watch
+from afield.engines.recording import Entry, watch
 from afield.errors import Unavailable, UsageError
-from afield.seams.engine import Call, Chunk, EngineInfo, TopLogprobs
+from afield.interfaces.engine import Call, Chunk, EngineInfo, TopLogprobs
 from afield.types import FinishReason
 
 if TYPE_CHECKING:

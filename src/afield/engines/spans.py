@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, structs
 
 from afield.errors import Unavailable
-from afield.seams.engine import Chunk
+from afield.interfaces.engine import Chunk
 from afield.types import VersionSpan
 
 

@@ -16,9 +16,16 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError, boundary
-from afield.gateway import control, side, stored_responses
-from afield.gateway.answering import Answering
-from afield.gateway.bodies import BodyBytes, ClientGone, read_body
+from afield.gateway import admin_api, side_calls, stored_responses
+from afield.gateway.api_error import (
+    Refusal,
+    bad_request,
+    conflict,
+    engine_down,
+    forbidden,
+    not_found,
+    unauthorized,
+)
 from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
 from afield.gateway.dialects.base import PREFILL, idempotency_key
 from afield.gateway.dialects.models import models
@@ -34,20 +41,13 @@ from afield.gateway.http import (
     query,
     send_json,
 )
-from afield.gateway.keys import HEADER_PREFIX, PREFIX, Grant
-from afield.gateway.keys import Scope as KeyScope
-from afield.gateway.refusal import (
-    Refusal,
-    bad_request,
-    conflict,
-    engine_down,
-    forbidden,
-    not_found,
-    unauthorized,
-)
-from afield.gateway.request import ModelRequest
+from afield.gateway.model_request import ModelRequest
+from afield.gateway.request_bodies import BodyBytes, ClientGone, read_body
+from afield.gateway.responder import Answering
 from afield.gateway.service import LocalGateway
 from afield.gateway.session import Session
+from afield.gateway.session_keys import HEADER_PREFIX, PREFIX, Grant
+from afield.gateway.session_keys import Scope as KeyScope
 from afield.gateway.shards import session_of
 from afield.types import Failure, FailureKind, Reason
 
@@ -110,7 +110,7 @@ class App:
     async def _refuse(self, refusal: Refusal, scope: Scope, send: Send) -> None:
         _, path = split_path(scope["path"])
         self._gateway.metrics.refused(refusal.status)
-        shape = self._dialects.of_path(path).error if path.startswith(_AGENT) else control.encode_error
+        shape = self._dialects.of_path(path).error if path.startswith(_AGENT) else admin_api.encode_error
         await send_json(send, refusal.status, shape(refusal), refusal.retry_after_s)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,12 +173,12 @@ class App:
         elif (parts := stored_responses.match(method, path)) is not None:
             session = await self._session(session_id, scope, KeyScope.INFER)
             await send_json(send, 200, await self._gateway.responses.serve(session, scope, parts))
-        elif (method, path) in control.REPORTS:
-            session = await self._session(session_id, scope, control.REPORTS[method, path].needs)
+        elif (method, path) in admin_api.REPORTS:
+            session = await self._session(session_id, scope, admin_api.REPORTS[method, path].needs)
             grant = self._grant(key_of(scope))
             with BodyBytes(session, limits.session_bytes) as held:
                 body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, held)
-                told = await control.report(self._gateway, session, grant, scope, path, body)
+                told = await admin_api.report(self._gateway, session, grant, scope, path, body)
             await send_json(send, 200, told)
         else:
             await self._check(session_id, scope, None)
@@ -245,7 +245,7 @@ class App:
         try:
             if self._gateway.shard is not None:
                 await self._gateway.shard.tell_others(scope, body)
-            status, value = await control.handle(self._gateway, scope, path, body)
+            status, value = await admin_api.handle(self._gateway, scope, path, body)
         except Conflict as error:
             raise conflict(str(error)) from error
         except (UsageError, ValueError) as error:
@@ -261,7 +261,7 @@ async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
         request, wish = dialect.decode(asked)
     if not request.messages and request.prompt is None and request.after is None:
         raise bad_request("nothing in this request is a message to answer", "send at least one message")
-    if (tag := side.tag_of(asked.headers, request)) is not None:
+    if (tag := side_calls.tag_of(asked.headers, request)) is not None:
         request = structs.replace(request, tags=(*request.tags, tag))
     if request.messages and request.messages[-1].role == "assistant" and PREFILL not in request.tags:
         request = structs.replace(request, tags=(*request.tags, PREFILL))

@@ -15,25 +15,25 @@ from contextlib import aclosing
 
 from msgspec import structs
 
+from afield.chat import ChatTokens, Event, Parser, ToolStart
 from afield.errors import Unavailable
-from afield.forest import extend_digest
-from afield.gateway import constraints, lineage, placing, wishes
+from afield.gateway import call_limits, constraints, prompts, requested_sampling
+from afield.gateway.api_error import Refusal, bad_request, engine_down
+from afield.gateway.call_accumulator import Partial
 from afield.gateway.images import Checker, image_spans
-from afield.gateway.marks import call_id
 from afield.gateway.metrics import Metrics
+from afield.gateway.model_request import NO_REASONING, Done, Item, ModelRequest, Piece, Started
 from afield.gateway.parameters import unsupported
-from afield.gateway.partial import Partial
-from afield.gateway.refusal import Refusal, bad_request, engine_down
 from afield.gateway.repeats import RETRY
-from afield.gateway.request import NO_REASONING, Done, Item, ModelRequest, Piece, Started
 from afield.gateway.scores import Scores, Spoken
 from afield.gateway.session import ENGINE_FAILED, Reservation, Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.stops import StopStrings, sampled
 from afield.gateway.store import Store, TurnRow, to_its_end
 from afield.gateway.thinking import template_arguments
-from afield.seams import Call, Chunk, Engine, EngineInfo, Image
-from afield.tokens import ChatTokens, Event, Parser, ToolStart
+from afield.gateway.turn_ids import call_id
+from afield.interfaces import Call, Chunk, Engine, EngineInfo, Image
+from afield.turn_tree import extend_digest
 from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
 log = logging.getLogger("afield.gateway")
@@ -74,8 +74,8 @@ class Calls:
             await self._take_images(session, request)
         self._sampling(session, request)
         tokens, request = await self._rendered_by(session, request)
-        place = await placing.place(session, tokens, request, self._info.max_context)
-        limit = placing.limit(session, request, place, self._info.max_context)
+        place = await call_limits.place(session, tokens, request, self._info.max_context)
+        limit = call_limits.limit(session, request, place, self._info.max_context)
         if request.only_score:
             for item in await self._score(session, request, place):
                 yield item
@@ -101,13 +101,13 @@ class Calls:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(session, request)
         tokens, request = await self._rendered_by(session, request)
-        place = await placing.place(session, tokens, request, self._info.max_context)
+        place = await call_limits.place(session, tokens, request, self._info.max_context)
         return len(place.prompt_ids)
 
     def _sampling(self, session: Session, request: ModelRequest) -> Sampling:
         spec = session.row.spec
         try:
-            return wishes.granted(spec.sampling, request.wishes, spec.client_sampling)
+            return requested_sampling.granted(spec.sampling, request.wishes, spec.client_sampling)
         except (ValueError, OverflowError) as error:
             raise bad_request(str(error)) from error
 
@@ -133,7 +133,7 @@ class Calls:
         try:
             if not self._info.constraints:
                 raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
-            made = placing.off_loop(constraints.size(request), constraints.constraint, tokens, request)
+            made = call_limits.off_loop(constraints.size(request), constraints.constraint, tokens, request)
             return constraints.with_budget(request), await made
         except ValueError as error:
             if spec.unsupported == "ignore":
@@ -194,7 +194,7 @@ class Calls:
         session: Session,
         tokens: ChatTokens,
         request: ModelRequest,
-        place: lineage.Place,
+        place: prompts.Place,
         limit: int,
         held: Constraint | None,
     ) -> list[Item]:
@@ -263,7 +263,7 @@ class Calls:
 
     # --- prompts that are scored and not answered ------------------------------------------------
 
-    async def _score(self, session: Session, request: ModelRequest, place: lineage.Place) -> list[Item]:
+    async def _score(self, session: Session, request: ModelRequest, place: prompts.Place) -> list[Item]:
         """The log-probabilities of a prompt. It takes a call from the budget and leaves no turn: there is
         nothing that anybody sampled, but for the one token that engines want to be asked for."""
         n = session.charge(self._clock())
@@ -294,7 +294,7 @@ class Calls:
         session: Session,
         tokens: ChatTokens,
         request: ModelRequest,
-        place: lineage.Place,
+        place: prompts.Place,
         limit: int,
         reserved: Reservation,
         n: int,
@@ -455,14 +455,14 @@ class Calls:
             await self._store.put_images(session.id, new)
             session.images.update(image.digest for image in new)
 
-    def _images(self, session: Session, place: lineage.Place) -> tuple[Image, ...]:
+    def _images(self, session: Session, place: prompts.Place) -> tuple[Image, ...]:
         """All images of the conversation, in the order of their places in the prompt."""
         path = session.forest.path(place.parent) if place.parent else []
         messages = [m for turn in path for m in turn.messages] + list(place.new)
         digests = [image.digest for message in messages for image in message.images]
         return tuple(self._store.image(session.id, digest) for digest in digests)
 
-    def _image_places(self, session: Session, place: lineage.Place) -> tuple[int, ...]:
+    def _image_places(self, session: Session, place: prompts.Place) -> tuple[int, ...]:
         """Where the prompt has a placeholder that nobody sampled."""
         ids, spans = place.sent_ids or place.prompt_ids, []
         if place.parent:
@@ -475,7 +475,7 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: lineage.Place,
+        place: prompts.Place,
         room: int,
         turn_id: str,
         n: int,
@@ -507,7 +507,7 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: lineage.Place,
+        place: prompts.Place,
         limit: int,
         n: int,
         held: Constraint | None = None,
@@ -530,7 +530,7 @@ class Calls:
                 *request.tags,
                 *(f"{RULE}{rule}" for rule in place.rules),
                 *((RETRY,) if request.retry else ()),
-                *wishes.tags(sampling, request.wishes),
+                *requested_sampling.tags(sampling, request.wishes),
             ),
             links=place.links,
             constraint=held,
@@ -545,7 +545,7 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: lineage.Place,
+        place: prompts.Place,
         turn: Turn,
         n: int,
         scores: Scores | None,
@@ -663,4 +663,4 @@ async def _thought(tokens: ChatTokens, turn: Turn, reply: Message) -> int:
     if not reply.reasoning:
         return 0
     parser = tokens.parser(tools=())
-    return await placing.off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
+    return await call_limits.off_loop(len(reply.reasoning), parser.thought, turn.token_ids)

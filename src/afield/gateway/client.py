@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from afield.errors import Conflict, Missing, Unavailable, UsageError
 from afield.gateway.header_keys import HeaderKeySpec, HeaderKeyTicket
-from afield.seams import Record, SessionSpec, SessionState, SessionTicket
+from afield.interfaces import Record, SessionSpec, SessionState, SessionTicket
 from afield.types import Policy
 from afield.wire import Submission
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from afield.gateway.refusal import Refusal
+from afield.gateway.api_error import Refusal
 
 log = logging.getLogger("afield.gateway")
 

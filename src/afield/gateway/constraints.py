@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
+from afield.chat import ChatTokens, Tool, reply_grammar
+from afield.chat.reply_grammar import ANY_OBJECT, CallSpec, Element
 from afield.exclusions import ExclusionReason
-from afield.gateway.request import ModelRequest, OutputFormat
+from afield.gateway.model_request import ModelRequest, OutputFormat
 from afield.gateway.schemas import check_pattern, enforceable
-from afield.tokens import ChatTokens, Tool, reply_grammar
-from afield.tokens.reply_grammar import ANY_OBJECT, CallSpec, Element
 from afield.types import Constraint, Turn, TurnStatus
 
 MAX_TEXT = 1 << 17

@@ -20,14 +20,14 @@ from typing import Any
 from msgspec import Struct, structs
 
 from afield.errors import Conflict
+from afield.gateway.api_error import Refusal, bad_request, conflict, unauthorized
 from afield.gateway.http import Scope as HttpScope
 from afield.gateway.http import header
-from afield.gateway.keys import Grant, Keys, Scope, header_session_id, split_header_key
-from afield.gateway.refusal import Refusal, bad_request, conflict, unauthorized
 from afield.gateway.session import Phase, Session
+from afield.gateway.session_keys import Grant, Keys, Scope, header_session_id, split_header_key
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Store
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
 
 log = logging.getLogger("afield.gateway")
 KEY_ID = re.compile(r"[A-Za-z0-9_-]{1,48}")

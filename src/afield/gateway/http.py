@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from afield.gateway.refusal import bad_request
+from afield.gateway.api_error import bad_request
 from afield.wire import json_problem
 
 Scope = MutableMapping[str, Any]

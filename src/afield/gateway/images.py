@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from afield.gateway.refusal import Refusal, bad_request
+from afield.gateway.api_error import Refusal, bad_request
 from afield.types import Image, ImageSpan
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from msgspec import Struct, structs
 
 from afield import wire
 from afield.errors import WireError
-from afield.forest import call_number, listed, turn_named
+from afield.gateway.api_error import Refusal, bad_request, conflict
 from afield.gateway.http import MAX_BODY, json_body
-from afield.gateway.refusal import Refusal, bad_request, conflict
 from afield.gateway.store import FailedVerdict, SessionRow
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
+from afield.turn_tree import call_number, listed, turn_named
 from afield.types import Failure, FailureKind, Outcome, Reason
 from afield.wire import OutcomeRecord
 

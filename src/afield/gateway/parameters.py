@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from afield.gateway.refusal import bad_request
+from afield.gateway.api_error import bad_request
 
 Fate = Literal["honoured", "overridden", "refused"]
 

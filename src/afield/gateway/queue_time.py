@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from afield.errors import AfieldError
-from afield.gateway.line import Line
+from afield.gateway.waiting_time import Line
 from afield.gateway.workers import Worker
-from afield.seams import Queueing
+from afield.interfaces import Queueing
 
 log = logging.getLogger("afield.gateway")
 LOOK_S = 2.0

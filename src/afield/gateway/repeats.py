@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from afield.exclusions import AbandonedAnswers, ExclusionReason
-from afield.forest import Forest
+from afield.turn_tree import Forest
 from afield.types import Constraint, FinishReason, Turn, TurnStatus
 
 QUOTED = 24  # characters of an answer that, found again in a later message, are no coincidence

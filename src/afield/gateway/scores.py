@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from afield.seams.engine import TopLogprobs
-from afield.tokens import Event, TextDelta
+from afield.chat import Event, TextDelta
+from afield.interfaces.engine import TopLogprobs
 
 
 class Scores(Struct, frozen=True, kw_only=True):

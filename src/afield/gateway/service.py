@@ -12,26 +12,26 @@ from typing import Any, Self
 
 import msgspec
 
-from afield import assembly
+from afield import trajectories
+from afield.chat import ChatTokens
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.exclusions import ExclusionReason
 from afield.gateway import outcomes
+from afield.gateway.api_error import bad_request
 from afield.gateway.calls import Calls
+from afield.gateway.engine_pool import Pool
 from afield.gateway.header_keys import HeaderKeyRow, HeaderKeys, HeaderKeyTicket
-from afield.gateway.keys import Keys, Scope
 from afield.gateway.metrics import Metrics, Snapshot, exposition
-from afield.gateway.outbox import Outbox
+from afield.gateway.outcome_delivery import Outbox
 from afield.gateway.outcomes import USUAL, Limits, Statement
-from afield.gateway.pool import Pool
-from afield.gateway.refusal import bad_request
 from afield.gateway.session import Phase, Session
+from afield.gateway.session_keys import Keys, Scope
 from afield.gateway.sessions import ENDING_S, Sessions, turns_of
 from afield.gateway.shards import Shard
 from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
 from afield.gateway.stored_responses import StoredResponses
-from afield.seams import Record, SessionSpec, SessionState, SessionTicket, Transport
-from afield.tokens import ChatTokens
+from afield.interfaces import Record, SessionSpec, SessionState, SessionTicket, Transport
 from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
 from afield.wire import Invocation, Submission
 
@@ -282,7 +282,7 @@ class LocalGateway:
         return sum(tuple(self.tokens.encode_raw(text)) != ids for ids, text in spelled)
 
     def record(self, session: Session) -> Record:
-        assembled = assembly.linear(session.forest, self.withheld(session))
+        assembled = trajectories.linear(session.forest, self.withheld(session))
         turns = [row.turn for row in sorted(session.rows.values(), key=lambda row: (row.seq, row.n))]
         return Record(
             trajectories=assembled.trajectories,

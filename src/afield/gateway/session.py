@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, Self
 
-from afield import assembly
+from afield import trajectories
 from afield.exclusions import ExclusionReason
-from afield.forest import Forest
-from afield.gateway import constraints, outcomes, repeats, side
-from afield.gateway.memo import Memo
-from afield.gateway.recall import Recall
-from afield.gateway.refusal import budget_exhausted, conflict
+from afield.gateway import constraints, outcomes, repeats, side_calls
+from afield.gateway.api_error import budget_exhausted, conflict
+from afield.gateway.message_cache import Memo
+from afield.gateway.request_cache import Recall
 from afield.gateway.store import SessionRow, Tally, TurnRow
-from afield.seams import SessionState
+from afield.interfaces import SessionState
+from afield.turn_tree import Forest
 from afield.types import Turn, TurnStatus
 
 UNDELIVERED = ExclusionReason.UNDELIVERED
@@ -116,7 +116,7 @@ class Session:
         unused = repeats.excluded(self.forest, row.spec.abandoned_answers, row.withheld)
         held = constraints.excluded(self.forest.turns) if row.spec.constrained_turns == "exclude" else {}
         recorded = held | unused | row.withheld
-        return side.withheld(self.forest.turns, recorded, row.spec.side_calls) | recorded
+        return side_calls.withheld(self.forest.turns, recorded, row.spec.side_calls) | recorded
 
     @property
     def excluded(self) -> dict[str, int]:
@@ -130,7 +130,7 @@ class Session:
     def excluded_in(self, row: SessionRow) -> dict[str, int]:
         """The same as it is, or will be, with this row."""
         tokens: Counter[str] = Counter()
-        for exclusion in assembly.exclusions(self.forest, self.withheld(row)):
+        for exclusion in trajectories.exclusions(self.forest, self.withheld(row)):
             tokens[exclusion.reason] += exclusion.tokens
         return dict(+tokens)
 

@@ -19,12 +19,12 @@ from msgspec import structs
 
 from afield.errors import Conflict, Missing
 from afield.gateway import outcomes
+from afield.gateway.api_error import conflict
 from afield.gateway.outcomes import USUAL, Limits, Statement, Turns
-from afield.gateway.refusal import conflict
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
 from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, TurnRow, to_its_end
-from afield.seams import SessionSpec, SessionState
+from afield.interfaces import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
 RESERVED = "states"

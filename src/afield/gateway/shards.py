@@ -19,10 +19,10 @@ import aiohttp
 import msgspec
 
 from afield.errors import Unavailable
-from afield.gateway.bodies import decompressed, read_raw
+from afield.gateway.api_error import Refusal, engine_down, unauthorized
 from afield.gateway.http import Receive, Scope, Send, header, key_of, path_key
-from afield.gateway.keys import header_session_id, session_named_by, split_header_key
-from afield.gateway.refusal import Refusal, engine_down, unauthorized
+from afield.gateway.request_bodies import decompressed, read_raw
+from afield.gateway.session_keys import header_session_id, session_named_by, split_header_key
 
 _SESSION = re.compile(r"/(?:s|sessions)/(?!states$)([^/]+)")
 _TO_ALL = {

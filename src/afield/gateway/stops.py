@@ -12,8 +12,8 @@ from contextlib import aclosing
 
 from msgspec import structs
 
-from afield.seams import Call, Chunk, Engine
-from afield.tokens import Event, Parser, TextDelta, ToolEnd
+from afield.chat import Event, Parser, TextDelta, ToolEnd
+from afield.interfaces import Call, Chunk, Engine
 from afield.types import FinishReason, Message, VersionSpan
 
 

@@ -27,8 +27,8 @@ from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
 from afield.gateway.scores import Scores
+from afield.interfaces import Image, SessionSpec
 from afield.private_files import private_database, private_directory
-from afield.seams import Image, SessionSpec
 from afield.types import Failure, Turn
 
 SCHEMA = """

@@ -14,21 +14,21 @@ from urllib.parse import parse_qsl
 
 from msgspec import structs
 
+from afield.chat import ChatTokens, Tool
+from afield.gateway.api_error import bad_request, not_found
+from afield.gateway.call_limits import off_loop
 from afield.gateway.dialects.base import Wish
 from afield.gateway.dialects.compaction import Compaction
 from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses_items import InputItems, image_url
 from afield.gateway.dialects.responses_request import KEPT, LOGPROBS, Shown, shown_again
-from afield.gateway.dialects.responses_view import Items, output_of
+from afield.gateway.dialects.responses_stream import Items, output_of
 from afield.gateway.http import Scope
-from afield.gateway.marks import turn_of_response
-from afield.gateway.placing import off_loop
-from afield.gateway.refusal import bad_request, not_found
-from afield.gateway.request import Done, Started
+from afield.gateway.model_request import Done, Started
 from afield.gateway.session import Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Store, TurnRow
-from afield.tokens import ChatTokens, Tool
+from afield.gateway.turn_ids import turn_of_response
 from afield.types import Turn, TurnStatus
 
 Json = dict[str, Any]

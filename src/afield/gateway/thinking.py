@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from afield.chat import ChatTokens
+from afield.gateway.model_request import ModelRequest
 from afield.gateway.parameters import unsupported
-from afield.gateway.request import ModelRequest
-from afield.tokens import ChatTokens
 
 EFFORT = "reasoning_effort"
 WORDS = {"minimal": "low", "xhigh": "high", "max": "high"}

@@ -6,8 +6,8 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from afield.gateway.flight import Flight
-from afield.seams import Engine, EngineInfo, Freezing, Image
+from afield.gateway.resumable_call import Flight
+from afield.interfaces import Engine, EngineInfo, Freezing, Image
 
 
 class Standing(StrEnum):

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from afield.errors import TaskFailure, Throttled, Unavailable, WireError
-from afield.runtimes.attempts import Attempts, broken
+from afield.interfaces.runtime import Capabilities, Exit, Live
+from afield.runtimes.attempt_table import Attempts, broken
+from afield.sdk.agent import entry_of
 from afield.sdk.deliver import deliver as deliver_to_address
-from afield.sdk.entry import entry_of
 from afield.sdk.runner import Runner
-from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
 from afield.wire import Invocation, OutcomeRecord, Submission
 

@@ -18,11 +18,11 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
-from afield.printed import Slice, note, tail
-from afield.runtimes.attempts import REMEMBERED, Attempts, broken
-from afield.runtimes.contract import SILENT
+from afield.interfaces.runtime import Capabilities, Exit, Live
+from afield.log_tail import Slice, note, tail
+from afield.runtimes.attempt_table import REMEMBERED, Attempts, broken
+from afield.runtimes.invocations import SILENT
 from afield.runtimes.worker import LOG_BYTES, Worker, command_for
-from afield.seams.runtime import Capabilities, Exit, Live
 from afield.types import Attempt, Reason
 
 # Below the 30 s after which a worker closes an idle connection.

@@ -18,16 +18,16 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from afield import wire
-from afield.cells import cgroups, directories
-from afield.cells.cell import Cell
-from afield.cells.nest import Nest
-from afield.cells.program import Ended, Program
-from afield.cells.sandbox import address
 from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, UsageError, WireError
+from afield.interfaces.runtime import Capabilities, Exit, Limit, Live
 from afield.options import SandboxOptions
-from afield.runtimes import contract
-from afield.runtimes.attempts import Attempts, broken
-from afield.seams.runtime import Capabilities, Exit, Limit, Live
+from afield.runtimes import invocations
+from afield.runtimes.attempt_table import Attempts, broken
+from afield.sandbox import cgroups, socket_directories
+from afield.sandbox.commands import address
+from afield.sandbox.fork_server import Nest
+from afield.sandbox.process import Cell
+from afield.sandbox.program import Ended, Program
 from afield.types import Attempt, Reason
 from afield.wire import Invocation
 
@@ -170,7 +170,7 @@ class SandboxRuntime:
             nest = Nest(
                 program,
                 options.limits,
-                directory=directories.fresh(),
+                directory=socket_directories.fresh(),
                 log_dir=self._log_dir,
                 start_timeout_s=self._timeout_s,
             )
@@ -253,7 +253,7 @@ class SandboxRuntime:
         try:
             connector = aiohttp.UnixConnector(path=str(cell.socket), force_close=True)
             async with aiohttp.ClientSession(connector=connector) as http:
-                await contract.post(http, "http://cell", attempt, payload)
+                await invocations.post(http, "http://cell", attempt, payload)
         except Throttled as error:
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
         except (aiohttp.ClientError, OSError) as error:

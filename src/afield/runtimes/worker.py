@@ -21,8 +21,8 @@ import aiohttp
 from msgspec import Struct
 
 from afield.errors import InfrastructureFailure, Throttled
-from afield.printed import tail
-from afield.runtimes import contract
+from afield.log_tail import tail
+from afield.runtimes import invocations
 from afield.sdk.signed_invocations import InvocationKey, fresh_key
 from afield.types import Attempt, Reason
 
@@ -201,10 +201,10 @@ class Worker:
 
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
-            await contract.post(http, self._url, attempt, payload, self._key)
+            await invocations.post(http, self._url, attempt, payload, self._key)
         except Throttled as error:
             # Its places are counted here: one that has no thread left is a place that broke.
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
 
     async def active(self, http: aiohttp.ClientSession) -> set[str]:
-        return set((await contract.ping(http, self._url)).active or ())
+        return set((await invocations.ping(http, self._url)).active or ())

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from afield.errors import UsageError
+from afield.sdk.agent import Entry
 from afield.sdk.app import Answer, Entrypoints, Ping, Receive, Scope, Send, parse_json, read_body, respond
-from afield.sdk.entry import Entry
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import default_host, in_container, key_for
 

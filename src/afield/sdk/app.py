@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
-from afield.sdk.entry import Entry, entry_of, mark
+from afield.sdk.agent import Entry, entry_of, mark
 from afield.sdk.result import Aggregate, check_aggregate
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import HEADER, InvocationKey, default_host, in_container, key_for

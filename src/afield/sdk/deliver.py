@@ -19,10 +19,10 @@ from urllib.parse import unquote, urlsplit
 
 from afield import wire
 from afield.errors import Unavailable, UsageError
-from afield.sdk import filestore, outcomes
-from afield.sdk.notify import notify
+from afield.sdk import file_store, outcomes
+from afield.sdk.hints import notify
 from afield.sdk.outcomes import Passing, Refused
-from afield.sdk.s3store import S3Store
+from afield.sdk.s3_store import S3Store
 from afield.wire import Hint, Invocation, OutcomeRecord, Submission
 
 DELAYS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
@@ -72,9 +72,9 @@ def _deliver_once(invocation: Invocation, record: OutcomeRecord | Submission) ->
         with contextlib.closing(S3Store(invocation.s3_bucket or "")) as store:
             stands = outcomes.deliver(store, invocation, record)
     else:
-        stands = outcomes.deliver(filestore.FileStore(file_root(url)), invocation, record)
+        stands = outcomes.deliver(file_store.FileStore(file_root(url)), invocation, record)
         if stands and not invocation.hint_url:
-            filestore.hint(file_root(url), invocation.exp_id, hint)
+            file_store.hint(file_root(url), invocation.exp_id, hint)
     if stands:  # nobody waits for one that was refused
         notify(invocation, hint)
     return stands

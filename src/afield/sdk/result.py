@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from afield import wire
 from afield.errors import TaskFailure, UsageError, VerifierFailure, WireError
-from afield.sdk.blame import attributed, clean
+from afield.sdk.classify import attributed, clean
 from afield.types import Reason
 
 Rewards = dict[str, float]

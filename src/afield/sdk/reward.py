@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from afield.errors import VerifierFailure
-from afield.sdk.blame import attributed
+from afield.sdk.classify import attributed
 from afield.sdk.result import number, read_rewards
 
 

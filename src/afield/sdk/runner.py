@@ -34,11 +34,11 @@ from afield.errors import (
     WireError,
     boundary,
 )
-from afield.sdk.alive import PROCESS, Alive
-from afield.sdk.blame import attributed, describe, storable
+from afield.sdk.agent import Entry
+from afield.sdk.classify import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.deliver import file_root
-from afield.sdk.entry import Entry
+from afield.sdk.heartbeat import PROCESS, Alive
 from afield.sdk.outcomes import Refused
 from afield.sdk.result import Result, read_result, read_submission
 from afield.types import Failure, FailureKind, Outcome, Reason

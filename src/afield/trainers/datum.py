@@ -12,10 +12,10 @@ from typing import cast
 
 from msgspec import Struct, structs
 
-from afield.advantage import How, advantages
+from afield.advantages import How, compute_advantages
 from afield.errors import UsageError
-from afield.trainers.audit import line_up
-from afield.trainers.rows import Row, to_batch
+from afield.trainers.batch import Row, to_batch
+from afield.trainers.diagnostics import line_up
 from afield.types import FinishReason, Group, Image, Message, Sampling, Trajectory, TurnRange, VersionSpan
 
 
@@ -112,7 +112,7 @@ def taught(name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weigh
 def data_from(groups: Sequence[Group], advantage: How = "grpo", *, floor: float = 0.0) -> list[Datum]:
     """The rollouts that afield collected, with their advantages, checked against their recorded turns."""
     line_up(groups)
-    rows = to_batch(groups, advantages(groups, advantage, floor=floor)).rows
+    rows = to_batch(groups, compute_advantages(groups, advantage, floor=floor)).rows
     return [
         Datum(
             rollout_id=row.rollout_id,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from afield.exclusions import ExclusionReason, UntrainedReason
 from afield.token_account import TokenAccount, failure_reason
-from afield.trainers.rows import Batch
+from afield.trainers.batch import Batch
 from afield.types import Group
 
 

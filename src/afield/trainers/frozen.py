@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from afield.advantage import advantages
-from afield.batches.recorded import line_up
+from afield.advantages import compute_advantages
+from afield.batches.verification import line_up
 from afield.errors import DamagedFile, UsageError
-from afield.seams.trainer import StepReport
+from afield.interfaces.trainer import StepReport
+from afield.trainers.batch import check_rows, to_batch
 from afield.trainers.delivery import delivery
-from afield.trainers.directories import replaced
-from afield.trainers.rows import check_rows, to_batch
+from afield.trainers.model_directory import replaced
 from afield.types import Group
 
 
@@ -34,7 +34,7 @@ class Frozen:
 
     def step(self, groups: Sequence[Group]) -> StepReport:
         line_up(groups)
-        batch = to_batch(groups, advantages(groups, floor=self.floor), self.context)
+        batch = to_batch(groups, compute_advantages(groups, floor=self.floor), self.context)
         check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context, no_images="")
         self.steps += 1
         account = delivery(groups, batch)

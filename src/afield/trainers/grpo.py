@@ -20,14 +20,14 @@ from typing import Any, Literal
 
 import torch
 
-from afield.advantage import How, advantages, rewards_of
+from afield.advantages import How, compute_advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weighed
 from afield.errors import DamagedFile, Unavailable, UsageError
+from afield.interfaces.trainer import StepReport
 from afield.options import LoraOptions, Thinking
 from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
-from afield.seams.trainer import StepReport
-from afield.trainers.audit import Audit, delivery, line_up
-from afield.trainers.directories import copy_but_weights, replaced
+from afield.trainers.batch import Batch, Row, check_rows, to_batch
+from afield.trainers.diagnostics import Audit, delivery, line_up
 from afield.trainers.losses import (
     DUAL_CLIP,
     USUAL_AGGREGATE,
@@ -41,11 +41,11 @@ from afield.trainers.losses import (
     loss_of,
     weights,
 )
-from afield.trainers.passes import LayoutName
-from afield.trainers.policy import Dtype, PolicyModel, device_of
+from afield.trainers.micro_batches import LayoutName
+from afield.trainers.model import Dtype, PolicyModel, device_of
+from afield.trainers.model_directory import copy_but_weights, replaced
+from afield.trainers.optimizer import Scores, Updates
 from afield.trainers.publication import KEPT
-from afield.trainers.rows import Batch, Row, check_rows, to_batch
-from afield.trainers.updates import Scores, Updates
 from afield.types import Group
 
 log = logging.getLogger("afield.trainers")
@@ -256,7 +256,7 @@ class GRPO:
         returns = None
         if self.credit == "turns":
             returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
-        earned = advantages(groups, self.how, floor=self.floor, returns=returns)
+        earned = compute_advantages(groups, self.how, floor=self.floor, returns=returns)
         batch = to_batch(groups, earned, self.context)
         policy = self.policy
         check_rows(batch.rows, vocabulary=policy.vocabulary, context=self.context, no_images=policy.no_images)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from afield.errors import UsageError
-from afield.trainers.rows import Row
+from afield.trainers.batch import Row
 from afield.types import Image
 from afield.vision import PixelInputs, Vision
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from afield.trainers.batch import Row
 from afield.trainers.images import ImageReader
-from afield.trainers.rows import Row
 from afield.vision import ImageFeatures, PixelInputs, Vision, joined
 
 

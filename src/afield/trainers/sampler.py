@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from afield.chat import ChatTokens, Tool
 from afield.errors import UsageError
-from afield.seams.engine import Call, Chunk, Engine
-from afield.tokens import ChatTokens, Tool
+from afield.interfaces.engine import Call, Chunk, Engine
 from afield.trainers.datum import Reply
 from afield.types import FinishReason, Message, Sampling, ToolCall, VersionSpan
 

@@ -21,12 +21,12 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from afield.errors import UsageError
+from afield.interfaces.engine import Engine
 from afield.options import LoraOptions
 from afield.rounding import rounding_of
-from afield.seams.engine import Engine
-from afield.trainers.audit import Audit
+from afield.trainers.batch import Row, check_rows
 from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
-from afield.trainers.directories import replaced
+from afield.trainers.diagnostics import Audit
 from afield.trainers.losses import (
     USUAL_CLIP,
     Aggregate,
@@ -39,11 +39,11 @@ from afield.trainers.losses import (
     loss_of,
     weights,
 )
-from afield.trainers.passes import LayoutName
-from afield.trainers.policy import Dtype, PolicyModel, device_of
-from afield.trainers.rows import Row, check_rows
+from afield.trainers.micro_batches import LayoutName
+from afield.trainers.model import Dtype, PolicyModel, device_of
+from afield.trainers.model_directory import replaced
+from afield.trainers.optimizer import LossFunction, Updates
 from afield.trainers.sampler import Prompt, Sampler
-from afield.trainers.updates import LossFunction, Updates
 from afield.types import Sampling
 
 __all__ = ["Datum", "Objective", "Reply", "Report", "Sampling", "Tokens", "Tuner", "data_from", "taught"]
@@ -104,7 +104,7 @@ class Tuner:
         )
         self.sampler = Sampler(self.path, engine)
         self.published: dict[str, float] = {}
-        """Metrics of the last weights that the engine got; see `afield.seams.trainer.Publisher`."""
+        """Metrics of the last weights that the engine got; see `afield.interfaces.trainer.Publisher`."""
         self._seed = seed
         self._changed = False  # since the engine was given the weights
 
@@ -122,7 +122,7 @@ class Tuner:
         """With the embedded engine, `slots` calls at once; `how` as the constructor takes it. Engine and
         trainer agree to 1e-4 where `engine_dtype` is float32, as it is on a CPU."""
         # Engines are named in a layer above this one; people look for the door here.
-        named = import_module("afield.wiring")
+        named = import_module("afield.factory")
         engine = named.engine(
             "torch", Path(model_path), slots=slots, seed=seed, ledger=None, dtype=engine_dtype
         )

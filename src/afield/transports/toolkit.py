@@ -12,9 +12,9 @@ from typing import Any
 
 from afield import wire
 from afield.errors import RolloutFailure, TaskFailure
-from afield.sdk.blame import storable
+from afield.interfaces.transport import Waiting
+from afield.sdk.classify import storable
 from afield.sdk.result import Rewards, read_result
-from afield.seams.transport import Waiting
 from afield.types import Attempt, Failure, Outcome
 from afield.wire import OutcomeRecord
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from afield import wiring
+from afield import factory
 from afield.conformance.families import hermes
 from afield.conformance.foreign.template import IMAGE, NO_THOUGHT, TOOLS
 from afield.conformance.foreign.values import QUOTED, SUM, Values, computed, places
 from afield.conformance.model import CONTROL
 from afield.conformance.scenario import Reply, Use
 from afield.conformance.script import Sampler
-from afield.seams import Call
+from afield.interfaces import Call
 
 COMMON = frozenset(
     (
@@ -257,7 +257,7 @@ class RuleModel:
         self._vocabulary = vocabulary
         self._silent = silent
         self._sampler = Sampler(vocabulary)
-        self._scripted: Callable[..., Any] = wiring.load("engines.scripted:Scripted")
+        self._scripted: Callable[..., Any] = factory.load("engines.scripted:Scripted")
 
     def __call__(self, call: Call) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)

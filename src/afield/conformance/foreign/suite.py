@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from afield import wiring
+from afield import factory
 from afield.conformance.client import Command, Stage, run
 from afield.conformance.foreign.rule_model import RuleModel
 from afield.conformance.foreign.template import IMAGE, TEMPLATE
 from afield.conformance.model import CONTROL, write_model
 from afield.conformance.suite import Serving, serving, vocabulary_of
 from afield.errors import Unavailable
-from afield.seams import SessionSpec
+from afield.interfaces import SessionSpec
 from afield.types import Sampling
 
 RESULTS = "AFIELD_SUITE_RESULTS"
@@ -114,7 +114,7 @@ async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str)
         return Result(failed=1, problems=(f"not installed: {error}",), unavailable=str(error))
     model = write_model(folder / "model", TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = vocabulary_of(model)
-    engine = wiring.load("engines.scripted:ScriptedEngine")(
+    engine = factory.load("engines.scripted:ScriptedEngine")(
         RuleModel(vocabulary, frozenset(_session_id(suite, variant) for variant in suite.silent)),
         max_context=MAX_CONTEXT,
         vocab_size=vocabulary.size,

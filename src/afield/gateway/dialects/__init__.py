@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from afield.chat import ChatTokens
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.base import Asked, Dialect, View, Wish
 from afield.gateway.dialects.chat import Chat
 from afield.gateway.dialects.completions import Completions
 from afield.gateway.dialects.gemini import Gemini
 from afield.gateway.dialects.responses import Responses
-from afield.tokens import ChatTokens
 
 __all__ = ["Asked", "Dialect", "Dialects", "View", "Wish"]
 

@@ -15,20 +15,20 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from afield.chat import Tool
+from afield.gateway.api_error import bad_request
 from afield.gateway.dialects import tool_choice
 from afield.gateway.dialects.base import STRICT, TOOLS_TAG, Asked, Wish, asks_again, encode
 from afield.gateway.dialects.images import Gallery
-from afield.gateway.dialects.objects import as_arguments
+from afield.gateway.dialects.json_arguments import as_arguments
 from afield.gateway.dialects.output_format import one, response_format
-from afield.gateway.dialects.reading import Reading
+from afield.gateway.dialects.request_body import Reading
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked
-from afield.gateway.marks import unseal
+from afield.gateway.model_request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.parameters import check, check_within
-from afield.gateway.refusal import bad_request
-from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
-from afield.gateway.wishes import Wishing, wishes
-from afield.tokens import Tool
+from afield.gateway.requested_sampling import Wishing, wishes
+from afield.gateway.turn_ids import unseal
 from afield.types import ImageRef, Message, ToolCall
 
 BILLING = "x-anthropic-billing-header:"

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from afield.gateway.memo import Memo
-from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.gateway.api_error import Refusal, bad_request
+from afield.gateway.message_cache import Memo
+from afield.gateway.model_request import Done, ModelRequest, Piece, Started
 from afield.wire import json_problem
 
 T = TypeVar("T")

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from afield.chat import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
+from afield.gateway.api_error import Refusal, bad_request
 from afield.gateway.dialects.base import (
     EVENTS,
     STRICT,
@@ -28,17 +30,23 @@ from afield.gateway.dialects.base import (
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
-from afield.gateway.dialects.reading import Reading
+from afield.gateway.dialects.request_body import Reading
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
-from afield.gateway.memo import Memo
+from afield.gateway.message_cache import Memo
+from afield.gateway.model_request import (
+    NO_REASONING,
+    Done,
+    ModelRequest,
+    OutputFormat,
+    Piece,
+    Reasoning,
+    Started,
+)
 from afield.gateway.parameters import check_within, unsupported
-from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import NO_REASONING, Done, ModelRequest, OutputFormat, Piece, Reasoning, Started
+from afield.gateway.requested_sampling import Wishing, wishes
 from afield.gateway.scores import Scores
-from afield.gateway.wishes import Wishing, wishes
-from afield.seams.engine import TopLogprobs
-from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
+from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
 
 ROLES: dict[str, Role] = {

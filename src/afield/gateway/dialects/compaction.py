@@ -11,16 +11,16 @@ from typing import Any
 
 from msgspec import structs
 
+from afield.chat import ChatTokens, Tool
+from afield.gateway.api_error import Refusal, bad_request
 from afield.gateway.dialects.base import Asked, Wish
 from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses import Responses
 from afield.gateway.dialects.responses_items import InputItems
-from afield.gateway.dialects.responses_view import Items, usage
+from afield.gateway.dialects.responses_stream import Items, usage
 from afield.gateway.dialects.summaries import ASK, COMPACTION, summary_of
-from afield.gateway.marks import item_id, response_id, seal_summary
-from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import Done, ModelRequest, Started
-from afield.tokens import ChatTokens, Tool
+from afield.gateway.model_request import Done, ModelRequest, Started
+from afield.gateway.turn_ids import item_id, response_id, seal_summary
 from afield.types import Message, Turn
 
 UNUSED = ("unenforced:text.format", "unenforced:tool_choice")  # of the reply that is asked for later

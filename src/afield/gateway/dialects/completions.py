@@ -12,17 +12,17 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from afield.chat import ChatTokens, TextDelta
+from afield.gateway.api_error import Refusal, bad_request
 from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data
 from afield.gateway.dialects.logprobs import TokenText, check_count
-from afield.gateway.dialects.reading import Reading
+from afield.gateway.dialects.request_body import Reading
+from afield.gateway.model_request import Done, ModelRequest, Piece, Started
 from afield.gateway.parameters import check_within
-from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import Done, ModelRequest, Piece, Started
+from afield.gateway.requested_sampling import wishes
 from afield.gateway.scores import Scores
-from afield.gateway.wishes import wishes
-from afield.seams.engine import TopLogprobs
-from afield.tokens import ChatTokens, TextDelta
+from afield.interfaces.engine import TopLogprobs
 
 Json = dict[str, Any]
 NAMES = {"top_logprobs": "logprobs", "prompt_logprobs": "echo with logprobs"}

@@ -13,14 +13,14 @@ from typing import Any
 
 from msgspec import Raw
 
+from afield.chat import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.gateway.api_error import Refusal, bad_request
 from afield.gateway.dialects import gemini_request
 from afield.gateway.dialects.base import EVENTS, Asked, Wish, data, encode
+from afield.gateway.dialects.json_arguments import as_object
 from afield.gateway.dialects.logprobs import recorded
-from afield.gateway.dialects.objects import as_object
-from afield.gateway.marks import item_id, seal
-from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import Done, ModelRequest, Piece, Started
-from afield.tokens import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.gateway.model_request import Done, ModelRequest, Piece, Started
+from afield.gateway.turn_ids import item_id, seal
 from afield.types import FinishReason
 
 STATUS = {

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from afield.chat import Tool
+from afield.gateway.api_error import bad_request
 from afield.gateway.dialects import tool_choice
 from afield.gateway.dialects.base import TOOLS_TAG, Asked, Wish, asks_again, encode
 from afield.gateway.dialects.gemini_wire import (
@@ -31,17 +33,15 @@ from afield.gateway.dialects.gemini_wire import (
     camel_name,
 )
 from afield.gateway.dialects.images import Gallery
+from afield.gateway.dialects.json_arguments import as_arguments
 from afield.gateway.dialects.logprobs import check_count
-from afield.gateway.dialects.objects import as_arguments
 from afield.gateway.dialects.output_format import JSON_OBJECT, choice, json_schema
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import ToolChoice, checked
-from afield.gateway.marks import unseal
+from afield.gateway.model_request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.parameters import CALLING, check_within
-from afield.gateway.refusal import bad_request
-from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
-from afield.gateway.wishes import wishes
-from afield.tokens import Tool
+from afield.gateway.requested_sampling import wishes
+from afield.gateway.turn_ids import unseal
 from afield.types import ImageRef, Message, ToolCall
 
 # What a function is said to return when it returns one thing.

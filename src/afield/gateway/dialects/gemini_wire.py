@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from afield.gateway.dialects.base import Asked, encode, read
-from afield.gateway.dialects.reading import Reading
-from afield.gateway.wishes import Wishing
+from afield.gateway.dialects.request_body import Reading
+from afield.gateway.requested_sampling import Wishing
 
 
 def camel_name(name: str) -> str:

@@ -7,8 +7,8 @@ import binascii
 import hashlib
 import re
 
-from afield.gateway.refusal import bad_request
-from afield.seams import Image
+from afield.gateway.api_error import bad_request
+from afield.interfaces import Image
 from afield.types import ImageRef
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(.*)", re.DOTALL)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
+from afield.chat import ChatTokens
+from afield.gateway.api_error import bad_request
 from afield.gateway.dialects.base import Wish
-from afield.gateway.refusal import bad_request
-from afield.seams.engine import TopLogprobs
-from afield.tokens import ChatTokens
+from afield.interfaces.engine import TopLogprobs
 
 MOST = 20
 Json = dict[str, Any]

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from afield.gateway.api_error import bad_request
 from afield.gateway.dialects.base import encode
-from afield.gateway.refusal import bad_request
-from afield.gateway.request import OutputFormat
+from afield.gateway.model_request import OutputFormat
 
 JSON_OBJECT = OutputFormat("json_object")
 VLLM = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")

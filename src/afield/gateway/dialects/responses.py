@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from afield.chat import ChatTokens
+from afield.gateway.api_error import Refusal
 from afield.gateway.dialects import responses_request
 from afield.gateway.dialects.base import Asked, Wish
 from afield.gateway.dialects.chat import error
 from afield.gateway.dialects.logprobs import TokenText
-from afield.gateway.dialects.responses_view import Items, ResponsesView, output_of
-from afield.gateway.refusal import Refusal
-from afield.gateway.request import Done, ModelRequest, Started
-from afield.tokens import ChatTokens
+from afield.gateway.dialects.responses_stream import Items, ResponsesView, output_of
+from afield.gateway.model_request import Done, ModelRequest, Started
 
 
 class Responses:

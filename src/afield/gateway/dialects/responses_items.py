@@ -9,10 +9,10 @@ import base64
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from afield.gateway.dialects.responses_view import Items
+from afield.gateway.dialects.responses_stream import Items
 from afield.gateway.dialects.summaries import summary_of
-from afield.gateway.marks import seal_summary
-from afield.seams import Image
+from afield.gateway.turn_ids import seal_summary
+from afield.interfaces import Image
 from afield.types import Message, Turn
 
 Json = dict[str, Any]

@@ -15,21 +15,21 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct
 
+from afield.gateway.api_error import Refusal, bad_request
 from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
 from afield.gateway.dialects.chat import ROLES
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import check_count
 from afield.gateway.dialects.output_format import guided, one, response_format
-from afield.gateway.dialects.reading import Reading
+from afield.gateway.dialects.request_body import Reading
 from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
 from afield.gateway.dialects.summaries import summary_message
 from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
-from afield.gateway.marks import turn_of_id, turn_of_response, unseal, unseal_summary
+from afield.gateway.model_request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.parameters import check_within
-from afield.gateway.refusal import Refusal, bad_request
-from afield.gateway.request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
-from afield.gateway.wishes import Wishing, wishes
+from afield.gateway.requested_sampling import Wishing, wishes
+from afield.gateway.turn_ids import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.types import ImageRef, Message, ToolCall
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
+from afield.chat import Tool
+from afield.gateway.api_error import bad_request
 from afield.gateway.dialects.base import STRICT, TOOLS_TAG, read
-from afield.gateway.refusal import bad_request
-from afield.tokens import Tool
 
 
 class WireTool(Struct):

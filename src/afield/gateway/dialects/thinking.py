@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from afield.gateway.refusal import bad_request
-from afield.gateway.request import Reasoning
+from afield.gateway.api_error import bad_request
+from afield.gateway.model_request import Reasoning
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 KINDS = {"enabled": True, "disabled": False, "adaptive": None, "auto": None, "between_tools": None}

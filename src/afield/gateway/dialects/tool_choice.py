@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.gateway.refusal import bad_request
-from afield.tokens import Tool
+from afield.chat import Tool
+from afield.gateway.api_error import bad_request
 
 
 class ToolChoice(Struct, frozen=True, kw_only=True):

@@ -17,15 +17,15 @@ from uuid import uuid4
 
 import msgspec
 
-from afield import wire, wiring
-from afield.config import PATHS, Environment, TrainConfig, build, from_file, located, merged, read_tasks
+from afield import factory, wire
 from afield.errors import UsageError, WireError
-from afield.integrations.trl.crew import Crew
-from afield.integrations.trl.pace import Pace
+from afield.integrations.trl.collector_thread import Crew
 from afield.integrations.trl.rows import How, Recipe, Weigh
+from afield.integrations.trl.staleness import Pace
 from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
-from afield.rundir import RunDir
+from afield.orchestrator.run_directory import RunDir
+from afield.settings import PATHS, Environment, TrainConfig, build, from_file, located, merged, read_tasks
 from afield.types import Task
 
 TAKEN = {  # by the trainer's own argument
@@ -139,7 +139,7 @@ def configured(args: Any, model: str, file: str | Path | None, values: Mapping[s
         "max_tokens": args.max_completion_length,
     }
     config = build(merged({"seed": args.seed, **kept}, from_trainer), str(file or "Rollouts"))
-    wiring.check_choices(config)
+    factory.check_choices(config)
     return config
 
 

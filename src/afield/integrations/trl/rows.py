@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from afield.advantage import advantages
+from afield.advantages import compute_advantages
 from afield.errors import UsageError
 from afield.types import Finished, Group, Message, Trajectory
 
@@ -48,7 +48,7 @@ class Lengths:
 
 def rows(group: Group, recipe: Recipe, *, number: int, base: int, lengths: Lengths) -> list[Any]:
     """`number` is what TRL calls the group; version 0 of its own counting is the gateway's `base`."""
-    earned = advantages([group], recipe.advantage)
+    earned = compute_advantages([group], recipe.advantage)
     trained = [f for f in group.finished if f.rollout.id in earned and owned(f)]
     mean = lengths.add(sum(map(owned, trained)), len(trained))
     made: list[Any] = []

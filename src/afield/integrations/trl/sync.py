@@ -15,13 +15,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from afield.collect import GroupWish
 from afield.errors import UsageError
-from afield.gather import slug
-from afield.integrations.trl.crew import Opened
+from afield.integrations.trl.collector_thread import Opened
 from afield.integrations.trl.rollouts import Rows, as_tasks, check_sampling, configured, crew_of
 from afield.integrations.trl.rows import check
 from afield.integrations.trl.weights import WeightTransfer
+from afield.orchestrator.groups import GroupWish
+from afield.orchestrator.scheduler import slug
 from afield.types import Finished, Group, Trajectory
 
 Branches = Literal["refuse", "main"]

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afield.errors import UsageError
-from afield.integrations.trl.crew import Crew
+from afield.integrations.trl.collector_thread import Crew
 from afield.rounding import Rounding, rounding_of, write_rounding
-from afield.trainers.directories import copy_but_weights, replaced
+from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
 
@@ -45,7 +45,7 @@ class WeightTransfer:
         self._model = Path(crew.config.model)
         self.sent = 0
         self.published: dict[str, float] = {}
-        """Metrics of the last publication; see `afield.seams.trainer.Publisher`."""
+        """Metrics of the last publication; see `afield.interfaces.trainer.Publisher`."""
 
     def init_weight_transfer(self) -> None:
         """Starts the gateway, unless one was named, and all that agents need."""

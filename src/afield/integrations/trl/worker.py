@@ -18,13 +18,13 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from afield.batches.rewards import unused_turn_rewards
-from afield.collect import GroupWish, read_group
 from afield.errors import Fruitless, Unavailable, first_cause
 from afield.exclusions import UntrainedReason
-from afield.integrations.trl.crew import Crew, Opened
-from afield.integrations.trl.pace import Pace
+from afield.integrations.trl.collector_thread import Crew, Opened
 from afield.integrations.trl.rows import Lengths, Recipe, rows
-from afield.learn import usual_failure
+from afield.integrations.trl.staleness import Pace
+from afield.orchestrator.groups import GroupWish, read_group
+from afield.orchestrator.training_loop import usual_failure
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished, word
 from afield.types import Group
 

@@ -16,13 +16,13 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from msgspec import Struct
 
-from afield import opening
+from afield import connect
 from afield.client import RolloutClient
-from afield.config import Environment
 from afield.errors import Unavailable, UsageError
 from afield.integrations.verl.settings import DEADLINES, Given
-from afield.limiter import Pace
 from afield.options import policies_of
+from afield.ratelimit import Pace
+from afield.settings import Environment
 
 OWN = "afield"
 SERVERS = ("vllm", "sglang")
@@ -56,7 +56,7 @@ def client(given: Given, door: Door, part: str = "") -> RolloutClient:
     settings, trainer = given.settings, given.trainer
     pace = Pace(rate_per_s=settings.launch_rate, start_s=settings.cold_start_s, starting=settings.launching)
     folder = Path(trainer.folder).expanduser().absolute()
-    return opening.client(
+    return connect.client(
         gateway=door.url,
         admin_key=door.admin_key,
         agent=settings.agent or None,
@@ -95,7 +95,7 @@ def door(given: Given, llm_client: Any) -> Door:
             raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
         return Door(settings.gateway, key)
     if trainer.backend == OWN:
-        from afield.integrations.verl.keeper import keeper_of
+        from afield.integrations.verl.gateway_actor import keeper_of
 
         keeper = keeper_of()
         found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
@@ -121,7 +121,7 @@ def addresses(llm_client: Any) -> list[str]:
 
 def _in_front(given: Given, servers: list[str]) -> Door:
     """A gateway whose engines are veRL's servers, held by an actor of this job."""
-    from afield.integrations.verl.keeper import GatewayKeeper, GatewayOptions
+    from afield.integrations.verl.gateway_actor import GatewayKeeper, GatewayOptions
 
     settings, trainer = given.settings, given.trainer
     if trainer.mode == "colocate_async" or (trainer.mode == "separate_async" and trainer.hybrid):

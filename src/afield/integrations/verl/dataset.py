@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from afield.config import read_tasks
 from afield.errors import UsageError
+from afield.settings import read_tasks
 from afield.types import Task
 
 SAYS = ("prompt", "question", "instruction", "problem", "task")  # where tasks tend to have their text

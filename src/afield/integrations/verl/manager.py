@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import Struct, structs
 
 from afield.client import RolloutClient, RolloutFuture
-from afield.collect import greedy
 from afield.errors import Fruitless, Unavailable, UsageError
 from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
-from afield.spool import Spool
+from afield.orchestrator.groups import greedy
+from afield.orchestrator.rollout_store import Spool
 from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import Rollout, Sampling, Split
 

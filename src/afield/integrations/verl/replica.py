@@ -16,9 +16,8 @@ from verl.single_controller.ray import RayResourcePool, RayWorkerGroup  # pyrigh
 from verl.utils.fs import copy_to_local  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica  # pyright: ignore[reportMissingImports]
 
-from afield.config import converted
 from afield.errors import UsageError
-from afield.integrations.verl.keeper import (
+from afield.integrations.verl.gateway_actor import (
     START_S,
     Gateway,
     GatewayKeeper,
@@ -26,6 +25,7 @@ from afield.integrations.verl.keeper import (
     actor_name,
     gateway_of,
 )
+from afield.settings import converted
 
 __all__ = ["Gateway", "GatewayKeeper", "GatewayOptions", "Replica", "gateway_of"]
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.afield"

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from afield.config import converted, from_environment, from_file, located, merged
 from afield.errors import UsageError
 from afield.integrations.verl.rows import Credit
 from afield.options import ConstrainedTurns, SessionPolicies
+from afield.settings import converted, from_environment, from_file, located, merged
 from afield.types import Budget, FailureKind, Sampling, check_id
 
 PREFIX = "AFIELD_VERL"

@@ -25,12 +25,12 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.workers.rollout.base import BaseRollout  # pyright: ignore[reportMissingImports]
 from verl.workers.rollout.utils import ensure_async_iterator  # pyright: ignore[reportMissingImports]
 
-from afield import wiring
+from afield import factory
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
-from afield.integrations.verl.keeper import gateway_of
+from afield.integrations.verl.gateway_actor import gateway_of
 from afield.rounding import rounding_of, write_rounding
-from afield.trainers.directories import copy_but_weights, replaced
+from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
 
@@ -114,7 +114,7 @@ class DirectoryCheckpointEngine(CheckpointEngine):
 
 
 class Sent(NamedTuple):
-    """Bytes written, and metrics of what arrived (`afield.seams.trainer.Publisher`)."""
+    """Bytes written, and metrics of what arrived (`afield.interfaces.trainer.Publisher`)."""
 
     written: int = 0
     metrics: Mapping[str, float] = {}
@@ -137,7 +137,7 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> Sent:
         with replaced(directory) as fresh:
             copy_but_weights(Path(gateway.model), fresh)
             told = await client.engine_dtype()
-            dtype = wiring.published_dtype(gateway.engine_dtype, told, Path(gateway.model))
+            dtype = factory.published_dtype(gateway.engine_dtype, told, Path(gateway.model))
             rounding = rounding_of(dtype, gateway.seed, version)
             rounder = Rounder(Path(gateway.model), rounding)
             written = await _write(weights, fresh, rounder)

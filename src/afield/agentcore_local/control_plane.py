@@ -1,0 +1,264 @@
+"""The control plane: agent runtimes and their endpoints, created, read, changed and deleted.
+
+Repeating a create or an update with its client token answers the same and does nothing. Everything is
+checked before anything is changed. What it holds is forgotten when the server ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from afield.agentcore_local.errors import Problem, invalid, not_found
+from afield.agentcore_local.faults import Luck
+from afield.agentcore_local.hosts import Broken, Places
+from afield.agentcore_local.images import Image, image_of
+from afield.agentcore_local.requests import Create, EndpointChange, EndpointWish, TagWish, Update, check, read
+from afield.agentcore_local.runtimes import Endpoint, Runtime, Version
+from afield.agentcore_local.sessions import Sessions
+
+PAGE = 100
+MOST_TAGS = 50
+Reply = tuple[int, dict[str, Any]]
+
+
+class Account(Struct, frozen=True, kw_only=True):
+    """Whose runtimes these are, and how long one takes to get ready."""
+
+    region: str = "us-west-2"
+    account: str = "123456789012"
+    ready_s: float = 0.0
+    code_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ready_s < math.inf:
+            raise ValueError(f"ready_s = {self.ready_s:g} must not be negative, and finite")
+        if not re.match(r"^[0-9]{12}$", self.account):
+            raise ValueError(f"account {self.account!r} must have 12 digits")
+        if not re.match(r"^[a-z0-9-]+$", self.region):
+            raise ValueError(f"region {self.region!r} must be like us-west-2")
+
+    @property
+    def arn(self) -> str:
+        return f"arn:aws:bedrock-agentcore:{self.region}:{self.account}"
+
+
+class Control:
+    def __init__(
+        self, account: Account, images: Mapping[str, Image], places: Places, sessions: Sessions, luck: Luck
+    ) -> None:
+        self._account, self._images, self._places = account, images, places
+        self._sessions, self._luck = sessions, luck
+        self._runtimes: dict[str, Runtime] = {}
+        self._tokens: dict[tuple[str, str], tuple[Any, Reply]] = {}
+        self._work: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+
+    def find(self, name: str) -> Runtime:
+        """By ARN or id."""
+        runtime = self._runtimes.get(name.rpartition("/")[2])
+        if runtime is None or (name.startswith("arn:") and name != runtime.arn):
+            raise not_found(f"agent runtime {name}")
+        return runtime
+
+    # --- agent runtimes --------------------------------------------------------------------------
+
+    def create(self, body: bytes) -> Reply:
+        wish = read(body, Create)
+        check(wish, body)
+        return self._once("create", wish.client_token, body, lambda: self._create(wish))
+
+    def _create(self, wish: Create) -> Reply:
+        if any(runtime.name == wish.agent_runtime_name for runtime in self._runtimes.values()):
+            raise Problem("ConflictException", f"an agent named {wish.agent_runtime_name} exists already")
+        image = image_of(wish.agent_runtime_artifact, self._images, self._account.code_root)
+        runtime = Runtime(wish.agent_runtime_name, self._account.arn, wish, image)
+        runtime.tags.update(wish.tags)
+        self._runtimes[runtime.id] = runtime
+        self._later(self._make_ready(runtime, runtime.newest))
+        return 202, self._made(runtime)
+
+    def _once(self, what: str, token: str | None, body: bytes, do: Callable[[], Reply]) -> Reply:
+        asked = msgspec.json.decode(body or b"{}")
+        if (known := self._tokens.get((what, token or ""))) is None:
+            reply = do()
+            if token:
+                self._tokens[what, token] = asked, reply
+            return reply
+        if known[0] != asked:
+            message = "this client token came with another request before"
+            raise Problem("ValidationException", message, reason="IdempotentParameterMismatchException")
+        return known[1]
+
+    def update(self, runtime_id: str, body: bytes) -> Reply:
+        runtime = self.find(runtime_id)
+        wish = read(body, Update)
+        check(wish, body)
+        return self._once(
+            f"update {runtime.id}", wish.client_token, body, lambda: self._update(runtime, wish)
+        )
+
+    def _update(self, runtime: Runtime, wish: Update) -> Reply:
+        image = image_of(wish.agent_runtime_artifact, self._images, self._account.code_root)
+        version = runtime.update(wish, image)
+        self._later(self._make_ready(runtime, version))
+        return 202, {**self._made(runtime), "lastUpdatedAt": version.updated}
+
+    def get(self, runtime_id: str, version: str | None) -> Reply:
+        runtime = self.find(runtime_id)
+        shown = runtime.version(version) if version else runtime.newest
+        settings = msgspec.to_builtins(shown.settings)
+        hidden = ("agentRuntimeName", "clientToken", "tags")
+        view = {name: value for name, value in settings.items() if name not in hidden}
+        view |= runtime.summary(shown) | self._identity(runtime)
+        view |= {"createdAt": runtime.created, "networkConfiguration": shown.settings.network_configuration}
+        view |= {"lifecycleConfiguration": shown.settings.lifecycle_configuration}
+        if shown.failure:
+            view["failureReason"] = shown.failure
+        if not view["description"]:
+            del view["description"]
+        return 200, view
+
+    def delete(self, runtime_id: str) -> Reply:
+        runtime = self.find(runtime_id)
+        if runtime.status in ("CREATING", "UPDATING"):
+            runtime.check_settled()
+        if not runtime.deleting:
+            runtime.deleting = True
+            self._sessions.stop_all(runtime.id)
+            self._later(self._forget(runtime))
+        return 202, {"status": "DELETING", "agentRuntimeId": runtime.id}
+
+    def list(self, query: Mapping[str, str]) -> Reply:
+        rows = [runtime.summary(runtime.newest) for runtime in self._runtimes.values()]
+        return 200, _page("agentRuntimes", rows, query)
+
+    def versions(self, runtime_id: str, query: Mapping[str, str]) -> Reply:
+        runtime = self.find(runtime_id)
+        rows = [runtime.summary(version) for version in reversed(runtime.versions.values())]
+        return 200, _page("agentRuntimes", rows, query)
+
+    def _made(self, runtime: Runtime) -> dict[str, Any]:
+        return {
+            "agentRuntimeArn": runtime.arn,
+            "agentRuntimeId": runtime.id,
+            "agentRuntimeVersion": runtime.newest.number,
+            "createdAt": runtime.created,
+            "status": runtime.status,
+            **self._identity(runtime),
+        }
+
+    def _identity(self, runtime: Runtime) -> dict[str, Any]:
+        directory = "workload-identity-directory/default/workload-identity"
+        return {
+            "workloadIdentityDetails": {
+                "workloadIdentityArn": f"{self._account.arn}:{directory}/{runtime.id}"
+            }
+        }
+
+    async def _make_ready(self, runtime: Runtime, version: Version) -> None:
+        await asyncio.sleep(self._account.ready_s)
+        failure = "injected by --fault create" if self._luck.strikes("create", runtime.name) else ""
+        try:
+            await self._places.prepare(version.image)
+        except Broken as error:
+            failure = str(error)
+        runtime.settle(version, failure)
+
+    async def _forget(self, runtime: Runtime) -> None:
+        await asyncio.sleep(self._account.ready_s)
+        self._runtimes.pop(runtime.id, None)
+        of_it = [key for key, (_, told) in self._tokens.items() if told[1]["agentRuntimeArn"] == runtime.arn]
+        for key in of_it:
+            del self._tokens[key]
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    # --- endpoints -------------------------------------------------------------------------------
+
+    def create_endpoint(self, runtime_id: str, body: bytes) -> Reply:
+        runtime, wish = self.find(runtime_id), read(body, EndpointWish)
+
+        def make() -> Reply:
+            endpoint = runtime.add_endpoint(wish)
+            more = {"agentRuntimeId": runtime.id, "endpointName": endpoint.name, "status": "CREATING"}
+            return 202, {**runtime.endpoint_view(endpoint), **more}
+
+        return self._once(f"endpoint of {runtime.id}", wish.client_token, body, make)
+
+    def update_endpoint(self, runtime_id: str, name: str, body: bytes) -> Reply:
+        runtime = self.find(runtime_id)
+        wish = read(body, EndpointChange)
+
+        def point() -> Reply:
+            endpoint = runtime.point_endpoint(name, wish)
+            return 202, {**runtime.endpoint_view(endpoint), "status": "UPDATING"}
+
+        return self._once(f"endpoint {name} of {runtime.id}", wish.client_token, body, point)
+
+    def get_endpoint(self, runtime_id: str, name: str) -> Reply:
+        runtime = self.find(runtime_id)
+        return 200, runtime.endpoint_view(runtime.endpoint(name))
+
+    def delete_endpoint(self, runtime_id: str, name: str) -> Reply:
+        runtime = self.find(runtime_id)
+        runtime.drop_endpoint(name)
+        return 202, {"status": "DELETING", "agentRuntimeId": runtime.id, "endpointName": name}
+
+    def list_endpoints(self, runtime_id: str, query: Mapping[str, str]) -> Reply:
+        runtime = self.find(runtime_id)
+        endpoints: Sequence[Endpoint] = list(runtime.endpoints.values())
+        return 200, _page("runtimeEndpoints", [runtime.endpoint_view(e) for e in endpoints], query)
+
+    # --- tags ------------------------------------------------------------------------------------
+
+    def tags(self, arn: str) -> Reply:
+        return 200, {"tags": self._tagged(arn)}
+
+    def tag(self, arn: str, body: bytes) -> Reply:
+        tags, more = self._tagged(arn), read(body, TagWish).tags
+        if len(tags | more) > MOST_TAGS:
+            raise Problem("ServiceQuotaExceededException", f"{arn} would have more than {MOST_TAGS} tags")
+        tags.update(more)
+        return 204, {}
+
+    def untag(self, arn: str, names: Sequence[str]) -> Reply:
+        tags = self._tagged(arn)
+        for name in names:
+            tags.pop(name, None)
+        return 204, {}
+
+    def _tagged(self, arn: str) -> dict[str, str]:
+        """Of a runtime, or of one of its endpoints."""
+        place, endpoint, name = arn.partition("/runtime-endpoint/")
+        runtime = self.find(place)
+        return runtime.endpoint(name).tags if endpoint else runtime.tags
+
+
+def _page(name: str, rows: Sequence[dict[str, object]], query: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        size, start = int(query.get("maxResults", PAGE)), int(query.get("nextToken", 0))
+    except ValueError as error:
+        raise invalid("nextToken", str(error)) from error
+    if start < 0:
+        raise invalid("nextToken", f"{start} is none that this server gave")
+    if not 1 <= size <= PAGE:
+        raise invalid("maxResults", f"{size} must be from 1 to {PAGE}")
+    page: dict[str, Any] = {name: rows[start : start + size]}
+    if start + size < len(rows):
+        page["nextToken"] = str(start + size)
+    return page

@@ -1,0 +1,93 @@
+"""Bad luck on purpose: which calls go wrong, and how, decided by a seed.
+
+A call's luck depends on the seed, the kind, its session id and how often that was asked before, and on
+nothing else, so a run meets the same faults however its calls interleave.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from typing import get_args
+
+from msgspec import Struct
+
+from afield.agentcore_local.errors import Kind, Problem
+from afield.errors import UsageError
+
+ANSWERS: dict[str, Kind] = {
+    "throttle": "ThrottlingException",
+    "error": "InternalServerException",
+    "agent": "RuntimeClientError",
+    "quota": "ServiceQuotaExceededException",
+    "conflict": "RetryableConflictException",
+}
+assert set(ANSWERS.values()) <= set(get_args(Kind))
+KINDS = {
+    "throttle": "429, nothing started",
+    "error": "500, nothing started",
+    "agent": "424, nothing started",
+    "quota": "402, nothing started",
+    "conflict": "409 retryable, nothing started",
+    "hang": "the answer comes after N s (default 3600), though the program has it at once",
+    "cut": "the connection breaks instead of the answer, though the program took the payload",
+    "die": "the session is killed N s (default 1) after it became ready",
+    "lie": "a stop answers 200 and the session lives on",
+    "create": "a runtime ends in CREATE_FAILED or UPDATE_FAILED",
+}
+SECONDS = {"hang": 3600.0, "die": 1.0}
+
+
+class Fault(Struct, frozen=True):
+    rate: float
+    seconds: float = 0.0
+
+
+def parse(specs: Iterable[str]) -> dict[str, Fault]:
+    """Of KIND=RATE or KIND=RATE:SECONDS."""
+    faults: dict[str, Fault] = {}
+    for spec in specs:
+        kind, equals, numbers = spec.partition("=")
+        if kind not in KINDS or not equals:
+            raise UsageError(
+                f"--fault {spec!r} must be KIND=RATE[:SECONDS] with KIND one of: {', '.join(KINDS)}"
+            )
+        rate, colon, seconds = numbers.partition(":")
+        try:
+            fault = Fault(float(rate), float(seconds) if colon else SECONDS.get(kind, 0.0))
+        except ValueError as error:
+            raise UsageError(f"--fault {spec!r}: {error}; like {kind}=0.05") from error
+        if not 0 <= fault.rate <= 1 or not 0 <= fault.seconds < float("inf"):
+            raise UsageError(
+                f"--fault {spec!r}: the rate is from 0 to 1, seconds are finite and not negative"
+            )
+        if colon and kind not in SECONDS:
+            raise UsageError(f"--fault {spec!r}: {kind} takes no seconds; only {', '.join(SECONDS)} do")
+        faults[kind] = fault
+    return faults
+
+
+class Luck:
+    def __init__(self, faults: dict[str, Fault], seed: int) -> None:
+        self._faults, self._seed = faults, seed
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self.struck: Counter[str] = Counter()
+
+    def strikes(self, kind: str, key: str) -> Fault | None:
+        fault = self._faults.get(kind)
+        if fault is None or fault.rate == 0:
+            return None
+        self._asked[kind, key] += 1
+        drawn = f"{self._seed}|{kind}|{key}|{self._asked[kind, key]}".encode()
+        number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) / 2**64
+        if number >= fault.rate:
+            return None
+        self.struck[kind] += 1
+        return fault
+
+    def check(self, key: str) -> None:
+        """Raises the answer of a call that fails before anything happens."""
+        for kind, answer in ANSWERS.items():
+            if self.strikes(kind, key):
+                raise Problem(answer, f"injected by --fault {kind}")

@@ -1,0 +1,258 @@
+"""Where the programs of sessions run: what a place can do, and plain processes as the simplest one.
+
+Plain processes share everything with this machine but their environment, which is the runtime's own.
+Each serves a socket that was opened for it, whatever port it asks for, and ends with this server,
+however that ends; so does what it daemonised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+from msgspec import Struct
+
+from afield.agentcore_local.http_client import Stream
+from afield.agentcore_local.images import Image
+
+TAIL_BYTES = 4_000
+PIECE = 16 * 1024
+GUARD_S = 3.0
+LIKE_A_CONTAINER = {"DOCKER_CONTAINER": "1"}  # what images for AgentCore say of themselves
+BASE_ENV = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+    "PYTHONUNBUFFERED": "1",
+    **LIKE_A_CONTAINER,
+}
+
+
+class Broken(Exception):
+    """A program that cannot be started; says what it printed."""
+
+
+class Output(Struct, frozen=True):
+    channel: Literal["stdout", "stderr"]
+    text: str
+
+
+class Ended(Struct, frozen=True):
+    exit_code: int
+    timed_out: bool = False
+
+
+class Place(Protocol):
+    where: str
+    log: Path
+
+    async def connect(self) -> Stream:
+        """A connection to the program's port; it may not serve yet. Raises OSError."""
+        ...
+
+    async def ended(self) -> str:
+        """Until the program is gone; says how it went."""
+        ...
+
+    def kill(self) -> None:
+        """With all it started. Repeating is harmless."""
+        ...
+
+    def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+        """A shell command beside the program; Ended comes last. Raises Broken where the place is gone."""
+        ...
+
+
+class Places(Protocol):
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def prepare(self, image: Image) -> None:
+        """Whether an image can be started at all, as far as can be known; raises Broken."""
+        ...
+
+    async def start(self, image: Image, name: str, env: Mapping[str, str]) -> Place:
+        """A fresh place for one session; raises Broken."""
+        ...
+
+
+class PlainPlaces:
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._alive: set[PlainPlace] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for place in self._alive:
+            place.kill()
+        for place in list(self._alive):
+            await place.ended()
+
+    async def prepare(self, image: Image) -> None:
+        check_file(image)
+
+    async def start(self, image: Image, name: str, env: Mapping[str, str]) -> PlainPlace:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+                place = await self._started(image, listener, self._logs / f"{name}.log", env)
+        except OSError as error:
+            raise Broken(f"{image} cannot be started: {error}") from error
+        self._alive.add(place)
+        place.gone.add_done_callback(lambda _: self._alive.discard(place))
+        return place
+
+    async def _started(
+        self, image: Image, listener: socket.socket, log: Path, env: Mapping[str, str]
+    ) -> PlainPlace:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        if image.argv:  # a command can only be told its port
+            listener.close()
+        else:
+            listener.listen(128)
+        place = PlainPlace(log, port, {**BASE_ENV, "HOME": "/tmp", "PORT": str(port), **env})
+        await place.start(_command(image, listener), listener)
+        return place
+
+
+def check_file(image: Image) -> None:
+    """It was there when the server started; it may have gone."""
+    path = image.script or (image.target.rpartition(":")[0] if ".py:" in image.target else "")
+    if path and not Path(path).is_file():
+        raise Broken(f"there is no file {path}")
+
+
+def _command(image: Image, listener: socket.socket) -> list[str]:
+    program = [sys.executable, "-u", "-m", "afield.agentcore_local.program"]
+    if image.argv:
+        return [*program, "--command", *image.argv]
+    kind, what = ("--target", image.target) if image.target else ("--script", image.script)
+    return [*program, "--listener", str(listener.fileno()), kind, what]
+
+
+class PlainPlace:
+    def __init__(self, log: Path, port: int, env: Mapping[str, str]) -> None:
+        self.log, self.where = log, ""
+        self._port, self._env = port, env
+        self._commands: set[Process] = set()
+        self.gone: asyncio.Future[str]
+
+    async def start(self, argv: list[str], listener: socket.socket) -> None:
+        passed = () if listener.fileno() < 0 else (listener.fileno(),)
+        with self.log.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=PIPE,
+                stdout=output,
+                stderr=output,
+                env=self._env,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        self.where = f"pid {self._process.pid}"
+        self.gone = asyncio.ensure_future(self._wait())
+
+    async def _wait(self) -> str:
+        code = await self._process.wait()
+        _kill_group(self._process)  # what it started may outlive it
+        return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+    async def connect(self) -> Stream:
+        return await asyncio.open_connection("127.0.0.1", self._port)
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self.gone)
+
+    def kill(self) -> None:
+        for process in (*self._commands, *([] if self.gone.done() else [self._process])):
+            _end(process)
+
+    async def run(self, command: str, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+        argv = [sys.executable, "-m", "afield.agentcore_local.program", "--command", "sh", "-c", command]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=self._env, start_new_session=True
+            )
+        except OSError as error:
+            raise Broken(f"no command can be started: {error}") from error
+        self._commands.add(process)
+        try:
+            async for said in told(process, timeout_s):
+                yield said
+        finally:
+            _end(process)
+            await process.wait()
+            self._commands.discard(process)
+
+
+async def told(process: Process, timeout_s: float) -> AsyncGenerator[Output | Ended]:
+    """What a process says on both channels, as it says it, and its end or that it was late."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    queue: asyncio.Queue[Output | None] = asyncio.Queue(maxsize=16)
+    pumps = [
+        asyncio.create_task(_pump(process.stdout, "stdout", queue)),
+        asyncio.create_task(_pump(process.stderr, "stderr", queue)),
+    ]
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    try:
+        open_channels = len(pumps)
+        while open_channels:
+            async with asyncio.timeout_at(deadline):
+                said = await queue.get()
+            if said is None:
+                open_channels -= 1
+            else:
+                yield said
+        async with asyncio.timeout_at(deadline):
+            code = await process.wait()
+        yield Ended(code if code >= 0 else 128 - code)
+    except TimeoutError:
+        yield Ended(-1, timed_out=True)
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.wait(pumps)
+
+
+async def _pump(
+    reader: asyncio.StreamReader, channel: Literal["stdout", "stderr"], queue: asyncio.Queue[Output | None]
+) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while piece := await reader.read(PIECE):
+        await queue.put(Output(channel, decoder.decode(piece)))
+    await queue.put(None)
+
+
+def _end(process: Process) -> None:
+    """Its guard ends all that it started, wherever it went; a guard that does not is ended with its group."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    asyncio.get_running_loop().call_later(
+        GUARD_S, lambda: process.returncode is None and _kill_group(process)
+    )
+
+
+def _kill_group(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def tail(log: Path) -> str:
+    """The end of what a program printed."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""

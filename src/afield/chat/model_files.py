@@ -1,0 +1,107 @@
+"""What a model directory says about its tokens: the files every published model has.
+
+`tokenizer.json` and a chat template are needed; `tokenizer_config.json`, `special_tokens_map.json`,
+`config.json` and `generation_config.json` are read where they are present. Refuses a directory in which
+something is missing or is not what its name says, naming the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from afield.chat.vocabulary import Vocabulary
+from afield.errors import UsageError
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_IMAGE = ("image_token_id", "image_token_index")
+
+
+class ModelFiles(Struct, frozen=True):
+    vocab: Vocabulary
+    sources: dict[str, str]
+    """Chat templates by name."""
+    special: dict[str, str]
+    """Special tokens by their role."""
+    stop_ids: tuple[int, ...]
+    vocab_size: int
+    image_id: int | None = None
+    """The token that stands for an image in a prompt; None of models that take none, or do not say."""
+
+
+def read(model_dir: Path) -> ModelFiles:
+    if not model_dir.is_dir():
+        raise UsageError(f"{model_dir} is not a directory; give the path of a model directory")
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        raise UsageError(f"{model_dir} has no tokenizer.json; save the tokenizer there (save_pretrained)")
+    vocab = Vocabulary(path.read_bytes(), path)
+    settings = _read_json(model_dir / "tokenizer_config.json")
+    special = _special_tokens(settings, _read_json(model_dir / "special_tokens_map.json"))
+    config = _read_json(model_dir / "config.json")
+    generation = _read_json(model_dir / "generation_config.json")
+    eos = vocab.id_of(special["eos_token"]) if "eos_token" in special else None
+    return ModelFiles(
+        vocab,
+        _template_sources(model_dir, settings),
+        special,
+        (*_ids(_of(generation, "eos_token_id")), *_ids(_of(config, "eos_token_id")), *_ids(eos)),
+        _of(config, "vocab_size") or vocab.size,
+        next((i for name in _IMAGE if isinstance(i := config.get(name), int)), None),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} holds a {type(value).__name__}; it should be a JSON object")
+    return value
+
+
+def _template_sources(model_dir: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return {"default": path.read_text(encoding="utf-8")}
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        return {"default": given}
+    named = {entry["name"]: entry["template"] for entry in given or []}
+    if "default" not in named:
+        found = f", only templates named {', '.join(sorted(named))}" if named else ""
+        raise UsageError(
+            f"{model_dir} has no chat template{found}; put one into chat_template.jinja,"
+            " or use a model that was trained for chat"
+        )
+    return {name: text for name, text in named.items() if name in {"default", "tool_use"}}
+
+
+def _special_tokens(*settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL:
+        for source in settings:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens.setdefault(name, text)
+    return tokens
+
+
+def _of(config: Mapping[str, Any], key: str) -> Any:
+    """Models of several parts keep the text model's values one level down."""
+    value = config.get(key)
+    return value if value is not None else (config.get("text_config") or {}).get(key)
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

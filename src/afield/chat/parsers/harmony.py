@@ -1,0 +1,144 @@
+"""Replies in harmony, where everything is a message with a channel.
+
+`analysis` is reasoning; `final` and a preamble in `commentary` are text; a message to `functions.NAME`
+is a call, whose arguments stream. A call counts when its arguments are a whole JSON object and its
+message has ended; any other message to a tool is text. Between messages only headers are read.
+"""
+
+from __future__ import annotations
+
+import re
+
+from afield.chat.parsers.call_reader import Status, partial
+from afield.chat.parsers.events import Event
+from afield.chat.parsers.json_scanner import JsonScanner
+from afield.chat.parsers.reply import OpenCall, Reply
+from afield.types import Message
+
+START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+ANALYSIS = f"{START}assistant{CHANNEL}analysis{MESSAGE}"
+MARKERS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
+_ENDS = (END, START, "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"to=functions\.([\w.:/-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyReader:
+    def __init__(self, *, tools: bool, hold_calls: bool) -> None:
+        self._tools = tools
+        self._out = Reply(hold_calls=hold_calls)
+        self._held = ""
+        self._header: str | None = ""
+        self._channel = ""
+        self._call: OpenCall | None = None
+        self._body: _Body | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        self._held += text
+        while self._held and (self._read_header() if self._header is not None else self._read_body()):
+            pass
+        return self._out.drain()
+
+    def finish(self) -> list[Event]:
+        held, self._held = self._held, ""
+        if self._header is not None:
+            head = self._header + held
+            self._out.say("" if any(marker in head for marker in MARKERS) else head)
+        else:
+            self._take(held)
+            self._end()
+        return self._out.drain()
+
+    @property
+    def reply(self) -> Message:
+        return self._out.message
+
+    @property
+    def thinking(self) -> bool:
+        return self._header is None and self._call is None and self._channel == "analysis"
+
+    @property
+    def held(self) -> str:
+        text = self._header is None and self._call is None and self._channel != "analysis"
+        return self._held if text else ""
+
+    def _read_header(self) -> bool:
+        head, found, rest = self._held.partition(MESSAGE)
+        if not found:
+            keep = len(head) - partial(head, MESSAGE)
+            self._header = f"{self._header}{head[:keep]}"
+            self._held = head[keep:]
+            return False
+        header = f"{self._header}{head}".rpartition(START)[2]
+        self._begin(header)
+        self._header, self._held = None, rest
+        return True
+
+    def _begin(self, header: str) -> None:
+        channel = _CHANNEL.search(header)
+        self._channel = channel.group(1) if channel else "final"
+        recipient = _RECIPIENT.search(header)
+        if recipient and self._tools:
+            self._body = _Body(recipient.group(1))
+            self._call = self._out.open(self._body, "")
+
+    def _read_body(self) -> bool:
+        at, end = min(((at, end) for end in _ENDS if (at := self._held.find(end)) >= 0), default=(-1, ""))
+        if at < 0:
+            keep = len(self._held) - max(partial(self._held, end) for end in _ENDS)
+            self._take(self._held[:keep])
+            self._held = self._held[keep:]
+            return False
+        self._take(self._held[:at])
+        self._held = self._held[at + len(end) :]
+        self._end()
+        self._header = ""
+        return True
+
+    def _take(self, text: str) -> None:
+        if self._call is not None:
+            self._call.feed(text)
+            self._out.report(self._call)
+        elif self._channel == "analysis":
+            self._out.think(text)
+        else:
+            self._out.say(text)
+
+    def _end(self) -> None:
+        if self._call is not None and self._body is not None:
+            self._body.close()
+            self._out.report(self._call)
+            if self._call.status is not Status.CLOSED:
+                self._out.say(self._call.sampled)
+        self._call = self._body = None
+
+
+class _Body:
+    """The arguments of a call: everything up to the end of its message."""
+
+    def __init__(self, name: str) -> None:
+        self.status = Status.OPEN
+        self.name: str | None = name
+        self.id = ""
+        self._scanner = JsonScanner()
+        self._begun = False
+        self._right = True
+        self._arguments: list[str] = []
+
+    def feed(self, text: str) -> int:
+        rest = text if self._begun else text.lstrip()
+        if rest and not self._begun:
+            self._begun = True
+            self._right = rest[0] == "{"
+        at = self._scanner.feed(rest, 0)
+        self._arguments.append(rest[:at])
+        self._right &= not self._scanner.failed and not rest[at:].strip()
+        return len(text)
+
+    def take(self) -> str:
+        text = "".join(self._arguments)
+        self._arguments.clear()
+        return text
+
+    def close(self) -> None:
+        self.status = Status.CLOSED if self._right and self._scanner.done else Status.BROKEN

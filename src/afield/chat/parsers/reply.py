@@ -1,0 +1,338 @@
+"""The text of a reply to its parts: reasoning, then text and calls.
+
+Any way of cutting the text gives the same events in sum. A malformed call stays text exactly as it is;
+in a section of several calls, those closed before it stay calls. Blanks between text and a call
+belong to neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from afield.chat.parsers.call_reader import CallReader, Status, matches, partial
+from afield.chat.parsers.events import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.chat.parsers.formats import ReasoningFormat, ToolFormat
+from afield.chat.parsers.json_scanner import skip_blank
+from afield.chat.template import Tool
+from afield.types import Message, ToolCall
+
+
+class Reader(Protocol):
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What was held back. Nothing may be fed afterwards."""
+        ...
+
+    @property
+    def reply(self) -> Message:
+        """What is known so far; calls appear when they are closed, with the ids their format spells."""
+        ...
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is reasoning, or the end of it."""
+        ...
+
+    @property
+    def held(self) -> str:
+        """Text that no event has told yet, because a marker may follow; it is text if the reply ends here."""
+        ...
+
+
+class Reply:
+    """What was read so far, and the events that tell it."""
+
+    def __init__(self, *, hold_calls: bool) -> None:
+        self._hold_calls = hold_calls
+        self._events: list[Event] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._started = 0
+
+    @property
+    def message(self) -> Message:
+        return Message(
+            role="assistant",
+            content="".join(self._content),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(self._calls),
+        )
+
+    @property
+    def spoken(self) -> bool:
+        return bool(self._content)
+
+    def drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def say(self, text: str) -> None:
+        if text:
+            self._content.append(text)
+            self._events.append(TextDelta(text))
+
+    def think(self, text: str) -> None:
+        if not self._reasoning:
+            text = text.lstrip("\n")
+        if text:
+            self._reasoning.append(text)
+            self._events.append(ReasoningDelta(text))
+
+    def open(self, reader: CallReader, before: str) -> OpenCall:
+        return OpenCall(reader, before, self._started)
+
+    def report(self, call: OpenCall) -> None:
+        """The news of a call: as they come, or at its end where calls are held."""
+        if self._hold_calls and call.status is not Status.CLOSED:
+            return
+        self._events.extend(call.news())
+        if call.started:
+            self._started = call.index + 1
+        if call.status is Status.CLOSED:
+            self._events.append(ToolEnd(call.index))
+            self._calls.append(call.finished)
+
+
+class OpenCall:
+    """A call being read, and the text it was read from."""
+
+    def __init__(self, reader: CallReader, before: str, index: int) -> None:
+        self.index = index
+        self.started = False
+        self._reader = reader
+        self._sampled = [before]
+        self._arguments: list[str] = []
+
+    @property
+    def status(self) -> Status:
+        return self._reader.status
+
+    @property
+    def sampled(self) -> str:
+        return "".join(self._sampled)
+
+    @property
+    def finished(self) -> ToolCall:
+        return ToolCall(self._reader.id, self._reader.name or "", "".join(self._arguments))
+
+    def feed(self, text: str) -> int:
+        taken = self._reader.feed(text)
+        self._sampled.append(text[:taken])
+        return taken
+
+    def news(self) -> list[Event]:
+        """What became known since the last time."""
+        events: list[Event] = []
+        if self._reader.name is not None and not self.started:
+            self.started = True
+            events.append(ToolStart(self.index, self._reader.name, self._reader.id))
+        if text := self._reader.take():
+            self._arguments.append(text)
+            events.append(ToolArguments(self.index, text))
+        return events
+
+
+class ReplyReader:
+    """`thinking`: the prompt has opened a block of reasoning already."""
+
+    def __init__(
+        self,
+        *,
+        reasoning: ReasoningFormat | None,
+        thinking: bool,
+        tool_format: ToolFormat | None,
+        hold_calls: bool,
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        self.malformed = False
+        self._tags = reasoning or ReasoningFormat("", "", "")
+        self._format = tool_format
+        self._tools = tools
+        self._out = Reply(hold_calls=hold_calls)
+        self._held = ""
+        self._state = "text" if reasoning is None else "reasoning" if thinking else "start"
+        self._bare = tool_format is not None and tool_format.bare
+        self._drop_newlines = False
+        self._blanks = ""
+        self._after_call = False
+        self._section = ""
+        self._call: OpenCall | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._out.drain()
+
+    def finish(self) -> list[Event]:
+        held, self._held = self._held, ""
+        if self._call is not None:
+            self._withdraw(self._call, held)
+        elif self._state == "first":
+            self._say(self._section + held)
+        elif self._state == "reasoning":
+            self._out.think(held)
+        else:
+            self._say(held)
+        if self._blanks and not self._after_call:
+            self._out.say(self._blanks)
+        self._blanks = ""
+        return self._out.drain()
+
+    @property
+    def reply(self) -> Message:
+        return self._out.message
+
+    @property
+    def thinking(self) -> bool:
+        return self._state == "reasoning"
+
+    @property
+    def held(self) -> str:
+        if self._call is not None or self._state != "text":
+            return ""
+        return ("" if self._after_call else self._blanks) + self._held
+
+    def _step(self) -> bool:
+        """Takes from what is held; False when more text is needed first."""
+        if self._call is not None:
+            return self._read_call(self._call)
+        if self._state == "text":
+            return self._read_text()
+        if self._state == "reasoning":
+            return self._read_reasoning()
+        if self._state == "start":
+            return self._read_start()
+        return self._format is not None and self._read_section(self._format)
+
+    # --- reasoning ---
+
+    def _read_start(self) -> bool:
+        at = len(self._held) - len(self._held.lstrip())
+        found = matches(self._held, at, self._tags.opening)
+        if found:
+            self._state, self._held = "reasoning", self._held[at + len(self._tags.opening) :]
+        elif found is False:
+            self._state = "text"
+        return found is not None
+
+    def _read_reasoning(self) -> bool:
+        closing = self._tags.closing
+        thought, end, rest = self._held.partition(closing)
+        if end:
+            self._out.think(thought.rstrip("\n"))
+            self._state, self._held, self._drop_newlines = "text", rest, True
+            return True
+        keep = len(thought) - partial(thought, closing)
+        keep = len(thought[:keep].rstrip("\n"))
+        self._out.think(thought[:keep])
+        self._held = thought[keep:]
+        return False
+
+    # --- text ---
+
+    def _read_text(self) -> bool:
+        if self._format is None:
+            self._say(self._held)
+            self._held = ""
+            return False
+        if self._bare:
+            return self._read_beginning(self._format)
+        text, opening, rest = self._held.partition(self._format.opening)
+        if opening:
+            self._say(text)
+            self._state, self._section, self._held = "first", opening, rest
+            return True
+        keep = len(text) - partial(text, self._format.opening)
+        self._say(text[:keep])
+        self._held = text[keep:]
+        return False
+
+    def _read_beginning(self, tool_format: ToolFormat) -> bool:
+        at = skip_blank(self._held, 0)
+        if at == len(self._held):
+            return False
+        self._bare = False
+        if self._held[at] == "{":
+            self._say(self._held[:at])
+            self._held = self._held[at:]
+            self._open(tool_format, 0)
+        return True
+
+    def _say(self, text: str) -> None:
+        if self._drop_newlines:
+            text = text.lstrip("\n")
+            self._drop_newlines = not text
+        if self._format is None:
+            self._out.say(text)
+            return
+        body = text.rstrip()
+        if not body:
+            self._blanks += text
+            return
+        said = self._blanks + body
+        if self._after_call and not self._out.spoken:
+            said = said.lstrip()
+        self._blanks, self._after_call = text[len(body) :], False
+        self._out.say(said)
+
+    # --- calls ---
+
+    def _read_section(self, tool_format: ToolFormat) -> bool:
+        """Before the first call of a section, or between two of them."""
+        at = skip_blank(self._held, 0)
+        if self._state == "first":
+            return self._read_first(tool_format, at if tool_format.first else 0)
+        ends = matches(self._held, at, tool_format.end) if tool_format.end else False
+        begins = matches(self._held, at, tool_format.next or "")
+        if ends:
+            self._held = self._held[at + len(tool_format.end) :]
+            self._leave()
+        elif begins:
+            self._open(tool_format, at + len(tool_format.next or ""))
+        elif ends is False and begins is False:
+            self._leave()
+        else:
+            return False
+        return True
+
+    def _read_first(self, tool_format: ToolFormat, at: int) -> bool:
+        begins = matches(self._held, at, tool_format.first)
+        if begins:
+            self._open(tool_format, at + len(tool_format.first))
+        elif begins is False:
+            said = self._section
+            self._leave()
+            self._say(said)
+        return begins is not None
+
+    def _leave(self) -> None:
+        self._state, self._section = "text", ""
+
+    def _open(self, tool_format: ToolFormat, taken: int) -> None:
+        before, self._held = self._section + self._held[:taken], self._held[taken:]
+        self._call = self._out.open(tool_format.reader(self._tools), before)
+
+    def _read_call(self, call: OpenCall) -> bool:
+        self._held = self._held[call.feed(self._held) :]
+        if call.status is Status.BROKEN:
+            self._withdraw(call, "")
+            return True
+        self._out.report(call)
+        if call.status is Status.OPEN:
+            return False
+        self._call, self._after_call = None, True
+        self._section, self._state = "", "text"
+        if self._format is not None and self._format.next is not None:
+            self._state = "next"
+        return True
+
+    def _withdraw(self, call: OpenCall, rest: str) -> None:
+        self.malformed = True
+        self._out.report(call)
+        self._call = None
+        self._leave()
+        self._say(call.sampled + rest)

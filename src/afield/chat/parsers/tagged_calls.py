@@ -1,0 +1,222 @@
+"""Calls spelled in tags, one pair of tags for each argument.
+
+Values stand between tags as they are, without quotes, so the tool's schema decides what is a string
+and what is JSON; a value that is not of the schema's type stays the string it is. Arguments are held
+until the call is closed. A value ends at the first tag that ends one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from afield.chat.parsers.call_reader import Status, matches, partial
+from afield.chat.parsers.json_scanner import JsonScanner, skip_blank
+from afield.chat.template import Tool
+
+_NAME = re.compile(r"[\w.:/-]+")
+_KEY = re.compile(r'[^<>"\n]+')
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class Tags(Struct, frozen=True):
+    """`head` NAME `head_end`, then `key` KEY `key_end` `value` VALUE `value_end` ..., then `ends`."""
+
+    head: str
+    head_end: str
+    key: str
+    key_end: str
+    value: str
+    value_end: str
+    ends: tuple[str, ...]
+    lines: bool = False
+    """Whether a value stands on lines of its own."""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        tags = (self.head, self.head_end, self.key, self.key_end, self.value, self.value_end, *self.ends)
+        return tuple(tag for tag in tags if tag)
+
+
+class TaggedCall:
+    def __init__(self, tags: Tags, tools: Sequence[Tool]) -> None:
+        self.status = Status.OPEN
+        self.name: str | None = None
+        self.id = ""
+        self._tags = tags
+        self._tools = tools
+        self._state = "head"
+        self._word = ""
+        self._key = ""
+        self._value: list[str] = []
+        self._arguments: dict[str, str] = {}
+        self._ends = list(tags.ends)
+        self._taken = False
+        self._steps = {
+            "head": self._read_head,
+            "name": self._read_name,
+            "next": self._read_next,
+            "key": self._read_key,
+            "open": self._read_open,
+            "value": self._read_value,
+            "close": self._read_close,
+        }
+
+    def feed(self, text: str) -> int:
+        at = 0
+        while self.status is Status.OPEN:
+            before, state = at, self._state
+            at = self._steps[self._state](text, at)
+            if at == before and self._state == state:
+                break
+        return at
+
+    def take(self) -> str:
+        if self.status is not Status.CLOSED or self._taken:
+            return ""
+        self._taken = True
+        return "{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in self._arguments.items()) + "}"
+
+    def _read_head(self, text: str, at: int) -> int:
+        at = skip_blank(text, at)
+        return at if at == len(text) else self._pass(text, at, self._tags.head, "name")
+
+    def _read_name(self, text: str, at: int) -> int:
+        if run := _NAME.match(text, at):
+            self._word += run.group()
+            return run.end()
+        if at == len(text):
+            return at
+        if not self._word:
+            self.status = Status.BROKEN
+            return at
+        end = self._pass(text, at, self._tags.head_end, "next")
+        if self._state == "next":
+            self.name, self._word = self._word, ""
+        return end
+
+    def _read_next(self, text: str, at: int) -> int:
+        at = skip_blank(text, at)
+        found = matches(text, at, self._tags.key)
+        if found:
+            self._state = "key"
+            return at + len(self._tags.key)
+        closes = matches(text, at, self._ends[0])
+        if closes:
+            return self._read_close(text, at)
+        if found is False and closes is False:
+            self.status = Status.BROKEN
+        return at
+
+    def _read_key(self, text: str, at: int) -> int:
+        if run := _KEY.match(text, at):
+            self._word += run.group()
+            return run.end()
+        if at == len(text):
+            return at
+        if not self._word or self._word in self._arguments:
+            self.status = Status.BROKEN
+            return at
+        end = self._pass(text, at, self._tags.key_end, "open")
+        if self._state == "open":
+            self._key, self._word = self._word, ""
+        return end
+
+    def _read_open(self, text: str, at: int) -> int:
+        if not self._tags.value:
+            self._state = "value"
+            return at
+        return self._pass(text, skip_blank(text, at), self._tags.value, "value")
+
+    def _read_value(self, text: str, at: int) -> int:
+        end = text.find(self._tags.value_end, at)
+        if end < 0:
+            end = len(text) - partial(text[at:], self._tags.value_end)
+            self._value.append(text[at:end])
+            return end
+        self._value.append(text[at:end])
+        value = "".join(self._value)
+        if self._tags.lines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        self._value = []
+        self._arguments[self._key] = as_json(value, self._schema())
+        self._state = "next"
+        return end + len(self._tags.value_end)
+
+    def _read_close(self, text: str, at: int) -> int:
+        at = skip_blank(text, at)
+        end = self._pass(text, at, self._ends[0], "close")
+        if end > at:
+            self._ends.pop(0)
+            if not self._ends:
+                self.status = Status.CLOSED
+        return end
+
+    def _pass(self, text: str, at: int, literal: str, state: str) -> int:
+        found = matches(text, at, literal)
+        if found is False:
+            self.status = Status.BROKEN
+        if not found:
+            return at
+        self._state = state
+        return at + len(literal)
+
+    def _schema(self) -> Any:
+        tool = next((tool for tool in self._tools if tool.name == self.name), None)
+        properties = tool.parameters.get("properties") if tool else None
+        return properties.get(self._key) if isinstance(properties, dict) else None
+
+
+def as_json(value: str, schema: Any) -> str:
+    """The JSON for a value that was written without quotes."""
+    types = _types(schema)
+    text = value.strip()
+    if types and types & {"boolean", "null"}:
+        text = _PYTHON.get(text, text)
+    kind = _kind(text)
+    if kind and (not types or kind in types or (kind == "integer" and "number" in types)):
+        return text
+    return _quoted(value)
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """What a schema allows; nothing where it does not say."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    given = schema.get("type")
+    if isinstance(given, str):
+        return frozenset({given})
+    if isinstance(given, list):
+        return frozenset(name for name in given if isinstance(name, str))
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(_kind(json.dumps(value)) or "string" for value in values)
+    options = schema.get("anyOf") or schema.get("oneOf")
+    return _union(map(_types, options)) if isinstance(options, list) else frozenset()
+
+
+def _union(options: Iterable[frozenset[str]]) -> frozenset[str]:
+    known = list(options)
+    return frozenset().union(*known) if all(known) else frozenset()
+
+
+def _kind(text: str) -> str | None:
+    """The type of a JSON value other than a string; None for anything else."""
+    scanner = JsonScanner()
+    # A number ends only where something else begins.
+    if not text or text[0] == '"' or scanner.feed(f"{text}\n", 0) < len(text) or not scanner.done:
+        return None
+    if text in {"true", "false"}:
+        return "boolean"
+    if text == "null":
+        return "null"
+    if text[0] in "{[":
+        return "object" if text[0] == "{" else "array"
+    return "integer" if text.lstrip("-").isdigit() else "number"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

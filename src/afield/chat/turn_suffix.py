@@ -1,0 +1,173 @@
+"""What comes after a sampled turn: the ids of new messages, without rendering the conversation again.
+
+The new messages are rendered behind a dummy conversation that ends in an assistant turn (the anchor),
+and everything up to and including the token that ends that turn is cut off. So the cost is that of
+the new messages, and the separator behind the end of a turn is part of the result. Sampled ids are
+never rendered again: a template that would strip the reasoning of earlier turns does not get the
+chance (the policy `preserve`), and only has to agree on what follows the last turn. `certify` checks
+that it does, pattern by pattern.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from msgspec import Struct
+
+from afield.chat.escape import BREAK
+from afield.chat.parsers.formats import REASONING
+from afield.chat.parsers.harmony import ANALYSIS, END
+from afield.chat.template import ChatTemplate, TemplateRefusal, Tool
+from afield.chat.vocabulary import Vocabulary
+from afield.types import Message, ToolCall
+
+ANCHOR = "afieldanchor"
+# Blank reasoning would hide what a template does to the reasoning of earlier turns.
+_REASONING = "Think about it."
+_THOUGHT = re.compile(
+    "|".join(
+        [rf"{re.escape(tags.opening)}.*?{re.escape(tags.closing)}\s*" for tags in REASONING]
+        + [rf"{re.escape(ANALYSIS)}.*?{re.escape(END)}"]
+    ),
+    re.DOTALL,
+)
+QUESTION = Message(role="user", content="Question")
+
+
+class TurnEnd(Struct, frozen=True):
+    """The token a template ends an assistant turn with."""
+
+    text: str
+    id: int
+    direct: bool = True
+    """Whether nothing stands between what was said and the token."""
+
+
+class Ends(Struct, frozen=True):
+    """What ends a turn that says something, and one that calls tools; mostly the same."""
+
+    said: TurnEnd | None = None
+    called: TurnEnd | None = None
+
+    def before(self, new: Sequence[Message]) -> TurnEnd | None:
+        return self.called if any(message.role == "tool" for message in new) else self.said
+
+    def of(self, turn: Message) -> TurnEnd | None:
+        return self.called if turn.tool_calls else self.said
+
+
+def pattern_of(messages: Sequence[Message]) -> str:
+    """The roles in order; a run of one role is a plural: `tools+user`."""
+    runs = [(role, len(list(run))) for role, run in groupby(message.role for message in messages)]
+    return "+".join(role if length == 1 else f"{role}s" for role, length in runs)
+
+
+def find_ends(template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int]) -> Ends:
+    """Nothing for a template that ends a turn only by beginning the next one.
+
+    Of several control tokens in a row, it is the one the model stops at, or the last.
+    """
+    row = list(_control_tokens(_behind_anchor(template, ANCHORED), vocab))
+    said = None
+    if row:
+        at, literal = next((token for token in row if vocab.control[token[1]] in stop_ids), row[-1])
+        said = TurnEnd(literal, vocab.control[literal], direct=at == 0)
+    tail = _behind_anchor(template, CALLING).rstrip()
+    if said and said.text in tail:
+        return Ends(said, said)
+    for literal, control in vocab.control.items():
+        if control in stop_ids and tail.endswith(literal):
+            return Ends(said, TurnEnd(literal, control))
+    return Ends(said)
+
+
+def _behind_anchor(template: ChatTemplate, turn: Message) -> str:
+    try:
+        text = template.render([QUESTION, turn], (), generation=False)
+    except TemplateRefusal:
+        return ""
+    return text.rpartition(ANCHOR)[2] if ANCHOR in text else ""
+
+
+def _control_tokens(text: str, vocab: Vocabulary) -> Iterator[tuple[int, str]]:
+    """The control tokens a text begins with, and where; blanks may stand between them."""
+    # The longest literal first: one may be the beginning of another.
+    literals = sorted(vocab.control, key=len, reverse=True)
+    at = 0
+    while True:
+        at = len(text) - len(text[at:].lstrip())
+        literal = next((literal for literal in literals if text.startswith(literal, at)), None)
+        if literal is None:
+            return
+        yield at, literal
+        at += len(literal)
+
+
+def after_turn(text: str, marker: str, end: TurnEnd) -> int | None:
+    """Where the end token of the turn that contains the marker begins."""
+    at = text.find(marker)
+    at = text.find(end.text, at) if at >= 0 else -1
+    return at if at >= 0 else None
+
+
+def delta_text(template: ChatTemplate, end: TurnEnd, new: Sequence[Message]) -> str | None:
+    """From the end token of the anchor's turn to the end of the generation prompt."""
+    text = template.render([QUESTION, _anchor(new), *new], (), generation=True)
+    at = after_turn(text, ANCHOR, end)
+    return None if at is None else text[at:]
+
+
+def splice_text(
+    template: ChatTemplate,
+    end: TurnEnd,
+    history: Sequence[Message],
+    new: Sequence[Message],
+    tools: Sequence[Tool],
+    *,
+    strict: bool,
+) -> str | None:
+    """The same behind a real conversation; None where the new messages change what stands before them.
+
+    With `strict`, reasoning the template strips counts as a change.
+    """
+    known = [*history[:-1], _in_place_of(history[-1])]
+    before = template.render(known, tools, generation=False)
+    whole = template.render([*known, *new], tools, generation=True)
+    kept, cut = after_turn(before, ANCHOR, end), after_turn(whole, ANCHOR, end)
+    # A conversation that spells the anchor itself is not worth a cleverer search.
+    if kept is None or cut is None or before.count(ANCHOR) != 1 or whole.count(ANCHOR) != 1:
+        return None
+    same = before[:kept] == whole[:cut] or (not strict and unthought(before[:kept]) == unthought(whole[:cut]))
+    return whole[cut:] if same and all(shown(message, whole[cut:]) for message in new) else None
+
+
+def unthought(text: str) -> str:
+    return _THOUGHT.sub("", text)
+
+
+def shown(message: Message, text: str) -> bool:
+    """Whether a message's words are in the text; templates may trim them."""
+    words = message.content.strip()
+    return not words or words in text.replace(BREAK, "")
+
+
+def _anchor(new: Sequence[Message]) -> Message:
+    """An assistant turn that the new messages can follow: it called the tools whose results they are."""
+    results = [message for message in new if message.role == "tool"]
+    calls = tuple(ToolCall(result.tool_call_id, result.name or "tool", "{}") for result in results)
+    return _in_place_of(Message(role="assistant", tool_calls=calls))
+
+
+def _in_place_of(turn: Message) -> Message:
+    if not turn.tool_calls:
+        return Message(role="assistant", content=ANCHOR, reasoning=_REASONING)
+    first, *rest = turn.tool_calls
+    anchored = ToolCall(first.id, first.name, json.dumps({"anchor": ANCHOR}))
+    return Message(role="assistant", reasoning=_REASONING, tool_calls=(anchored, *rest))
+
+
+ANCHORED = _in_place_of(Message(role="assistant"))
+CALLING = _in_place_of(Message(role="assistant", tool_calls=(ToolCall("anchor001", "tool", "{}"),)))

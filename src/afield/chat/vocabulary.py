@@ -1,0 +1,131 @@
+"""Text to ids and back, for one `tokenizer.json`.
+
+Promises: escaped text never yields a control id, whatever it spells; each id has a fixed spelling in
+bytes, so that a stream of ids is turned into text at a constant cost per id. Control tokens are the
+added tokens, special or not (`<tool_call>` is not); they match literally, never in normalised text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from afield.chat.escape import BREAK
+from afield.chat.segments import Segments
+from afield.errors import UsageError, boundary
+from afield.types import Failure, FailureKind, Reason
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    def __init__(self, data: bytes, path: Path) -> None:
+        document = _document(data, path)
+        self._tokenizer = _tokenizer(document, data, path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.hash = hashlib.sha256(data).hexdigest()
+        self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {n: token.content for n, token in added.items()}
+        self.longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self.special_ids = frozenset(n for n, token in added.items() if token.special)
+        # Runs of blanks that some tokenizers list as added tokens are text like any other.
+        self.control = {text: n for n, text in self._added.items() if text.strip()}
+        kinds = set(_decoder_kinds(document.get("decoder")))
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._context = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._pieces: dict[int, bytes] = {}
+        self._segments = Segments(self._tokenizer, added)
+
+    def id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of escaped text. Control literals outside what was escaped become control ids."""
+        ids: list[int] = []
+        for piece in text.split(BREAK):
+            if piece:
+                self._segments.encode(piece, ids)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def piece(self, id: int) -> bytes:
+        """What an id spells in the middle of a text; nothing for an id the tokenizer does not know."""
+        piece = self._pieces.get(id)
+        if piece is None:
+            piece = self._pieces[id] = self._spell(id)
+        return piece
+
+    def _spell(self, id: int) -> bytes:
+        if (added := self._added.get(id)) is not None:
+            return added.encode()
+        token = self._tokenizer.id_to_token(id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            try:
+                return bytes(_BYTES[char] for char in token)
+            except KeyError:
+                return token.encode()
+        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte.group(1), 16)])
+        before = self.decode(self._context)
+        return self.decode([*self._context, id]).removeprefix(before).encode()
+
+
+def _document(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"{path} is not a tokenizer: it holds a {type(document).__name__}")
+    return document
+
+
+def _tokenizer(document: dict[str, Any], data: bytes, path: Path) -> Tokenizer:
+    # Matching on normalised text would let content spell a control token in disguise.
+    disguised = [
+        token
+        for token in document.get("added_tokens", [])
+        if token.get("normalized") and token.get("content", "").strip()
+    ]
+    for token in disguised:
+        token["normalized"] = False
+    text = json.dumps(document) if disguised else data.decode()
+    failures: list[Failure] = []
+    made: list[Tokenizer] = []
+    # The library raises bare exceptions.
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, failures.append):
+        made.append(Tokenizer.from_str(text))
+    if failures:
+        raise UsageError(f"{path} is not a tokenizer that can be read: {failures[0].message}")
+    return made[0]
+
+
+def _decoder_kinds(decoder: Any) -> Iterable[str]:
+    if decoder:
+        yield decoder["type"]
+        for inner in decoder.get("decoders", []):
+            yield from _decoder_kinds(inner)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself, or the next one from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

@@ -1,0 +1,97 @@
+"""`afield certify`: what the gateway will do with a model's chat template, found out by rendering."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+REMEDY = (
+    "the format in which this template renders calls is not known, or it shows no tools: requests with tools"
+    " are refused. Use a template of a known format (chat_template.jinja in the model directory), or a"
+    " model that was trained to call tools"
+)
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "certify",
+        help="look at a model's chat template",
+        description="Find out what a model's chat template does, and what the gateway can do with it.",
+    )
+    command.add_argument("model", type=Path, metavar="MODEL_DIR")
+    command.add_argument("--tools", action="store_true", help="fail where calls of tools cannot be read")
+    command.add_argument(
+        "--strict",
+        action="store_true",
+        help="show the template as strict sessions see it, without rules for conversations it refuses",
+    )
+    command.add_argument("--json", action="store_true", help="one object")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from afield import factory
+
+    tokens = factory.load("chat:ChatTokens").load(args.model, rules=not args.strict)
+    found = tokens.certificate
+    usable = found.tool_format is not None or not args.tools
+    if args.json:
+        print(json.dumps({"model": tokens.name, "usable": usable, **msgspec.to_builtins(found)}))
+        return 0 if usable else 1
+    for title, text in rows(tokens.name, found, factory.load("chat.message_rules:RULES")):
+        print(f"{title:18}{text}")
+    return 0 if usable else 1
+
+
+def rows(name: str, found: Any, by: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """What is printed, line by line; `by` says what each rule does."""
+    yield "model", name
+    yield "template", found.template_hash[:16]
+    yield "tokenizer", found.tokenizer_hash[:16]
+    yield "end of turn", found.end_of_turn or "none"
+    if found.end_of_call != found.end_of_turn:
+        yield "end of calls", found.end_of_call or "none"
+    for tier in ("T1", "T2", None):
+        patterns = ", ".join(pattern for pattern, by in found.appends.items() if by == tier)
+        if patterns:
+            yield (f"appends ({tier})" if tier else "does not append"), patterns
+    yield "truncated turns", "appended to" if found.truncated else "rendered anew"
+    yield "reasoning", reasoning(found)
+    yield "tools", tools(found)
+    yield (
+        "call ids",
+        {"free": "not shown", "rendered": "shown", "nine": "shown; nine letters or digits"}[found.call_ids],
+    )
+    unsafe = ", ".join(map(repr, found.unsafe))
+    yield "content", f"can spell {unsafe}" if unsafe else "never becomes control tokens"
+    yield "date", "printed; frozen at the start" if found.prints_date else "not printed"
+    for rule in found.rules:
+        yield "rule", f"{rule}: {by[rule]}"
+    for note in found.notes:
+        yield "note", note
+    if not found.rules:
+        yield "rules", "none needed: every conversation is rendered as the template has it"
+    if found.tool_format is None:
+        yield "note", REMEDY
+
+
+def reasoning(found: Any) -> str:
+    if found.reasoning is None:
+        return "none"
+    parts = [found.reasoning, "rendered" if found.keeps_reasoning else "not rendered"]
+    if found.opens_thinking:
+        parts.append("opened by the generation prompt")
+    if found.strips:
+        parts.append(f"stripped before {', '.join(found.strips)}")
+    return "; ".join(parts)
+
+
+def tools(found: Any) -> str:
+    if found.tool_format is None:
+        return "none"
+    return f"{found.tool_format}; {'parallel calls' if found.parallel_calls else 'one call a turn'}"

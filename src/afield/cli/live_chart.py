@@ -1,0 +1,239 @@
+"""What a person sees while a run goes on: a live chart on a terminal, a line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Self
+
+from msgspec import structs
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.training_loop import StepLine
+from afield.settings import TrainConfig
+from afield.token_account import ExclusionWatch, TokenAccount, listed
+from afield.types import FailureKind, Finished, Outcome, Rollout
+
+SHOWN_FAILURES = 5  # of a kind; the same words once
+SHOWN_WIDTH = 200
+EQUAL = 1e-4  # the mean difference of log-probabilities that float32 on both sides explains
+
+
+class Screen:
+    def __init__(self, config: TrainConfig, run: RunDir, *, to_stderr: bool) -> None:
+        self._config = config
+        self._run = run
+        self._console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
+        lines = run.read_metrics()
+        self._rewards = [line["reward"] for line in lines if line["reward"] is not None]
+        self._steps_done = len(lines)
+        self._tokens = ExclusionWatch(account_of(lines))
+        self._learnt = any(_has_learnt(line["trainer"]) for line in lines)
+        self._in_step = 0
+        self._finished = 0
+        self._failures: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._failed = ""  # a rollout that came to nothing, to look at
+        self._line: StepLine | None = None
+        self._began = time.monotonic()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        agent = short(self._config.agent or self._config.runtime)
+        self._say(f"[bold]afield[/] run [cyan]{self._run.id}[/]  agent {agent}")
+        if self._steps_done:
+            self._say(f"going on after step {self._steps_done} of {self._config.steps}")
+        self._say("starting gateway, engine, agents and trainer ...")
+        return self
+
+    def ready(self) -> None:
+        took = time.monotonic() - self._began
+        per_step = self._config.tasks_per_step * self._config.rollouts
+        self._say(f"ready after {took:.1f} s; {self._config.steps} steps of {per_step} rollouts")
+        if self._console.is_terminal:
+            self._live = Live(self._view(), console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.update(self._view())
+            self._live.stop()
+
+    # --- collect's Watcher -----------------------------------------------------------------------
+
+    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
+        failure = outcome.failure
+        if failure is None:
+            return
+        what = f"{failure.kind}/{failure.reason}"
+        self._failures[what] += 1
+        self._failed = self._failed if will_retry else rollout.id
+        told = f"{what}: {_first_line(failure.message)}"
+        if told in self._told or sum(one.startswith(what) for one in self._told) == SHOWN_FAILURES:
+            return
+        self._told.add(told)
+        then = "retried" if will_retry else "trained" if failure.kind is FailureKind.POLICY else "left out"
+        self._say(f"[yellow]{escape(f'{outcome.session_id}: {told} ({then}; the same again is counted)')}[/]")
+
+    def rollout_finished(self, finished: Finished) -> None:
+        self._in_step += 1
+        self._finished += 1
+        self._refresh()
+
+    def step_done(self, line: StepLine) -> None:
+        self._steps_done = line.step
+        self._in_step = 0 if line.step < self._config.steps else self._in_step
+        self._line = line
+        self._learnt = self._learnt or _has_learnt(line.trainer)
+        self._warn_of_exclusions(line)
+        for warning in self._warnings(line):
+            if warning not in self._told:
+                self._told.add(warning)
+                self._say(f"[red]{warning}[/]")
+        if line.reward is not None:
+            self._rewards.append(line.reward)
+        if self._live:
+            self._refresh()
+        else:
+            self._say(escape(describe(line, self._config.steps)))
+
+    def _warnings(self, line: StepLine) -> Iterator[str]:
+        asked = line.failed < line.rollouts and FailureKind.POLICY not in line.failures
+        if line.turns_per_rollout == 0 and (asked or self._failures["infrastructure/engine"]):
+            yield (
+                "no model call came through: agents find their model at rollout.openai_base_url,"
+                " with rollout.api_key"
+            )
+        elif line.trained and not self._learnt and not self._config.freeze_weights:
+            yield (
+                "nothing to learn from so far: in no group do rewards differ."
+                " More rollouts of a task, a higher temperature or other tasks may help"
+            )
+
+    def _warn_of_exclusions(self, line: StepLine) -> None:
+        """Once, and again when tokens are excluded for another reason than before."""
+        if warning := self._tokens.add(account_of([structs.asdict(line)])):
+            self._say(f"[red]{escape(warning)}[/]")
+
+    def collected(self) -> None:
+        """The end of a process that only collects."""
+        failed = sum(self._failures.values())
+        self._say(f"all is collected; here {self._finished} rollouts ended, {failed} attempts failed")
+
+    def farewell(self, summary: Summary) -> None:
+        say = self._say
+        say(
+            f"mean reward {_number(summary.first)} -> {_number(summary.last)} in {summary.steps} steps,"
+            f" {summary.rollouts} rollouts, {summary.failed} failed, {summary.wall_s:.0f} s"
+        )
+        account = TokenAccount(
+            trained=summary.trained_tokens,
+            excluded=summary.excluded_tokens,
+            untrained=summary.untrained_tokens,
+        )
+        say(escape(told_tokens(account)))
+        if warning := account.warning():
+            say(f"[red]{escape(warning)}[/]")
+        for number, what in (
+            (summary.dropped_groups, f"groups were dropped; {short(self._run.metrics)} says why"),
+            (summary.late, "outcomes came after their attempt had been given up, and were refused"),
+        ):
+            if number:
+                say(f"[yellow]{number} {what}[/]")
+        if self._failed:
+            say(f"a failure with its traceback: {me()} show {self._run.id} {self._failed}")
+        say(f"everything is in {short(self._run.path)}")
+        say(f"  curve      {short(self._run.plot)}")
+        say(f"  look at it {me()} show {self._run.id}")
+        if self._run.id.startswith("demo"):
+            say(f"  next       {me()} train my_agent.py:agent --tasks tasks.jsonl --model DIR")
+
+    def _say(self, text: str) -> None:
+        """Lines are never broken: a path stays one word for whoever copies or greps it."""
+        self._console.print(text, soft_wrap=True)
+
+    # --- drawing ---------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        if self._live:
+            self._live.update(self._view())
+
+    def _view(self) -> Panel:
+        per_step = self._config.tasks_per_step * self._config.rollouts
+        width = min(100, self._console.width)
+        bars = Table.grid(padding=(0, 1))
+        bars.add_row(
+            "steps",
+            ProgressBar(self._config.steps, self._steps_done, width=30),
+            f"{self._steps_done}/{self._config.steps}",
+        )
+        bars.add_row(
+            "rollouts", ProgressBar(per_step, self._in_step, width=30), f"{self._in_step}/{per_step}"
+        )
+        parts = [
+            Text("\n".join(chart(self._rewards, steps=self._config.steps, width=width - 14)), style="blue"),
+            bars,
+        ]
+        if self._line:
+            parts.append(Text(describe(self._line, self._config.steps), style="dim"))
+        return Panel(Group(*parts), title="mean reward per step", width=width)
+
+
+def describe(line: StepLine, steps: int) -> str:
+    trained = line.failures.get(FailureKind.POLICY, 0)
+    kinds = ", ".join(f"{k} {count}" for k, count in line.failures.items() if k != FailureKind.POLICY)
+    failed = f"  failed {line.failed} ({kinds})" if kinds else ""
+    failed += f"  policy failures {trained}" if trained else ""
+    failed += f"  too long to train {line.too_long}" if line.too_long else ""
+    excluded = f" ({line.excluded_share:.1%}: {listed(line.excluded_tokens)})" if line.excluded_tokens else ""
+    return (
+        f"step {line.step:3d}/{steps}  reward {_number(line.reward)}  rollouts {line.rollouts}"
+        f"  turns {line.turns_per_rollout:.2f}  tool calls {line.tool_calls_per_rollout:.2f}"
+        f"  tokens {line.sampled_tokens}  excluded {sum(line.excluded_tokens.values())}{excluded}"
+        f"  collect {line.collect_s:.1f} s  train {line.train_s:.1f} s{precision(line.trainer)}{failed}"
+    )
+
+
+def precision(measures: Mapping[str, float]) -> str:
+    """How far sampler and trainer are apart, in units of what the engine's dtype explains, and how much of
+    the update the engine got. Nothing where they are equal and nothing was rounded."""
+    told = ""
+    if not measures.get("logprob_diff", 0.0) <= EQUAL:  # so that NaN is shown
+        told += f"  logprob diff {measures['logprob_diff']:.1e}"
+        if "logprob_diff_times_control" in measures:
+            told += f" ({measures['logprob_diff_times_control']:.2g}x expected)"
+    if measures.get("update_kept", 1.0) != 1.0:
+        told += f"  update kept {measures['update_kept']:.0%}"
+    return told
+
+
+def _has_learnt(measures: Mapping[str, float]) -> bool:
+    """Where no rollout has an advantage there is no update, and so no norm of one."""
+    return "grad_norm" in measures
+
+
+def _first_line(message: str) -> str:
+    first = _printable((message.strip().splitlines() or ["no message"])[0])
+    return first if len(first) <= SHOWN_WIDTH else f"{first[: SHOWN_WIDTH - 4]} ..."
+
+
+def _printable(text: str) -> str:
+    """What an agent said must not steer the terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"

@@ -1,0 +1,292 @@
+"""An SGLang server as an engine, over `/generate` with `input_ids`.
+
+Its stream repeats everything with every event unless the server was started to send increments; both are
+read, and what one network read brings is one chunk. Versions are exact where `meta_info.weight_versions`
+is there, otherwise the interval from the version at the start to the one now. SGLang applies temperature to
+log-probabilities but not truncation: calls with top_p or top_k are refused unless measured otherwise. Its
+own end ids end a call that has stop ids. Ids outside a known vocabulary are refused: a server dies of them.
+An adapter serves the calls that begin after it, those of the oldest move on when there is no room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from msgspec import structs
+
+from afield.engines.checks import check_call
+from afield.engines.gauges import gauge
+from afield.engines.logprob_mode import measure
+from afield.engines.lora import Lease
+from afield.engines.remote import RemoteEngine
+from afield.engines.sglang import wire
+from afield.engines.spans import as_version, exact_spans
+from afield.engines.sse import Events
+from afield.errors import Unavailable, UsageError
+from afield.interfaces.engine import Call, Chunk, EngineInfo
+from afield.types import VersionSpan
+
+FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # the last step of an ended call takes a while
+MAX_TOP_LOGPROBS = 20  # it takes any number; nobody asks for more
+LEAST = 2  # adapters: one for the newest, one for calls in flight
+ADAPTERS = (
+    "start it with --enable-lora --max-loras-per-batch 2 (or more) --max-lora-rank and --lora-target-modules;"
+    " or publish whole weights, with learn.lora.publish = 'merged'"
+)
+
+
+class SglangEngine(RemoteEngine):
+    remedy = "ask for top_p 1 and top_k off, and do not set SGLANG_RETURN_ORIGINAL_LOGPROB on the server"
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """Options are those of `RemoteEngine`."""
+        super().__init__(url, **options)
+        self._room = 0
+        self._adapters: dict[int, str] = {}  # the server's names of versions
+
+    async def _learn(self) -> EngineInfo:
+        served = self._http.decode(await self._http.ask("GET", "/server_info"), wire.SERVER_INFO)
+        told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
+        self._version = as_version(told.weight_version, self._initial)
+        self._room = served.max_loras_per_batch if served.enable_lora else 0
+        # Taken at its word until it is measured, so that the measuring calls are let through.
+        self._known = info = EngineInfo(
+            kind="sglang",
+            version=self._version,
+            constraints=True,
+            max_context=served.max_req_input_len,
+            vocab_size=self._vocab_size,
+            images=told.has_image_understanding,
+            dtype=served.dtype if served.dtype in ("float32", "bfloat16", "float16") else "",
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            prompt_logprobs=True,
+        )
+        mode, holds = await measure(self._draw), await self._holds()
+        notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
+        return structs.replace(info, logprobs=mode, notes=notes, constraints=holds)
+
+    async def _refresh(self) -> None:
+        told = self._http.decode(await self._http.ask("GET", "/model_info"), wire.MODEL_INFO)
+        base = as_version(told.weight_version, self._initial)
+        await self._refresh_adapters(base)
+        self._version = self._leases.newest or base
+
+    async def _refresh_adapters(self, base: int) -> None:
+        """A server that was started again has lost them, and answers no call that asks for one.
+
+        Whole weights that somebody else put there, newer than all of them, have taken their place.
+        """
+        if self._leases.newest is None:
+            return
+        if base > self._leases.newest:
+            self._leases.newest = None
+            return
+        there = await self._list()
+        self._adapters = {version: name for version, name in self._adapters.items() if name in there}
+        if self._leases.newest not in self._adapters:
+            self._leases.newest = None
+
+    async def waiting(self) -> int | None:
+        """Calls in its queue, by its load, or else by its metrics (`--enable-metrics`)."""
+        status, data = await self._http.status("GET", "/get_load")
+        if status == 200:
+            return sum(load.num_waiting_reqs for load in self._http.decode(data, wire.LOADS))
+        status, data = await self._http.status("GET", "/metrics")
+        return gauge(data, "sglang:num_queue_reqs") if status == 200 else None
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _limit(self, call: Call) -> int:
+        check_call(call, self._entered())
+        return super()._limit(call)
+
+    def _body(self, call: Call, lease: Lease | None) -> dict[str, Any]:
+        return wire.body(call, self._limit(call), lease, self._adapters[lease.version] if lease else "")
+
+    async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        body, low = self._body(call, lease), self._version
+        try:
+            data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s, still=True)
+        except ValueError:
+            await self._check_listed(lease)
+            raise
+        reply = self._http.decode(data, wire.REPLY)
+        chunk = self._chunk(call, [reply], low, 0, lease)
+        if chunk.finish is None:
+            raise Unavailable(f"{self.url} gave an answer without an end")
+        for piece in _split(chunk):
+            yield piece
+
+    async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        body, low, seen = self._body(call, lease), self._version, 0
+        events, last = Events(), None
+        async with aclosing(self._reads(body, lease)) as reads:
+            async for data in reads:
+                found = [event for event in events.feed(data) if event != wire.DONE]
+                if last is not None or not found:
+                    continue  # to the end, so that the connection can be used again
+                chunk = self._chunk(call, self._replies(found), low, seen, lease)
+                seen += len(chunk.token_ids)
+                if chunk.finish is not None:
+                    last = chunk
+                elif chunk.token_ids:
+                    yield chunk
+        if last is None:
+            raise Unavailable(f"{self.url} ended a stream without a finish, after {seen} tokens")
+        yield last
+
+    async def _reads(self, body: dict[str, Any], lease: Lease | None) -> AsyncGenerator[bytes]:
+        async with aclosing(self._http.reads(wire.GENERATE, body, {})) as reads:
+            try:
+                async for data in reads:
+                    yield data
+            except ValueError:
+                await self._check_listed(lease)
+                raise
+
+    async def _check_listed(self, lease: Lease | None) -> None:
+        """A server that was started again blames the caller for an adapter that it has lost."""
+        if lease is not None and self._adapters.get(lease.version) not in await self._list():
+            raise Unavailable(
+                f"{self.url} lost the adapter of version {lease.version}; was it started again?"
+            )
+
+    async def _list(self) -> set[str]:
+        listed = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
+        return {model.id for model in listed}
+
+    def _replies(self, found: list[bytes]) -> list[wire.Reply]:
+        """The last event alone where it repeats the others."""
+        last = self._http.decode(found[-1], wire.REPLY)
+        if last.error is not None or len(last.output_ids) >= last.meta_info.completion_tokens:
+            return [last]
+        return [self._http.decode(event, wire.REPLY) for event in found[:-1]] + [last]
+
+    def _chunk(
+        self, call: Call, replies: list[wire.Reply], low: int, seen: int, lease: Lease | None
+    ) -> Chunk:
+        sampled = wire.Sampled(replies, seen, self.url, call.top_logprobs)
+        now = as_version(sampled.version, self._initial)
+        self._version = max(self._version, now)
+        versions, high = None, max(low, self._version)
+        if lease is not None:  # what the server tells are the weights below the adapter
+            low = high = lease.version
+        elif now < low:
+            self._check_kept(now, low)
+            low = high = now
+        elif sampled.finish is not None and sampled.spans:
+            total = seen + len(sampled.token_ids)
+            versions = exact_spans(sampled.spans, total, self._initial, self.url)
+        return Chunk(
+            token_ids=tuple(sampled.token_ids),
+            logprobs=tuple(sampled.logprobs),
+            low=low,
+            high=high,
+            finish=sampled.finish,
+            prompt_ids=self._expanded(call, sampled.prompt_ids) if seen == 0 else None,
+            versions=versions,
+            top_logprobs=tuple(sampled.tops),
+            prompt_logprobs=wire.prompt_tops(replies[0], call, self.url) if seen == 0 else None,
+        )
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def _freeze(self) -> None:
+        # "retract" keeps the calls but not their caches, which old weights computed.
+        await self._order("/pause_generation", {"mode": "retract"})
+
+    async def _thaw(self) -> None:
+        await self._order("/continue_generation", {})
+
+    async def _name(self, version: int) -> None:
+        raise UsageError(
+            f"{self.url}: give the path of version {version}; SGLang names weights as it loads them"
+        )
+
+    async def _expect(self, version: int) -> None:
+        """Its answer to the order said so, and so does every answer from now on."""
+        self._version = version
+
+    async def _adopt(self, version: int, path: str) -> None:
+        if self._room < LEAST:
+            raise UsageError(f"{self.url} serves {self._room} adapters at a time; {ADAPTERS}")
+        await self._end_calls(self._room - 1)
+        name = wire.adapter_name(version, path)
+        status, data = await self._http.status(
+            "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, idle_s=self._answer_s
+        )
+        told = self._http.decode(data, wire.UPDATED)
+        # Another process, or we before a restart, may have put it there.
+        there = name in (told.loaded_adapters or ())
+        if not there and (status != 200 or not told.success):
+            why = told.error_message or told.message or f"it answers {status}"
+            raise UsageError(f"{self.url} did not take the adapter {path!r}: {why}; {ADAPTERS}")
+        self._leases.newest = version
+        self._adapters[version] = name
+        # The one before may be asked for by another process that has not heard of the newest yet.
+        for idle in [v for v in sorted(self._adapters)[:-2] if not self._leases.in_use(v)]:
+            # Another process may have been first; what is left of it is the server's to evict.
+            await self._http.status("POST", "/unload_lora_adapter", {"lora_name": self._adapters.pop(idle)})
+
+    async def _end_calls(self, room: int) -> None:
+        for lease in self._leases.call_back(room):
+            await self._order("/abort_request", {"rid": lease.id})
+
+    async def _swap(self, version: int, path: str) -> None:
+        await self._end_calls(0)
+        self._leases.newest = None
+        await self._flush()
+        # Flushing as it loads would end the server if a call were waiting.
+        order = {"model_path": path, "weight_version": str(version), "flush_cache": False}
+        status, data = await self._http.status(
+            "POST", "/update_weights_from_disk", order, idle_s=self._answer_s
+        )
+        told = self._http.decode(data, wire.UPDATED)
+        if status != 200 or not told.success:
+            raise Unavailable(f"{self.url} did not load {path!r}: {told.message}")
+
+    async def _flush(self) -> None:
+        """Nothing that the old weights computed may serve the new ones.
+
+        Servers refuse while calls wait, also retracted ones; those are then ended, and go on afterwards.
+        """
+        if await self._flushed():
+            return
+        self._ends += 1
+        await self._order("/pause_generation", {"mode": "abort"})
+        for pause_s in FLUSH_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if await self._flushed():
+                return
+        raise Unavailable(
+            f"{self.url} does not give up what the old weights computed; POST /flush_cache fails"
+        )
+
+    async def _flushed(self) -> bool:
+        status, _ = await self._http.status("POST", "/flush_cache")
+        return status == 200
+
+
+def _split(chunk: Chunk) -> list[Chunk]:
+    """One chunk for each version span."""
+    if not chunk.token_ids:  # it was ended before its first
+        return [structs.replace(chunk, versions=None)]
+    spans = chunk.versions or (VersionSpan(0, len(chunk.token_ids), chunk.low, chunk.high),)
+    return [
+        structs.replace(
+            chunk,
+            token_ids=chunk.token_ids[span.start : span.end],
+            logprobs=chunk.logprobs[span.start : span.end],
+            top_logprobs=chunk.top_logprobs[span.start : span.end],
+            prompt_logprobs=chunk.prompt_logprobs if span.start == 0 else None,
+            low=span.low,
+            high=span.high,
+            finish=chunk.finish if span.end == len(chunk.token_ids) else None,
+            prompt_ids=chunk.prompt_ids if span.start == 0 else None,
+            versions=None,
+        )
+        for span in spans
+    ]

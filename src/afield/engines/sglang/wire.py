@@ -1,0 +1,221 @@
+"""SGLang's wire format: what is sent to `/generate`, and what its answers mean.
+
+`output_ids` and `output_token_logprobs` hold everything so far, or (`--incremental-streaming-output`) what is
+new; `completion_tokens` always counts everything, so the new part is the last of both lists either way.
+"""
+
+from __future__ import annotations
+
+import base64
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from afield.engines.lora import Lease
+from afield.engines.spans import Problem, Span
+from afield.errors import Unavailable
+from afield.interfaces.engine import Call, TopLogprobs
+from afield.types import FinishReason
+
+GENERATE = "/generate"
+DONE = b"[DONE]"
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+OFF = -1  # SGLang's word for no top_k
+LOWEST = -1e30  # it writes the lowest float where a probability is 0
+
+
+class ServerInfo(Struct):
+    # Prompts shorter than this are taken; the context it advertises is a few tokens too long.
+    max_req_input_len: int
+    enable_lora: bool | None = None
+    max_loras_per_batch: int = 0
+    dtype: str = ""
+
+
+class ModelInfo(Struct):
+    weight_version: str = "default"
+    has_image_understanding: bool = False
+
+
+class Updated(Struct):
+    """What came of new weights (`message`) or of an adapter (`error_message`)."""
+
+    success: bool
+    message: str = ""
+    error_message: str | None = None
+    loaded_adapters: dict[str, Any] | None = None
+
+
+class Finish(Struct):
+    type: str
+    message: str = ""
+    status_code: int | None = None
+
+
+class Meta(Struct):
+    completion_tokens: int = 0
+    finish_reason: Finish | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    input_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+    weight_version: str = "default"
+    weight_versions: list[Span] | None = None
+
+
+class Reply(Struct):
+    output_ids: list[int] = []
+    meta_info: Meta = msgspec.field(default_factory=Meta)
+    prompt_token_ids: tuple[int, ...] | None = None
+    error: Problem | None = None
+
+
+class Model(Struct):
+    id: str  # of the model, or the name of an adapter
+
+
+class Models(Struct):
+    data: list[Model]
+
+
+class Load(Struct):
+    """Of one data-parallel rank."""
+
+    num_waiting_reqs: int = 0
+
+
+LOADS = msgspec.json.Decoder(list[Load])
+SERVER_INFO = msgspec.json.Decoder(ServerInfo)
+MODEL_INFO = msgspec.json.Decoder(ModelInfo)
+MODELS = msgspec.json.Decoder(Models)
+UPDATED = msgspec.json.Decoder(Updated)
+REPLY = msgspec.json.Decoder(Reply)
+
+
+class Sampled:
+    """What is new in a number of events, after `seen` tokens."""
+
+    def __init__(self, replies: list[Reply], seen: int, where: str, count: int = 0) -> None:
+        """`count` is how many of the likeliest tokens were asked for."""
+        self._count = count
+        self.tops: list[TopLogprobs] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish: FinishReason | None = None
+        for reply in replies:
+            if reply.error is not None:
+                raise reply.error.as_error(where)
+            if reply.meta_info.finish_reason is not None:
+                # First, because a refused call comes with an id that nobody sampled.
+                self.finish = _finish(reply.meta_info.finish_reason, where)
+            self._add(reply, reply.meta_info.completion_tokens - seen - len(self.token_ids), where)
+        last = replies[-1].meta_info
+        self.version, self.spans = last.weight_version, last.weight_versions
+        self.prompt_ids = replies[0].prompt_token_ids
+
+    def _add(self, reply: Reply, new: int, where: str) -> None:
+        given = reply.meta_info.output_token_logprobs
+        if self.finish is FinishReason.ABORTED and len(reply.output_ids) < len(given):
+            # A stream that is ended while it waits tells the last id only, beside every log-probability.
+            reply.output_ids = [pair[1] for pair in given]
+        if not 0 <= new <= len(reply.output_ids) == len(given):
+            raise Unavailable(
+                f"{where} gave {len(reply.output_ids)} ids and {len(given)} log-probabilities"
+                f" where {new} of each are new"
+            )
+        if not new:
+            return
+        ids, pairs = reply.output_ids[-new:], given[-new:]
+        if ids != [pair[1] for pair in pairs]:
+            raise Unavailable(f"{where} gave log-probabilities of other tokens than it sampled")
+        if min(pair[0] for pair in pairs) < LOWEST:
+            raise Unavailable(f"{where} has no finite log-probability for a token it sampled")
+        self.token_ids += ids
+        self.logprobs += [pair[0] for pair in pairs]
+        if self._count:
+            told = reply.meta_info.output_top_logprobs or []
+            if len(told) < new:
+                raise Unavailable(f"{where} gave {new} ids but the likeliest tokens of {len(told)} places")
+            for top, (logprob, token, _) in zip(told[-new:], pairs, strict=True):
+                self.tops.append(_likeliest(top or [], token, logprob, self._count))
+
+
+def _likeliest(told: list[tuple[float, int, Any]], token: int, logprob: float, count: int) -> TopLogprobs:
+    pairs = [(other, logprob if other == token else p) for p, other, _ in told if p >= LOWEST]
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token))[:count])
+
+
+def prompt_tops(reply: Reply, call: Call, where: str) -> tuple[TopLogprobs, ...] | None:
+    """Each prompt token's own log-probability, then the likeliest ones."""
+    if call.prompt_logprobs is None:
+        return None
+    own = reply.meta_info.input_token_logprobs or []
+    tops = reply.meta_info.input_top_logprobs or [None] * len(own)
+    if len(own) < len(call.prompt_ids) or len(own) != len(tops):
+        raise Unavailable(
+            f"{where} gave log-probabilities of {len(own)} ids for a prompt of {len(call.prompt_ids)}"
+        )
+    return tuple(
+        ()
+        if value is None
+        else (
+            (token, value),
+            *(pair for pair in _likeliest(top or [], token, value, call.prompt_logprobs) if pair[0] != token),
+        )
+        for (value, token, _), top in zip(own, tops, strict=True)
+    )
+
+
+def adapter_name(version: int, path: str) -> str:
+    """The same for everyone who publishes the same."""
+    return f"policy-v{version}-{blake2b(path.encode(), digest_size=4).hexdigest()}"
+
+
+def _finish(finish: Finish, where: str) -> FinishReason:
+    if finish.type == "abort" and finish.status_code is not None:
+        if finish.status_code == 400:
+            raise ValueError(f"{where} refuses the call: {finish.message}")
+        raise Unavailable(f"{where} aborted the call with {finish.status_code}: {finish.message}")
+    if finish.type not in FINISH:
+        raise Unavailable(f"{where} ended a call with {finish.type!r}")
+    return FINISH[finish.type]
+
+
+def body(call: Call, limit: int, lease: Lease | None = None, adapter: str = "") -> dict[str, Any]:
+    sampling = call.sampling
+    asked: dict[str, Any] = {
+        "input_ids": call.prompt_ids,
+        "sampling_params": {
+            "max_new_tokens": limit,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or OFF,
+            "stop_token_ids": call.stop_ids,
+            # SGLang takes this for stop ids too, so its own end ids count wherever ours do.
+            "ignore_eos": not call.stop_ids,
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+        "stream": call.stream,
+    }
+    if lease is not None:
+        asked |= {"lora_path": adapter, "rid": lease.id}
+    if count := max(call.top_logprobs, call.prompt_logprobs or 0):
+        asked["top_logprobs_num"] = count
+    if call.prompt_logprobs is not None:
+        asked["logprob_start_len"] = 0
+    if call.stop:
+        asked["sampling_params"]["stop"] = call.stop
+    if call.constraint:
+        asked["sampling_params"]["structural_tag"] = call.constraint.grammar
+    if sampling.seed is not None:
+        asked["sampling_params"]["sampling_seed"] = sampling.seed
+    if call.images:
+        asked["image_data"] = [
+            image.url if image.data is None else base64.b64encode(image.data).decode()
+            for image in call.images
+        ]
+        asked["return_prompt_token_ids"] = True
+    return asked

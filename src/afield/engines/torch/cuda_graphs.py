@@ -1,0 +1,241 @@
+"""Decode steps of a fixed shape, recorded once as CUDA graphs and replayed.
+
+A step gives one id to each of so many rows and draws the next, all on the device: one copy goes in,
+one comes out, and the host waits for nothing but the latter. A step may be launched on top of one
+whose tokens the host has not seen yet. Shapes are few: rows are rounded up, so is the length unless
+the slots' `ways` read what there is, and a shape that is rarely wanted runs in a larger one. Weights
+are copied in place, so recordings stay valid; when the slots' memory moves they are made anew. Where
+nothing can be recorded (a CPU, or a model that waits for the device; `refused` says why) the same
+steps are computed each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from afield.engines.torch.kv_cache import Pass, Slots
+from afield.engines.torch.sampler import pick, plain_sums
+
+if TYPE_CHECKING:
+    from afield.engines.torch.images import ImageEncoder
+
+# How often a shape is wanted before it gets a recording of its own, if a larger one can stand in.
+PATIENCE = 4
+MOST_RECORDINGS = 64
+LENGTH_STEP = 64
+COLUMNS = 5  # id, position, row of the memory, temperature, uniform number
+
+
+class Shape(NamedTuple):
+    rows: int
+    length: int
+    gathered: bool
+
+    def covers(self, other: Shape) -> bool:
+        return self.gathered == other.gathered and self.rows >= other.rows and self.length >= other.length
+
+
+class Flight(NamedTuple):
+    """A step that was launched: which slot is in which lane, and where its answers will be."""
+
+    slots: list[int]
+    lanes: list[int]
+    shape: Shape
+    answers: Tensor
+    landed: torch.cuda.Event | None
+
+
+class Steps:
+    def __init__(self, model: PreTrainedModel, slots: Slots, max_slots: int) -> None:
+        self._model, self._slots = model, slots
+        self._device = model.device
+        self._cuda = self._records = self._device.type == "cuda"
+        lanes = rows_bucket(max_slots)
+        # Numbers of all kinds in one tensor, exact up to 2**53, so that there is one copy each way.
+        self._inputs = torch.zeros(lanes, COLUMNS, dtype=torch.float64, device=self._device)
+        self._outputs = torch.zeros(lanes, 2, dtype=torch.float64, device=self._device)
+        # Two of each: one may still be on its way while the next is written.
+        self._sent = [torch.zeros(lanes, COLUMNS, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
+        self._came = [torch.zeros(lanes, 2, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
+        self._logits = torch.empty(0)
+        self._turn = 0
+        self._recordings: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._wanted: Counter[Shape] = Counter()
+        self._moves = slots.moves
+        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
+        self._side = torch.cuda.Stream(self._device) if self._cuda else None
+        self.launched: Counter[Shape] = Counter()
+        self.recorded = 0
+        self.recording_s = 0.0
+        self.refused = ""
+
+    def launch(
+        self,
+        slots: list[int],
+        temperatures: Sequence[float],
+        uniforms: Sequence[float],
+        after: Flight | None = None,
+    ) -> Flight:
+        """One step for these slots (ascending). Their ids are the answers of `after`, or else in the slots.
+
+        `after` has to have all of them; a slot keeps its lane.
+        """
+        ids, positions = self._slots.next_ids(slots)
+        length = self._slots.length
+        if self._slots.ways is None:
+            length = min(length_bucket(int(positions.max()) + 1), length)
+        if after is None:
+            rows, gathered, lanes = self._lay_out(slots)
+        else:
+            rows, gathered = after.shape.rows, after.shape.gathered
+            lane_of = dict(zip(after.slots, after.lanes, strict=True))
+            lanes = [lane_of[slot] for slot in slots]
+        shape = self._choose(Shape(rows, length, gathered))
+        self._turn ^= 1
+        sent, answers = self._sent[self._turn][: shape.rows], self._came[self._turn][: shape.rows]
+        numbers = sent.numpy()
+        # A lane without a call computes something for the row that nobody reads.
+        numbers[:] = (0, 0, self._slots.rows, 1, 0)
+        numbers[lanes] = np.stack([ids, positions, np.asarray(slots), temperatures, uniforms], axis=1)
+        self._inputs[: shape.rows].copy_(sent, non_blocking=True)
+        if after is not None:
+            self._inputs[: after.shape.rows, 0] = self._outputs[: after.shape.rows, 0]
+        self.replay(shape)
+        answers.copy_(self._outputs[: shape.rows], non_blocking=True)
+        landed = torch.cuda.Event() if self._cuda else None
+        if landed is not None:
+            landed.record()
+        return Flight(slots, lanes, shape, answers, landed)
+
+    def read(self, flight: Flight) -> tuple[list[int], list[float]]:
+        """A token and its log-probability for each slot of the flight; waits until they are there."""
+        if flight.landed is not None:
+            flight.landed.synchronize()
+        answers = flight.answers.numpy()[flight.lanes]
+        return answers[:, 0].astype(np.int64).tolist(), answers[:, 1].tolist()
+
+    def logits(self, lanes: list[int]) -> Tensor:
+        """Of the step that was launched last."""
+        return self._logits[lanes]
+
+    # --- shapes -----------------------------------------------------------------------------------
+
+    def _lay_out(self, slots: list[int]) -> tuple[int, bool, list[int]]:
+        """Rows from the first on, unless most would be idle: then the keys of the others are copied."""
+        few = rows_bucket(len(slots))
+        if self._slots.ways is not None:
+            return few, False, list(range(len(slots)))
+        rows = min(rows_bucket(slots[-1] + 1), self._slots.rows)
+        if rows <= 2 * few:
+            return rows, False, slots
+        return few, True, list(range(len(slots)))
+
+    def _choose(self, wanted: Shape) -> Shape:
+        if self._slots.moves != self._moves:
+            self._forget()
+        if wanted in self._recordings or not self._records:
+            return wanted
+        self._wanted[wanted] += 1
+        larger = [shape for shape in self._recordings if shape.covers(wanted)]
+        if self._wanted[wanted] < PATIENCE and larger:
+            return min(larger, key=lambda shape: shape.rows * shape.length)
+        return wanted
+
+    def _forget(self) -> None:
+        self._moves = self._slots.moves
+        if self._recordings:
+            torch.cuda.synchronize(self._device)
+            self._recordings.clear()
+            # A pool that was empty once cannot be used again.
+            self._pool = torch.cuda.graph_pool_handle()
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def replay(self, shape: Shape) -> None:
+        """Compute a step of this shape from the numbers that were sent last."""
+        self.launched[shape] += 1
+        if self._records and shape not in self._recordings:
+            self._record(shape)
+        if not self._records:
+            self._compute(shape)
+            return
+        # The one used last comes last, so that the first is the one to give up.
+        recording = self._recordings[shape] = self._recordings.pop(shape)
+        recording.replay()
+
+    def _compute(self, shape: Shape) -> None:
+        inputs = self._inputs[: shape.rows]
+        ids, positions, rows = inputs[:, :3].long().unbind(dim=1)
+        step = self._slots.fixed(ids, positions, rows, shape.length, gathered=shape.gathered)
+        logits = forward(self._model, self._slots, step)
+        sums = plain_sums if self._slots.ways is None else self._slots.ways.sums
+        tokens, logprobs = pick(logits, inputs[:, 3], inputs[:, 4], sums)
+        self._outputs[: shape.rows, 0] = tokens
+        self._outputs[: shape.rows, 1] = logprobs
+        if not len(self._logits):
+            self._logits = logits.new_empty(len(self._inputs), logits.shape[-1])
+        # A recording's own would keep its memory from the others.
+        self._logits[: shape.rows] = logits
+
+    def _record(self, shape: Shape) -> None:
+        began = time.monotonic()
+        # A run that is not recorded: what the first run of a shape plans and allocates stays out. It
+        # computes what the replay will compute again.
+        self._compute(shape)
+        torch.cuda.synchronize(self._device)
+        while len(self._recordings) >= MOST_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(self._side):
+                # Other threads go on allocating (new weights, a trainer).
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._compute(shape)
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            self.refused = f"the model's steps cannot be recorded as CUDA graphs, which is slower: {error}"
+            self._records = False
+            return
+        self._recordings[shape] = graph
+        self.recorded += 1
+        self.recording_s += time.monotonic() - began
+
+
+def forward(
+    model: PreTrainedModel, slots: Slots, step: Pass, keep: int = 1, images: ImageEncoder | None = None
+) -> Tensor:
+    """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary].
+    `images` has what the step shows, of which only the last id's logits are given."""
+    if step.pictured is not None and images is not None:
+        return images.forward(model, slots, step)
+    output = model(
+        input_ids=step.input_ids,
+        position_ids=step.position_ids,
+        attention_mask=step.attention_mask,
+        past_key_values=slots,
+        use_cache=True,
+        logits_to_keep=keep,
+    )
+    return output.logits[:, -1] if keep == 1 else output.logits[:, -keep:]
+
+
+def rows_bucket(rows: int) -> int:
+    """1, 2, 4, 8, 12, 16, 24, 32, 48 and so on."""
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power >= 16 and rows <= power * 3 // 4 else power
+
+
+def length_bucket(length: int) -> int:
+    """Rounded up by at most a quarter, but to 64 at least."""
+    step = max(LENGTH_STEP, (1 << (length - 1).bit_length()) // 8)
+    return -(-length // step) * step

@@ -1,0 +1,423 @@
+"""The decoder: calls in flight on one model, a step at a time. It runs in the engine's own thread.
+
+A call is its ids, of which the first so many are computed; the rest are pending. A step computes
+pending ids, at most `prefill_tokens` of them for calls with more than one, and draws a token for
+every call that has none left. A new prompt, a reused prefix and new weights are all just another
+number of pending ids; after a swap it is all of them, so each log-probability is that of the
+version that drew the token, given everything before it. With `Steps`, single ids are computed by
+those, and the next step is launched before the host looks at what the last one drew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from afield.engines.torch.cuda_graphs import Flight, Steps, forward
+from afield.engines.torch.kv_cache import Slots
+from afield.engines.torch.sampler import Top, distribution, draw, likeliest
+
+if TYPE_CHECKING:
+    from afield.engines.torch.images import ImageEncoder
+    from afield.masks import Walker
+    from afield.vision import PixelInputs
+
+log = logging.getLogger("afield.engines")
+
+Finish = Literal["stop", "length", "aborted"]
+SCORED_AT_ONCE = 256  # ids of a prompt whose logits are held at a time
+NO_PICTURES: Mapping[int, PixelInputs] = {}
+
+
+class Counters(NamedTuple):
+    """What an engine has done so far. Reused tokens are the prompt tokens it did not compute again."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    sampled_tokens: int = 0
+    steps: int = 0
+
+
+class Ask(NamedTuple):
+    """What a call asks of the model. The same `seed` draws with the same numbers; `top_k` 0 means off.
+
+    Of a prompt with images, `prompt_ids` are those of `ImagePrompt.keys`; `mrope` are its positions.
+    """
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stream: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    mrope: np.ndarray | None = None
+    pictures: Mapping[int, PixelInputs] = NO_PICTURES
+
+    @property
+    def truncated(self) -> bool:
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the host needs more of a step than the token that it drew."""
+        return self.truncated or self.top_logprobs > 0
+
+
+class Sampled(NamedTuple):
+    """Tokens that one version drew, with their log-probabilities; the first say how long it had no slot."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish: Finish | None
+    queued_s: float = 0.0
+    top_logprobs: tuple[Top, ...] = ()
+    prompt_logprobs: tuple[Top, ...] | None = None
+
+
+class Sink(Protocol):
+    """Where what was sampled for one call goes, or the reason why there will be no more."""
+
+    def put(self, sampled: Sampled) -> None: ...
+
+    def fail(self, reason: str) -> None: ...
+
+    def refuse(self, reason: str) -> None:
+        """There will be no more, because of what was asked for."""
+        ...
+
+
+class Request:
+    """A call in flight. Its ids live in its slot; here are the sampled ones that were not handed over."""
+
+    def __init__(self, ask: Ask, sink: Sink, walker: Walker | None = None) -> None:
+        self.ask, self.sink = ask, sink
+        self.walker = walker  # the masks of its constraint
+        self.redrawn = ask.truncated or walker is not None  # a step's own draw does not do
+        self.slot = -1
+        self.length = len(ask.prompt_ids)
+        self.room = ask.max_tokens
+        self.version = -1
+        self.ended = False
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[Top] = []
+        self.next_top: Top = ()
+        self.prompt_tops: list[Top] | None = None if ask.prompt_logprobs is None else []
+        self.stop_ids = frozenset(ask.stop_ids)
+        self.uniform = random.Random(ask.seed).random
+        self.asked = time.monotonic()
+        self.queued_s = 0.0
+
+    def hand_over(self, finish: Finish | None) -> None:
+        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), self.version, finish, self.queued_s)
+        if self.tops:
+            sampled = sampled._replace(top_logprobs=tuple(self.tops))
+            self.tops = []
+        if self.prompt_tops is not None:
+            sampled = sampled._replace(prompt_logprobs=((), *self.prompt_tops))
+            self.prompt_tops = None
+        self.tokens, self.logprobs, self.queued_s = [], [], 0.0
+        self.sink.put(sampled)
+
+
+class _Launched(NamedTuple):
+    requests: list[Request]
+    uniforms: list[float]
+    flight: Flight
+
+
+class Decoder:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        slots: Slots,
+        *,
+        version: int,
+        max_context: int,
+        prefill_tokens: int,
+        weights: Sequence[Tensor] = (),
+        steps: Steps | None = None,
+        notes: tuple[str, ...] = (),
+        images: ImageEncoder | None = None,
+    ) -> None:
+        self._model, self._slots = model, slots
+        self.images = images
+        self._notes = notes
+        self._weights, self.steps = weights, steps
+        self._launched: _Launched | None = None
+        self._prefill_tokens = prefill_tokens
+        self.max_context = max_context
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self.version = version
+        self.counters = Counters()
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running and self._launched is None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        refused = self.steps is not None and self.steps.refused
+        return (*self._notes, refused) if refused else self._notes
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self._running, *self._waiting]
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def drop(self, request: Request) -> None:
+        """Forget a call wherever it is; one that has ended already is none of our business."""
+        if request in self._running:
+            self._end(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def swap(self, version: int, tensors: Sequence[Tensor]) -> None:
+        """Serve these tensors, in the order of `weights`, from the next step on."""
+        sampled = self._settle()
+        self.counters = self.counters._replace(sampled_tokens=self.counters.sampled_tokens + sampled)
+        for weight, tensor in zip(self._weights, tensors, strict=True):
+            weight.copy_(tensor)
+        self.version = version
+        self._slots.forget()
+        if self.images is not None:
+            self.images.forget()
+
+    def step(self) -> None:
+        reused = self._admit()
+        sampled = 0
+        if (scored := next(filter(self._unscored, self._running), None)) is not None:
+            sampled += self._score(scored)
+        if prefill := self._next_prefill():
+            sampled += self._compute(prefill)
+        sampled += self._decode()
+        old = self.counters
+        self.counters = Counters(
+            calls=old.calls + len(reused),
+            prompt_tokens=old.prompt_tokens + sum(prompt for prompt, _ in reused),
+            reused_tokens=old.reused_tokens + sum(known for _, known in reused),
+            sampled_tokens=old.sampled_tokens + sampled,
+            steps=old.steps + 1,
+        )
+
+    def _admit(self) -> list[tuple[int, int]]:
+        """First come, first served, while there are free slots; prompt and reused lengths of each."""
+        admitted: list[tuple[int, int]] = []
+        while self._waiting:
+            ask = self._waiting[0].ask
+            if (taken := self._slots.take(ask.prompt_ids, ask.mrope)) is None:
+                break
+            request = self._waiting.popleft()
+            if self.images is not None and ask.pictures:
+                self.images.show(ask.pictures)
+            request.slot, reused = taken
+            if request.prompt_tops is not None:  # every id of its prompt is computed, to be scored
+                self._slots.restart(request.slot)
+                reused = 0
+            request.queued_s = time.monotonic() - request.asked
+            self._running.append(request)
+            admitted.append((request.length, reused))
+        return admitted
+
+    def _pending(self, request: Request) -> int:
+        return request.length - self._slots.computed(request.slot)
+
+    def _next_prefill(self) -> list[tuple[Request, int]]:
+        """Calls with several pending ids, oldest first, as many as fit the budget once padded."""
+        chosen: list[tuple[Request, int]] = []
+        width = 0
+        for request in self._running:
+            if (pending := self._pending(request)) <= 1 or self._unscored(request):
+                continue
+            pending = min(pending, self._prefill_tokens)
+            if chosen and (len(chosen) + 1) * max(width, pending) > self._prefill_tokens:
+                break
+            width = max(width, pending)
+            chosen.append((request, pending))
+        return chosen
+
+    def _unscored(self, request: Request) -> bool:
+        """Whether ids of its prompt are to be computed and scored."""
+        tops = request.prompt_tops
+        return tops is not None and len(tops) < len(request.ask.prompt_ids) - 1
+
+    def _score(self, request: Request) -> int:
+        """Compute some ids of a prompt, and keep the log-probabilities of those after them: the model's own,
+        before temperature and truncation. Draws if none are left."""
+        assert request.prompt_tops is not None and request.ask.prompt_logprobs is not None
+        start = self._slots.computed(request.slot)
+        count = min(self._pending(request), SCORED_AT_ONCE)
+        step = self._slots.arrange([request.slot], [count])
+        logits = forward(self._model, self._slots, step, keep=count)[0]
+        self._slots.advance([request.slot], [count])
+        following = request.ask.prompt_ids[start + 1 : start + 1 + count]
+        logprobs = logits[: len(following)].float().log_softmax(dim=-1)
+        del request.prompt_tops[start:]  # other weights begin anew
+        for row, token in zip(logprobs, following, strict=True):
+            own = (token, row[token].item())
+            top = likeliest(row, request.ask.prompt_logprobs, *own) if request.ask.prompt_logprobs else ()
+            request.prompt_tops.append((own, *(pair for pair in top if pair[0] != token)))
+        if self._pending(request):
+            return 0
+        self._draw([request], logits[-1:])
+        return 1
+
+    def _compute(self, work: list[tuple[Request, int]]) -> int:
+        """Compute these many ids of each call, and draw for the calls that have none left."""
+        work = sorted(work, key=lambda item: item[0].slot)
+        slots, counts = [r.slot for r, _ in work], [n for _, n in work]
+        step = self._slots.arrange(slots, counts)
+        last = forward(self._model, self._slots, step, images=self.images)
+        self._slots.advance(slots, counts)
+        done = [i for i, (r, _) in enumerate(work) if self._pending(r) == 0]
+        if not done:
+            return 0
+        rows = step.rows if len(done) == len(work) else step.rows[done]
+        self._draw([work[i][0] for i in done], last if len(rows) == len(last) else last[rows])
+        return len(done)
+
+    def _decode(self) -> int:
+        """A token more for every call that has one id pending."""
+        if self.steps is None:
+            ready = [(r, 1) for r in self._running if self._pending(r) == 1]
+            return self._compute(ready) if ready else 0
+        following = self._follow(self.steps)
+        sampled = self._settle()
+        ready = [r for r in self._running if self._pending(r) == 1]
+        if following is None and ready:
+            following = self._launch(self.steps, ready, None)
+        self._launched = following
+        return sampled
+
+    def _follow(self, steps: Steps) -> _Launched | None:
+        """The step after the one in flight, its tokens unseen, if no call has to join it.
+
+        A call that turns out to have ended is computed once more, for nothing.
+        """
+        last = self._launched
+        if last is None or any(r.ask.needs_logits or r.walker for r in last.requests):
+            return None
+        going = [r for r in last.requests if not (r.ended or r.room == 1 or r.length + 1 == self.max_context)]
+        # With most lanes idle, a smaller step is worth the wait; calls that wait to join are worth it too.
+        if 2 * len(going) <= len(last.requests) or any(self._pending(r) == 1 for r in self._running):
+            return None
+        return self._launch(steps, going, last.flight)
+
+    def _launch(self, steps: Steps, requests: list[Request], after: Flight | None) -> _Launched:
+        requests = sorted(requests, key=lambda request: request.slot)
+        slots, uniforms = [r.slot for r in requests], [r.uniform() for r in requests]
+        self._slots.make_room(max(r.length for r in requests) + 1)
+        flight = steps.launch(slots, [r.ask.temperature for r in requests], uniforms, after)
+        self._slots.advance(slots, [1] * len(slots))
+        return _Launched(requests, uniforms, flight)
+
+    def _settle(self) -> int:
+        """Wait for the step in flight, and give its tokens to the calls that are still there."""
+        launched, self._launched = self._launched, None
+        if launched is None or self.steps is None:
+            return 0
+        requests, uniforms, flight = launched
+        tokens, logprobs = self.steps.read(flight)
+        # One that was dropped meanwhile may have ended its constraint.
+        if cut := [i for i, r in enumerate(requests) if r.redrawn and not r.ended]:
+            logits = self.steps.logits([flight.lanes[i] for i in cut])
+            again = [requests[i] for i in cut]
+            drawn = draw(logits, [r.ask for r in again], [uniforms[i] for i in cut], _masks(again))
+            for i, token, logprob in zip(cut, *drawn, strict=True):
+                tokens[i], logprobs[i] = token, logprob
+        for i, request in enumerate(requests):
+            if request.ask.top_logprobs and not request.ended:
+                logits = self.steps.logits([flight.lanes[i]])
+                self._note_top(request, logits, tokens[i], logprobs[i])
+        there = [i for i, r in enumerate(requests) if not r.ended]
+        self._take_all([requests[i] for i in there], [tokens[i] for i in there], [logprobs[i] for i in there])
+        return len(there)
+
+    def _draw(self, requests: list[Request], logits: Tensor) -> None:
+        asks = [r.ask for r in requests]
+        tokens, logprobs = draw(logits, asks, [r.uniform() for r in requests], _masks(requests))
+        for i, request in enumerate(requests):
+            if request.ask.top_logprobs:
+                self._note_top(request, logits[i : i + 1], tokens[i], logprobs[i])
+        self._take_all(requests, tokens, logprobs)
+
+    def _note_top(self, request: Request, logits: Tensor, token: int, logprob: float) -> None:
+        row = distribution(logits, [request.ask], _masks([request]))[0]
+        request.next_top = likeliest(row, request.ask.top_logprobs, token, logprob)
+
+    def _take_all(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            if math.isfinite(logprob):
+                self._take(request, token, logprob)
+            else:
+                self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        """End a call for which the model computes no number. Broken weights end the engine instead."""
+        if request.walker is not None and not request.walker.mask.any():
+            self._end(request)
+            request.sink.refuse("the constraint leads to where no token is allowed")
+            return
+        if not all(bool(weight.isfinite().all()) for weight in self._weights):
+            raise ArithmeticError(f"the weights of version {self.version} are not all finite")
+        log.warning(
+            "call of %d tokens aborted: its logits are not finite at temperature %g",
+            request.length,
+            request.ask.temperature,
+        )
+        self._end(request)
+        request.hand_over("aborted")
+
+    def _take(self, request: Request, token: int, logprob: float) -> None:
+        if request.tokens and request.version != self.version:
+            request.hand_over(None)
+        request.version = self.version
+        request.tokens.append(token)
+        request.logprobs.append(logprob)
+        if request.ask.top_logprobs:
+            request.tops.append(request.next_top)
+        if request.walker is not None and not request.walker.accept(token):
+            raise AssertionError(f"token {token} was drawn against the constraint of its call")
+        self._slots.append(request.slot, request.length, token)
+        request.length += 1
+        request.room -= 1
+        finish: Finish | None = None
+        if token in request.stop_ids:
+            finish = "stop"
+        elif request.room == 0 or request.length == self.max_context:
+            finish = "length"
+        if finish is not None:
+            self._end(request)
+        if finish is not None or request.ask.stream:
+            request.hand_over(finish)
+
+    def _end(self, request: Request) -> None:
+        request.ended = True
+        self._running.remove(request)
+        self._slots.release(request.slot)
+        if self.images is not None and request.ask.pictures:
+            self.images.keep({number for other in self._running for number in other.ask.pictures})
+
+
+def _masks(requests: Sequence[Request]) -> dict[int, Tensor]:
+    """Of the rows that have a constraint."""
+    return {row: r.walker.mask for row, r in enumerate(requests) if r.walker is not None}

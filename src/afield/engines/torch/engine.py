@@ -1,0 +1,444 @@
+"""The embedded engine: a transformers model in this process, on a thread of its own.
+
+Calls join and leave between steps, weights are swapped between steps, and every token carries the
+version that drew it. Any causal language model whose attention layers see all that came before (or
+a window, up to its length) will do; one that gives other results through the slots is refused at
+start. Float32 on a CPU with a single thread, bfloat16 on CUDA; log-probabilities always in float32.
+If the model raises, every call fails with Unavailable and the engine takes no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Self
+
+import torch
+from msgspec import Struct, structs
+from torch import Tensor
+
+from afield.engines.checks import check_call, is_newer
+from afield.engines.lora import is_adapter
+from afield.engines.torch.cuda_graphs import Steps
+from afield.engines.torch.decode_kernels import SERVED, fit
+from afield.engines.torch.decoder import NO_PICTURES, Ask, Counters, Decoder, Request, Sampled
+from afield.engines.torch.images import ImageEncoder, ImagePrompt
+from afield.engines.torch.kv_cache import Slots
+from afield.engines.torch.weights import Parameter, longest_context, parameters, read_model, read_weights
+from afield.errors import AfieldError, Unavailable, UsageError, boundary
+from afield.interfaces.engine import Call, Chunk, EngineInfo
+from afield.masks import Masks, Walker
+from afield.rounding import Rounding
+from afield.types import Constraint, Failure, FailureKind, FinishReason, Reason
+from afield.vision import Vision
+
+# A GPU computes this many ids in about the time of one.
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+PROBE = 12
+MAX_TOP_LOGPROBS = 20
+COMPILE_S = 30.0  # how long a constraint may take to compile
+COMPILERS = 2  # constraints that are compiled at once
+CLOSED = "the engine is not running; enter it with `async with`"
+
+
+class _Drop(Struct, frozen=True):
+    request: Request
+
+
+class _Swap(Struct, frozen=True):
+    version: int
+    tensors: list[Tensor]
+    done: Future[None]
+
+
+class _Stop(Struct, frozen=True):
+    pass
+
+
+Message = Request | _Drop | _Swap | _Stop
+Item = Chunk | Exception
+Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Item]]]
+
+
+class _Mailbox:
+    """Chunks of one call on their way from the model's thread to the caller's event loop."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._outbox = outbox
+        self._arrived: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, sampled: Sampled) -> None:
+        chunk = Chunk(
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            low=sampled.version,
+            high=sampled.version,
+            finish=None if sampled.finish is None else FinishReason(sampled.finish),
+            queued_s=sampled.queued_s,
+            top_logprobs=sampled.top_logprobs,
+            prompt_logprobs=sampled.prompt_logprobs,
+        )
+        self._outbox.setdefault(self.loop, []).append((self, chunk))
+
+    def fail(self, reason: str) -> None:
+        self._outbox.setdefault(self.loop, []).append((self, Unavailable(reason)))
+
+    def refuse(self, reason: str) -> None:
+        self._outbox.setdefault(self.loop, []).append((self, ValueError(reason)))
+
+    def receive(self, item: Item) -> None:
+        self._arrived.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> Chunk:
+        """What has arrived so far, as long as one version sampled it: a slow reader gets longer chunks."""
+        if not self._arrived:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        first = self._arrived.popleft()
+        if isinstance(first, Exception):
+            raise first
+        chunks = [first]
+        while self._arrived and isinstance(more := self._arrived[0], Chunk) and more.low == first.low:
+            chunks.append(more)
+            self._arrived.popleft()
+        if len(chunks) == 1:
+            return first
+        return Chunk(
+            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+            logprobs=tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+            low=first.low,
+            high=first.high,
+            finish=chunks[-1].finish,
+            queued_s=first.queued_s,
+            top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+            prompt_logprobs=first.prompt_logprobs,
+        )
+
+
+def _deliver(batch: list[tuple[_Mailbox, Item]]) -> None:
+    for mailbox, item in batch:
+        mailbox.receive(item)
+
+
+def to_ask(call: Call, seed: int, pictured: ImagePrompt | None = None) -> Ask:
+    """The same call gives the same numbers, whatever else the engine is doing."""
+    sampling = call.sampling
+    own = (call.draw or call.id) if sampling.seed is None else sampling.seed
+    return Ask(
+        call.prompt_ids if pictured is None else pictured.keys,
+        mrope=None if pictured is None else pictured.mrope,
+        pictures=NO_PICTURES if pictured is None else pictured.pictures,
+        max_tokens=call.max_tokens,
+        seed=int.from_bytes(blake2b(f"{seed}/{own!r}".encode(), digest_size=8).digest()),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_ids=call.stop_ids,
+        stream=call.stream,
+        top_logprobs=call.top_logprobs,
+        prompt_logprobs=call.prompt_logprobs,
+    )
+
+
+def load_vision(path: Path) -> tuple[Vision | None, tuple[str, ...]]:
+    """The vision part of a model, if it has one; and why images are refused where it cannot be used."""
+    try:
+        return Vision.load(path), ()
+    except UsageError as error:
+        return None, (f"images are refused: {error}",)
+
+
+class TorchEngine:
+    """An engine over a model directory. `seed` and a call's own seed, or else its id, fix what is drawn.
+
+    With `fixed_steps` tokens come from steps of a few fixed shapes, recorded where there is CUDA; by
+    default so on CUDA only.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        version: int = 0,
+        max_slots: int = 64,
+        max_context: int | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        seed: int = 0,
+        prefill_tokens: int | None = None,
+        fixed_steps: bool | None = None,
+    ) -> None:
+        if max_slots < 1 or (prefill_tokens is not None and prefill_tokens < 1):
+            raise UsageError(f"max_slots {max_slots} and prefill_tokens {prefill_tokens} must be at least 1")
+        self._path, self._first_version = Path(model_path), version
+        self._base = self._path  # what an adapter is merged into: the last whole weights
+        self._max_slots, self._max_context = max_slots, max_context
+        self._device, self._dtype = device, dtype
+        self._served = ""
+        self._seed, self._prefill_tokens = seed, prefill_tokens
+        self._fixed_steps = fixed_steps
+        self._parameters: list[Parameter] = []
+        self._masks: Masks | None = None
+        # Of its own: a thread that compiles beyond its time cannot be stopped, and must hold up nothing else.
+        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._outbox: Outbox = {}
+        self._lock = threading.Lock()
+        self._loading = asyncio.Lock()
+        self._looking = asyncio.Lock()
+        self._down: str | None = CLOSED
+        self._decoder: Decoder | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- the caller's side ------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._inbox = SimpleQueue()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="afield-torch", daemon=True)
+        self._thread.start()
+        try:
+            await asyncio.wrap_future(ready)
+        except BaseException:
+            self._inbox.put(_Stop())
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._inbox.put(_Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    @property
+    def counters(self) -> Counters:
+        return self._running().counters
+
+    async def info(self) -> EngineInfo:
+        decoder = self._running()
+        return EngineInfo(
+            kind="torch",
+            version=decoder.version,
+            max_context=decoder.max_context,
+            vocab_size=decoder.vocab_size,
+            images=decoder.images is not None,
+            dtype=self._served,
+            notes=decoder.notes,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
+            prompt_logprobs=True,
+            constraints=self._masks is not None and not self._masks.missing,
+        )
+
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        info = await self.info()
+        check_call(call, info)
+        pictured = await self._pictured(call, info) if call.images else None
+        walker = await self._walk(call.constraint) if call.constraint else None
+        mailbox = _Mailbox(self._outbox)
+        request = Request(to_ask(call, self._seed, pictured), mailbox, walker)
+        self._send(request)
+        ended = False
+        told = None if pictured is None else pictured.ids
+        try:
+            while not ended:
+                chunk = await mailbox.take()
+                ended = chunk.finish is not None
+                if told is not None:
+                    chunk, told = structs.replace(chunk, prompt_ids=told), None
+                yield chunk
+        finally:
+            if not ended and self._down is None:
+                self._inbox.put(_Drop(request))
+
+    async def _pictured(self, call: Call, info: EngineInfo) -> ImagePrompt:
+        """The prompt with its images, decoded off the event loop; refused where it is too long with them."""
+        images = self._running().images
+        if images is None:
+            raise ValueError(f"call {call.id!r} has images, and the model takes none; serve one that does")
+        if call.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs of a prompt with images are not told; ask without")
+        async with self._looking:
+            pictured = await asyncio.to_thread(images.prompt, call.prompt_ids, call.image_places, call.images)
+        check_call(structs.replace(call, prompt_ids=pictured.ids), info)
+        return pictured
+
+    async def _walk(self, constraint: Constraint) -> Walker:
+        assert self._masks is not None  # check_call has seen to it
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                loop = asyncio.get_running_loop()
+                walker = await loop.run_in_executor(self._compiling, self._masks.walk, constraint)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        except TimeoutError as error:
+            raise ValueError(
+                f"the constraint takes more than {COMPILE_S:g} s to compile; ask for a simpler one"
+            ) from error
+        if not walker.mask.any():
+            raise ValueError("the constraint allows no reply at all")
+        return walker
+
+    async def load(self, version: int, path: str) -> None:
+        async with self._loading:
+            decoder = self._running()
+            if not is_newer(version, decoder.version):
+                return
+            if not path:
+                raise UsageError(
+                    f"version {version}: give the path of its weights; this engine loads them itself"
+                )
+            rounding = Rounding(seed=self._seed, version=version)
+            tensors = await asyncio.to_thread(
+                read_weights, Path(path), self._parameters, self._base, rounding
+            )
+            done: Future[None] = Future()
+            self._send(_Swap(version, tensors, done))
+            await asyncio.wrap_future(done)
+            self._base = self._base if is_adapter(path) else Path(path)
+
+    def _running(self) -> Decoder:
+        if self._down is not None or self._decoder is None:
+            raise Unavailable(self._down or CLOSED)
+        return self._decoder
+
+    def _send(self, message: Request | _Swap) -> None:
+        # Under the lock nothing can slip in behind the thread's last look into its inbox.
+        with self._lock:
+            self._running()
+            self._inbox.put(message)
+
+    # --- the model's thread -----------------------------------------------------------------------
+
+    def _run(self, ready: Future[None]) -> None:
+        ready.set_running_or_notify_cancel()
+        broken: list[Failure] = []
+        with boundary(FailureKind.INFRASTRUCTURE, Reason.ENGINE, broken.append):
+            try:
+                decoder = self._decoder = self._start()
+            except AfieldError as error:
+                ready.set_exception(error)
+                return
+            self._down = None
+            ready.set_result(None)
+            with torch.inference_mode():
+                self._serve(decoder)
+        reason = f"the engine broke: {broken[0].message}; start it again" if broken else CLOSED
+        self._shut(reason)
+        if not ready.done():
+            ready.set_exception(Unavailable(reason))
+
+    def _start(self) -> Decoder:
+        device = torch.device(self._device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        elif device.index is not None:
+            torch.cuda.set_device(device)
+        name = self._dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        self._served = name
+        dtype = getattr(torch, name, None)
+        if dtype not in SERVED:
+            raise UsageError(f"unknown dtype {name!r}; choose one of: float32, bfloat16, float16")
+        model = read_model(self._path, dtype, device)
+        longest = longest_context(model.config.get_text_config())
+        context = longest if self._max_context is None else self._max_context
+        if not 2 <= context <= longest:
+            raise UsageError(f"max_context {context} must be between 2 and the model's {longest}")
+        layers = model.config.get_text_config().num_hidden_layers
+        with torch.inference_mode():
+            fitted = fit(model, min(PROBE, context), light=device.type == "cuda")
+        if not fitted.exact:
+            raise UsageError(
+                f"model path {str(self._path)!r}: log-probabilities are off by {fitted.off:.2g} here, where"
+                f" the model's own {name} explains {fitted.control:.2g}; {type(model).__name__} is not"
+                " supported by the embedded engine, or its weights are broken"
+            )
+        vision, notes = load_vision(self._path)
+        mrope = vision is not None and vision.mrope
+        slots = Slots(
+            layers,
+            self._max_slots,
+            context,
+            dtype,
+            device,
+            fitted.ways,
+            image_id=vision.image_id if vision else None,
+            mrope=mrope,
+        )
+        fixed = device.type == "cuda" if self._fixed_steps is None else self._fixed_steps
+        if fixed and mrope:
+            fixed, notes = False, (*notes, "decode steps are slower: tokens have three positions (M-RoPE)")
+        self._parameters = parameters(model)
+        self._masks = Masks(self._path, model.config.get_text_config().vocab_size)
+        return Decoder(
+            model,
+            slots,
+            version=self._first_version,
+            max_context=context,
+            prefill_tokens=self._prefill_tokens or PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"]),
+            weights=[parameter.tensor for parameter in self._parameters],
+            steps=Steps(model, slots, self._max_slots) if fixed else None,
+            notes=(*fitted.notes, *notes),
+            images=ImageEncoder(vision) if vision else None,
+        )
+
+    def _serve(self, decoder: Decoder) -> None:
+        while True:
+            wait = decoder.idle
+            while (message := self._next_message(wait)) is not None:
+                wait = False
+                if isinstance(message, _Stop):
+                    return
+                self._handle(decoder, message)
+            decoder.step()
+            self._flush(decoder)
+
+    def _next_message(self, wait: bool) -> Message | None:
+        try:
+            return self._inbox.get(block=wait)
+        except Empty:
+            return None
+
+    def _handle(self, decoder: Decoder, message: Request | _Drop | _Swap) -> None:
+        if isinstance(message, Request):
+            decoder.add(message)
+        elif isinstance(message, _Drop):
+            decoder.drop(message.request)
+        elif message.done.set_running_or_notify_cancel():
+            decoder.swap(message.version, message.tensors)
+            message.done.set_result(None)
+
+    def _flush(self, decoder: Decoder) -> None:
+        """One wake-up per event loop for all that a step gave."""
+        for loop, batch in self._outbox.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, batch)
+            except RuntimeError:
+                # The loop is closed: nobody is left to read.
+                gone = {mailbox for mailbox, _ in batch}
+                for request in decoder.requests:
+                    if request.sink in gone:
+                        decoder.drop(request)
+        self._outbox.clear()
+
+    def _shut(self, reason: str) -> None:
+        with self._lock:
+            self._down = reason
+        requests = self._decoder.requests if self._decoder else []
+        while (message := self._next_message(wait=False)) is not None:
+            if isinstance(message, Request):
+                requests.append(message)
+            elif isinstance(message, _Swap) and message.done.set_running_or_notify_cancel():
+                message.done.set_exception(Unavailable(reason))
+        for request in requests:
+            request.sink.fail(reason)
+        if self._decoder:
+            self._flush(self._decoder)

@@ -1,0 +1,158 @@
+"""Images in the embedded engine: their ids in slots, and their features, computed once per version.
+
+An image of a prompt is as many ids below 0 as it has features, each of which names the image and a place in
+it. So prompts share what was computed only up to the first image that differs. Features are kept until the
+weights change, or others need the room.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from afield.engines.torch.kv_cache import Pass, Slots
+from afield.types import Image
+from afield.vision import ImageFeatures, PixelInputs, Vision, joined
+
+PLACES = 24  # bits of an id for the place in an image
+NUMBERS = 100_000  # images whose number is remembered; one that comes back later has another
+PICTURES = 256  # decoded images that are kept
+ROOM = 1 << 28  # bytes of features that are kept beside those of running calls
+
+
+class ImagePrompt(NamedTuple):
+    """A prompt with images: as it is recorded, as slots keep it, its positions, and its images by number."""
+
+    ids: tuple[int, ...]
+    keys: tuple[int, ...]
+    mrope: np.ndarray | None
+    pictures: dict[int, PixelInputs]
+
+
+class ImageEncoder:
+    def __init__(self, vision: Vision) -> None:
+        self.vision = vision
+        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._last = 0
+        self._decoded: OrderedDict[str, PixelInputs] = OrderedDict()
+        self._features: OrderedDict[int, ImageFeatures] = OrderedDict()
+        self._pictures: dict[int, PixelInputs] = {}
+        self.computed = 0  # images that the vision tower was run over
+
+    # --- the caller's side, in any thread but one at a time ----------------------------------------
+
+    def prompt(self, ids: Sequence[int], places: Sequence[int], images: Sequence[Image]) -> ImagePrompt:
+        """Raises ValueError for images that cannot be read, or that the prompt has no place for."""
+        if not places:
+            places = [n for n, token in enumerate(ids) if token == self.vision.image_id]
+        if len(places) != len(images):
+            raise ValueError(
+                f"there are {len(images)} images and {len(places)} places for them in the prompt"
+            )
+        pictures = [self._pixels(image) for image in images]
+        expanded = self.vision.expand(ids, places, pictures)
+        spans = self.vision.spans(places, pictures)
+        keys, numbered = list(expanded), dict[int, PixelInputs]()
+        for span, picture in zip(spans, pictures, strict=True):
+            number = self._number(picture.digest)
+            numbered[number] = picture
+            keys[span.start : span.start + span.length] = [key(number, n) for n in range(span.length)]
+        mrope = None
+        if self.vision.mrope:
+            mrope = self.vision.positions(len(expanded), spans, [picture.grid for picture in pictures])
+        return ImagePrompt(tuple(expanded), tuple(keys), mrope, numbered)
+
+    def _pixels(self, image: Image) -> PixelInputs:
+        known = self._decoded.get(image.digest)
+        if known is None:
+            known = self._decoded[image.digest] = self.vision.pixels(image)
+            if len(self._decoded) > PICTURES:
+                self._decoded.popitem(last=False)
+        return known
+
+    def _number(self, digest: str) -> int:
+        if digest not in self._numbers:
+            self._last += 1
+            self._numbers[digest] = self._last
+            if len(self._numbers) > NUMBERS:
+                self._numbers.popitem(last=False)
+        return self._numbers[digest]
+
+    # --- the model's thread ------------------------------------------------------------------------
+
+    def show(self, pictures: Mapping[int, PixelInputs]) -> None:
+        """Images of a call that begins."""
+        self._pictures |= pictures
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Only these are of running calls."""
+        self._pictures = {number: self._pictures[number] for number in numbers}
+
+    def forget(self) -> None:
+        """Other weights."""
+        self._features.clear()
+
+    def forward(self, model: PreTrainedModel, slots: Slots, step: Pass) -> Tensor:
+        """As `graphs.forward` of a step with images."""
+        assert step.pictured is not None
+        row, column, ids = step.pictured
+        numbers, places = unkey(ids)
+        parts: list[ImageFeatures] = []
+        order: list[np.ndarray] = []
+        for number in np.unique(numbers):
+            mine = np.flatnonzero(numbers == number)
+            whole = self._of(model, int(number))
+            taken = torch.from_numpy(places[mine]).to(model.device)
+            parts.append(ImageFeatures(whole.rows[taken], tuple(layer[taken] for layer in whole.deep)))
+            order.append(mine)
+        # In the order of the step, row by row: language models that add features later count on it.
+        back = torch.from_numpy(np.argsort(np.concatenate(order))).to(model.device)
+        together = joined(parts)
+        features = ImageFeatures(together.rows[back], tuple(layer[back] for layer in together.deep))
+        hidden = self.vision.hidden(
+            model,
+            step.input_ids,
+            torch.from_numpy(row).to(model.device),
+            torch.from_numpy(column).to(model.device),
+            features,
+            position_ids=step.position_ids,
+            attention_mask=step.attention_mask,
+            past_key_values=slots,
+            use_cache=True,
+        )
+        head = model.get_output_embeddings()
+        assert head is not None
+        return head(hidden[:, -1])
+
+    def _of(self, model: PreTrainedModel, number: int) -> ImageFeatures:
+        known = self._features.pop(number, None)
+        if known is None:
+            (known,) = self.vision.features(model, [self._pictures[number]])
+            self.computed += 1
+        self._features[number] = known
+        held = sum(_size(features) for features in self._features.values())
+        while held > ROOM and len(self._features) > 1:
+            _, gone = self._features.popitem(last=False)
+            held -= _size(gone)
+        return known
+
+
+def key(number: int, place: int) -> int:
+    """The id of a place in an image."""
+    return -(number << PLACES | place) - 1
+
+
+def unkey(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The images and the places in them that ids below 0 name."""
+    found = -(ids + 1)
+    return found >> PLACES, found & ((1 << PLACES) - 1)
+
+
+def _size(features: ImageFeatures) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in (features.rows, *features.deep))

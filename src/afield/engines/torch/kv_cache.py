@@ -1,0 +1,373 @@
+"""Slots: the key-value memory of the embedded engine, and which ids it holds.
+
+A slot is one row of `[slots, length, heads, head_dim]` per layer plus the ids it was computed from.
+A call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt that begins the
+same way computes only the rest. Rows and length grow with use and never beyond what was allowed.
+`Slots` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
+their new keys go (`fixed` does so for a step whose shapes never change), and the model's layers then
+call `update`. With `ways` a fixed step's layers find rows and memory in `lanes` and `memory` instead.
+It needs torch and transformers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from afield.engines.torch.decode_kernels import Ways
+
+FIRST_ROWS = 8
+# On a GPU growing costs more than room does: steps recorded for the old memory have to be recorded again.
+FIRST_LENGTH = {"cpu": 128, "cuda": 512}
+LENGTH_STEP = 32
+ATTENTION = "afield_slots"
+
+
+class Pass(NamedTuple):
+    """The inputs of one forward pass, and the output row of each slot that was asked for.
+
+    `position_ids` are `[3, rows, width]` for models with M-RoPE. `pictured` has the row and column of every
+    place of an image, and its id, which is below 0.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    rows: Tensor
+    pictured: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+
+class _Writes(NamedTuple):
+    """Which key-value rows a pass reads, and where the new ones come from and go to."""
+
+    read: slice | Tensor
+    length: int
+    slots: Tensor
+    positions: Tensor
+    source: tuple[Tensor, Tensor] | None
+
+
+class Lanes(NamedTuple):
+    """Of a fixed step: the row of the memory and the position of each id, int32."""
+
+    rows: Tensor
+    positions: Tensor
+
+
+class Slots(Cache):
+    def __init__(
+        self,
+        layers: int,
+        max_slots: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ways: Ways | None = None,
+        image_id: int | None = None,
+        mrope: bool = False,
+    ):
+        """Ids below 0 are places of images; the model sees `image_id` there. With `mrope`, tokens have three
+        positions each (M-RoPE), which are not those in the memory."""
+        super().__init__(layers=[])
+        self._image_id = image_id
+        self._mrope = np.zeros((3, 0, 0), dtype=np.int64) if mrope else None
+        self.ways = ways
+        self.lanes: Lanes | None = None
+        self._max_slots, self._max_length = max_slots, max_length
+        self._dtype, self._device = dtype, device
+        self._keys: list[Tensor | None] = [None] * layers
+        self._values: list[Tensor | None] = [None] * layers
+        self._ids = np.zeros((0, 0), dtype=np.int64)
+        self._computed = np.zeros(0, dtype=np.int64)
+        self._busy = np.zeros(0, dtype=bool)
+        self._used = np.zeros(0, dtype=np.int64)
+        self._clock = 0
+        self._peak = 0
+        self.moves = 0
+        self._writes: _Writes | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many slots there is memory for. The row after the last is for what nobody will read."""
+        return self._ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self._ids.shape[1]
+
+    # --- owning a slot ----------------------------------------------------------------------------
+
+    def take(self, prompt: Sequence[int], mrope: np.ndarray | None = None) -> tuple[int, int] | None:
+        """A slot for this prompt and how many of its ids are computed already; None when all are busy.
+
+        At least one id is left to compute, since the next token's distribution comes from it. `mrope` are the
+        positions of its tokens, `[3, length]`, where they are not counted from 0.
+        """
+        busy = int(self._busy.sum())
+        if busy == self._max_slots:
+            return None
+        self._peak = max(self._peak, busy + 1)
+        ids = np.asarray(prompt, dtype=np.int64)
+        self._reserve(busy + 1, len(ids))
+        source, reused = self._longest_prefix(ids)
+        slot = source
+        if self._busy[source] or 2 * reused < self._computed[source]:
+            slot = self._least_useful()
+            self._copy(source, slot, reused)
+        self._busy[slot] = True
+        self._computed[slot] = reused
+        self._ids[slot, : len(ids)] = ids
+        if self._mrope is not None:
+            self._mrope[:, slot, : len(ids)] = np.arange(len(ids)) if mrope is None else mrope
+        return slot, reused
+
+    def restart(self, slot: int) -> None:
+        """Compute all ids of this slot again."""
+        self._computed[slot] = 0
+
+    def release(self, slot: int) -> None:
+        self._clock += 1
+        self._busy[slot] = False
+        self._used[slot] = self._clock
+
+    def append(self, slot: int, position: int, token: int) -> None:
+        self.make_room(position + 1)
+        self._ids[slot, position] = token
+        if self._mrope is not None:
+            # Behind an image, whose places may be far apart, text goes on from the largest.
+            self._mrope[:, slot, position] = self._mrope[:, slot, position - 1].max() + 1
+
+    def make_room(self, length: int) -> None:
+        """Memory for slots of this length."""
+        if length > self._ids.shape[1]:
+            self._reserve(0, length)
+
+    def next_ids(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The first id of each slot that is not computed, and its position."""
+        rows = np.asarray(slots)
+        position = self._computed[rows]
+        return self._ids[rows, position], position
+
+    def computed(self, slot: int) -> int:
+        return int(self._computed[slot])
+
+    def advance(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        self._computed[list(slots)] += counts
+
+    def forget(self) -> None:
+        """Other weights: nothing that was computed holds any more. The ids stay."""
+        self._computed[:] = 0
+
+    def _longest_prefix(self, ids: np.ndarray) -> tuple[int, int]:
+        differs = self._ids[:, : len(ids)] != ids
+        common = np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
+        common = np.minimum(np.minimum(common, self._computed), len(ids) - 1)
+        # Between equals a free slot wins: it is used in place, without a copy.
+        source = int((2 * common + ~self._busy).argmax())
+        return source, int(common[source])
+
+    def _least_useful(self) -> int:
+        """An empty slot if there may be another, else the free one left alone for longest."""
+        free = np.flatnonzero(~self._busy)
+        slot = int(free[self._used[free].argmin()])
+        rows = len(self._busy)
+        # Twice the calls ever in flight: idle conversations keep their prefix, a lone caller stays small.
+        if self._computed[slot] and rows < min(2 * self._peak, self._max_slots):
+            self._reserve(rows + 1, 0)
+            return rows
+        return slot
+
+    def _copy(self, source: int, slot: int, length: int) -> None:
+        if source == slot or length == 0:
+            return
+        for memory in (*self._keys, *self._values):
+            if memory is not None:
+                memory[slot, :length] = memory[source, :length]
+
+    def _reserve(self, rows: int, length: int) -> None:
+        have_rows, have_length = self._ids.shape
+        if rows <= have_rows and length <= have_length:
+            return
+        if rows > have_rows:
+            rows = min(max(rows, 2 * have_rows, FIRST_ROWS), self._max_slots)
+        if length > have_length:
+            first = FIRST_LENGTH.get(self._device.type, FIRST_LENGTH["cuda"])
+            length = min(_round_up(max(length, 2 * have_length, first)), _round_up(self._max_length))
+        rows, length = max(rows, have_rows), max(length, have_length)
+        self._ids = _grown(self._ids, rows, length)
+        if self._mrope is not None:
+            self._mrope = np.stack([_grown(axis, rows, length) for axis in self._mrope])
+        self._computed, self._busy, self._used = (
+            np.pad(a, (0, rows - have_rows)) for a in (self._computed, self._busy, self._used)
+        )
+        self.moves += 1
+        for memory in (self._keys, self._values):
+            for layer, old in enumerate(memory):
+                if old is not None:
+                    new = memory[layer] = self._zeros(rows, length, old.shape[2], old.shape[3])
+                    new[:have_rows, :have_length] = old[:have_rows]
+
+    def _zeros(self, rows: int, length: int, heads: int, dim: int) -> Tensor:
+        # Zeros, not garbage: a masked NaN times an attention weight of 0 is still NaN.
+        try:
+            return torch.zeros(rows + 1, length, heads, dim, dtype=self._dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"the device has no memory for {rows} slots of {length} ids; lower max_slots or max_context"
+            ) from error
+
+    # --- a forward pass ---------------------------------------------------------------------------
+
+    def arrange(self, slots: Sequence[int], counts: Sequence[int]) -> Pass:
+        """Compute the next `counts` ids of these slots (ascending) in one pass.
+
+        Rows are padded on the left, so the last output position is the last id of every row. Idle
+        slots in between ride along when that is cheaper than gathering the keys of the others.
+        """
+        width = max(counts)
+        low, high = slots[0], slots[-1] + 1
+        dense = high - low <= len(slots) * (2 if width == 1 else 1)
+        rows = np.arange(low, high) if dense else np.asarray(slots)
+        chosen = np.asarray(slots) - low if dense else np.arange(len(slots))
+        count = np.zeros(len(rows), dtype=np.int64)
+        count[chosen] = counts
+        offset = np.arange(width) - (width - count)[:, None]
+        valid = offset >= 0
+        position = np.where(valid, self._computed[rows][:, None] + offset, 0)
+        length = min(_round_up(int(position.max()) + 1), self._ids.shape[1])
+        source_row, source_column = np.nonzero(valid)
+        whole = valid.all()
+        self.lanes = None
+        self._writes = _Writes(
+            slice(low, high) if dense else self._tensor(rows),
+            length,
+            self._tensor(rows[source_row]),
+            self._tensor(position[valid]),
+            None if whole else (self._tensor(source_row), self._tensor(source_column)),
+        )
+        positions = self._tensor(position)
+        ids, pictured = self._ids[rows[:, None], position], None
+        if self._image_id is not None and (ids < 0).any():
+            row, column = np.nonzero((ids < 0) & valid)
+            pictured = (row, column, ids[row, column])
+            ids = np.where(ids < 0, self._image_id, ids)
+        turned = positions if self._mrope is None else self._tensor(self._mrope[:, rows[:, None], position])
+        mask = self._mask(positions, length)
+        return Pass(self._tensor(ids), turned, mask, self._tensor(chosen), pictured)
+
+    def fixed(self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool) -> Pass:
+        """One id for each of `rows`, at `positions`, over the first `length` keys; the host reads nothing.
+
+        The keys read are those of `rows` if they are `gathered`, else of as many rows from the first on.
+        With `ways` they are those of `rows` up to `positions`, and there is no mask.
+        """
+        if self.ways is not None:
+            self._writes = None
+            self.lanes = Lanes(rows.int().contiguous(), positions.int().contiguous())
+            mask = torch.zeros(len(rows), 1, 1, 1, dtype=self._dtype, device=self._device)
+            return Pass(ids[:, None], positions[:, None], mask, rows)
+        self._writes = _Writes(rows if gathered else slice(0, len(rows)), length, rows, positions, None)
+        positions = positions[:, None]
+        return Pass(ids[:, None], positions, self._mask(positions, length), rows)
+
+    def _mask(self, positions: Tensor, length: int) -> Tensor:
+        hidden = torch.arange(length, device=self._device) > positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(hidden, float("-inf"))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store `[batch, heads, queries, dim]` where `arrange` said; give all keys and values of its rows."""
+        if self._writes is None:
+            raise RuntimeError("arrange() has to come before a forward pass")
+        return (
+            self._store(self._keys, layer_idx, key_states, self._writes),
+            self._store(self._values, layer_idx, value_states, self._writes),
+        )
+
+    def memory(self, layer: int, heads: int, size: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, `[rows, length, heads, size]`."""
+        return self._held(self._keys, layer, heads, size), self._held(self._values, layer, heads, size)
+
+    def _held(self, memory: list[Tensor | None], layer: int, heads: int, size: int) -> Tensor:
+        held = memory[layer]
+        if held is None:
+            held = memory[layer] = self._zeros(self._ids.shape[0], self._ids.shape[1], heads, size)
+        return held
+
+    def _store(self, memory: list[Tensor | None], layer: int, states: Tensor, writes: _Writes) -> Tensor:
+        states = states.transpose(1, 2)
+        held = self._held(memory, layer, states.shape[2], states.shape[3])
+        fresh = states.flatten(0, 1) if writes.source is None else states[writes.source]
+        held.index_put_((writes.slots, writes.positions), fresh)
+        return held[writes.read, : writes.length].transpose(1, 2)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self._writes is None else self._writes.length
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention of a few queries over the slots' keys, without repeating keys for grouped queries."""
+    groups = query.shape[1] // key.shape[1]
+    # Only a CPU's kernel takes grouped queries and a mask without writing the keys out again.
+    if groups > 1 and (query.shape[2] == 1 or query.is_cuda):
+        out = folded_attention(query, key, value, attention_mask, scaling)
+    else:
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
+        )
+    return out.transpose(1, 2), None
+
+
+def folded_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """The queries that share a key head become its query positions."""
+    batch, heads, width, dim = query.shape
+    groups = heads // key.shape[1]
+    if mask is not None and width > 1:
+        mask = mask.repeat(1, 1, groups, 1)
+    query = query.reshape(batch, key.shape[1], groups * width, dim)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(batch, heads, width, value.shape[-1])
+
+
+def use_slots(model: PreTrainedModel) -> None:
+    """From now on the model's attention is the slots'."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)
+    if model.device.type == "cuda":
+        # cuDNN's attention plans every new shape on the host, which takes longer than the attention.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    model.set_attn_implementation(ATTENTION)
+
+
+def _round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def _grown(old: np.ndarray, rows: int, length: int) -> np.ndarray:
+    new = np.zeros((rows, length), dtype=old.dtype)
+    new[: old.shape[0], : old.shape[1]] = old
+    return new

@@ -1,0 +1,264 @@
+"""Model directories: reading a model once, and later only its tensors.
+
+A model directory is what transformers saves: config.json, model.safetensors (or shards with an
+index) and tokenizer.json. A directory that lacks a tensor, or has one of another shape, is refused
+with the tensor's name; nothing is ever left at its random initial value. An adapter (adapter_config.json and
+adapter_model.safetensors, as peft saves them) is merged into the weights of the model below it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from afield.engines.lora import TENSORS, AdapterConfig, is_adapter, read_config
+from afield.errors import UsageError
+from afield.model_lock import ALONE
+from afield.rounding import DTYPES, Arrived, Rounding, arrived, read_rounding, rounded
+from afield.vision import sees, tensor_name
+
+log = logging.getLogger("afield.engines")
+KEPT = 0.9  # share of an adapter that has to survive its merge, or it is told
+EXPECTED = "expected a directory with config.json, model.safetensors and tokenizer.json"
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FACTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<factor>[AB])(\.[^.]+)?\.weight")
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+# These rescale all positions by the longest row in the batch.
+BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A tensor of the model. Tied tensors are one parameter with several names."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    for name in ("config.json", ONE_FILE):
+        if not (path / name).is_file() and not (name == ONE_FILE and (path / INDEX).is_file()):
+            raise UsageError(f"model path {str(path)!r} has no {name}; {EXPECTED}")
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        with ALONE:
+            # The stubs do not know that loading information comes as a second value.
+            kind = AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
+            loaded: Any = kind.from_pretrained(
+                path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"model path {str(path)!r} cannot be read: {error}; {EXPECTED}") from error
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+    model, report = loaded
+    if wrong := sorted(report["missing_keys"]):
+        raise UsageError(
+            f"model path {str(path)!r} lacks the tensor {wrong[0]!r}; save the whole model there"
+        )
+    if unfit := _unfit(config.get_text_config()):
+        raise UsageError(
+            f"model path {str(path)!r} has {unfit}, which the embedded engine cannot serve exactly"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _unfit(config: PreTrainedConfig) -> str | None:
+    """What in a configuration would make a token's distribution depend on more than the ids before it."""
+    layers = set(getattr(config, "layer_types", None) or ())
+    if strange := sorted(layers - SUPPORTED_LAYERS):
+        return f"{strange[0]!r} layers"
+    # One setting for all layers, or one for each kind of layer.
+    rope = getattr(config, "rope_parameters", None) or {}
+    settings = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    shifting = [s["rope_type"] for s in settings if s.get("rope_type") in BATCH_DEPENDENT_ROPE]
+    if shifting:
+        return f"{shifting[0]!r} positions"
+    if getattr(config, "max_position_embeddings", None) is None:
+        return "no max_position_embeddings"
+    return None
+
+
+def longest_context(config: PreTrainedConfig) -> int:
+    """What the positions allow; up to the window, sliding layers see all there is."""
+    limits: list[int] = [config.max_position_embeddings]
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append(config.sliding_window)
+    return min(limits)
+
+
+def parameters(model: PreTrainedModel) -> list[Parameter]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        names.setdefault(tensor.data_ptr(), []).append(name)
+        tensors[tensor.data_ptr()] = tensor
+    return [Parameter(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+
+
+def read_weights(
+    path: Path,
+    wanted: list[Parameter],
+    base: Path,
+    rounding: Rounding = Rounding(),  # noqa: B008
+) -> list[Tensor]:
+    """The directory's tensors in the order of `wanted`, checked against it, of its type and on its device.
+
+    If it holds an adapter: the tensors of `base` with the adapter merged in float32, then rounded as the
+    directory says, or else as `rounding` does. They are copies: the directories may change or go as soon as
+    this returns.
+    """
+    if not is_adapter(path):
+        found = _read_all(path)
+        return [_copied(_pick(path, parameter, found), parameter) for parameter in wanted]
+    found = _read_all(base)
+    if sees(base):
+        found = {tensor_name(name): tensor for name, tensor in found.items()}
+    changes = _changes(path, found)
+    rounding = read_rounding(path) or rounding
+    told = Arrived()
+    tensors: list[Tensor] = []
+    for parameter in wanted:
+        weight = _copied(_pick(path, parameter, found), parameter)
+        name = next((name for name in parameter.names if name in changes), "")
+        if name:
+            start = found[name].to(weight.device, torch.float32)
+            master = start + changes[name].on(weight.device)
+            weight = rounded(master, name, _for(weight, rounding), start=start)
+            told = told.plus(arrived(master, weight, start))
+        tensors.append(weight)
+    if told.kept is not None and told.kept < KEPT:
+        log.warning(
+            "adapter %s: only %.0f %% of it is left after it was merged into the served weights; serve them"
+            " in float32",
+            path,
+            100 * told.kept,
+        )
+    return tensors
+
+
+def _copied(tensor: Tensor, parameter: Parameter) -> Tensor:
+    return tensor.to(parameter.tensor.device, parameter.tensor.dtype, copy=True)
+
+
+def _for(weight: Tensor, rounding: Rounding) -> Rounding:
+    """The bits of this rounding, in the dtype that is served."""
+    name = next(name for name, dtype in DTYPES.items() if dtype == weight.dtype)
+    return msgspec.structs.replace(rounding, dtype=name)
+
+
+class _Change(NamedTuple):
+    """What an adapter adds to a weight."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    def on(self, device: torch.device) -> Tensor:
+        return self.scale * (self.up.to(device) @ self.down.to(device))
+
+
+def _pick(path: Path, parameter: Parameter, found: Mapping[str, Tensor]) -> Tensor:
+    given = [name for name in parameter.names if name in found]
+    if not given:
+        raise UsageError(
+            f"weights {str(path)!r} lack the tensor {parameter.names[0]!r}; save the whole model there"
+        )
+    for name in given:
+        if found[name].shape != parameter.tensor.shape:
+            have, want = list(found[name].shape), list(parameter.tensor.shape)
+            raise UsageError(
+                f"weights {str(path)!r}: tensor {name!r} has shape {have}, the model being served {want};"
+                " both must come from the same config.json"
+            )
+    for name in given[1:]:
+        if not torch.equal(found[name], found[given[0]]):
+            raise UsageError(
+                f"weights {str(path)!r}: {given[0]!r} and {name!r} differ, but the model being served ties"
+                " them; start it from an untied model (tie_word_embeddings false)"
+            )
+    return found[given[0]]
+
+
+def _read_all(path: Path) -> dict[str, Tensor]:
+    if (path / ONE_FILE).is_file():
+        files = [path / ONE_FILE]
+    elif (path / INDEX).is_file():
+        try:
+            index = msgspec.json.decode((path / INDEX).read_bytes(), type=_Index)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"weights {str(path)!r}: {INDEX} is not an index: {error}") from error
+        files = [path / name for name in sorted(set(index.weight_map.values()))]
+    else:
+        raise UsageError(f"weights {str(path)!r} have no {ONE_FILE}; {EXPECTED}")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        found.update(_read_file(file))
+    return found
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"weights {str(file.parent)!r}: {file.name} cannot be read: {error}") from error
+
+
+def _changes(path: Path, base: Mapping[str, Tensor]) -> dict[str, _Change]:
+    config = read_config(path)
+    if config.unfit:
+        raise UsageError(
+            f"adapter {str(path)!r} has {config.unfit}, which cannot be merged; export whole weights"
+        )
+    factors: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _read_file(path / TENSORS).items():
+        if (match := FACTOR.fullmatch(name)) is None:
+            raise UsageError(f"adapter {str(path)!r} has the tensor {name!r}, which is no factor of a weight")
+        factors.setdefault(match["layer"], {})[match["factor"]] = tensor.float()
+    changes: dict[str, _Change] = {}
+    for layer, pair in factors.items():
+        weight = base.get(f"{layer}.weight")
+        if weight is None or pair.keys() != {"A", "B"}:
+            has = "no such weight" if weight is None else f"only factor {', '.join(pair)}"
+            raise UsageError(
+                f"adapter {str(path)!r} changes {layer!r}, but there is {has}; was it made for this model?"
+            )
+        shape = [len(pair["B"]), *pair["A"].shape[1:]]
+        if shape != list(weight.shape) or len(pair["A"]) != pair["B"].shape[-1]:
+            raise UsageError(
+                f"adapter {str(path)!r} changes {layer!r} by {shape}, but that is"
+                f" {list(weight.shape)}; it was made for another model"
+            )
+        scale = _scale(config, layer, len(pair["A"]))
+        changes[f"{layer}.weight"] = _Change(pair["A"], pair["B"], scale)
+    return changes
+
+
+def _scale(config: AdapterConfig, layer: str, rank: int) -> float:
+    own = (a for key, a in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    alpha = next(own, config.lora_alpha)
+    return alpha / (rank**0.5 if config.use_rslora else rank)

@@ -1,0 +1,309 @@
+"""A vLLM server as an engine: ids in, ids, log-probabilities and weight versions out.
+
+It asks `/inference/v1/generate` where the server offers it (`--enable-scale-out`), else `/v1/completions`,
+whose versions are intervals. What one network read brings is one chunk; exact versions come with the last.
+Loading and pausing need VLLM_SERVER_DEV_MODE=1 there and are refused with that remedy otherwise. Whole
+weights are swapped under all calls; an adapter serves the calls that begin after it, see `vllm_adapters`.
+A seed repeats only on one server under the same load: how calls are batched changes the last bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
+
+from afield.engines.gauges import gauge
+from afield.engines.logprob_mode import measure, probe_call
+from afield.engines.lora import Lease
+from afield.engines.prompt_json import Encoded
+from afield.engines.remote import RemoteEngine
+from afield.engines.spans import as_version, exact_spans
+from afield.engines.sse import Events
+from afield.engines.vllm import wire
+from afield.engines.vllm.lora import MODELS, VllmAdapters, adapter_name, is_tied
+from afield.engines.vllm.weight_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
+from afield.errors import Unavailable, UsageError
+from afield.interfaces.engine import Call, Chunk, EngineInfo, TopLogprobs
+from afield.types import VersionSpan
+
+DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
+NO_SPANS = "weight versions are intervals; start vLLM with --enable-scale-out to have them per token"
+NO_LABELS = (
+    "the server does not name its weights (older vLLM, such as 0.26): versions are those loaded from"
+    " here, calls that meet an update have an interval, and a server that was started again is not noticed"
+)
+
+
+CANDIDATES = (20, 10, 5, 1)  # how many of the likeliest tokens are asked for, the most first
+
+
+class _WeightInfo(Struct):
+    weight_version: str
+
+
+class _Paused(Struct):
+    is_paused: bool
+
+
+PAUSED = msgspec.json.Decoder(_Paused)
+WEIGHT_INFO = msgspec.json.Decoder(_WeightInfo)
+
+
+class VllmEngine(RemoteEngine):
+    remedy = "start vLLM with --logprobs-mode processed_logprobs"
+
+    def __init__(self, url: str, *, model: str | None = None, images: bool = False, **options: Any) -> None:
+        """`images`: the model takes them (vLLM does not tell). Options are those of `RemoteEngine`."""
+        super().__init__(url, **options)
+        self._model, self._images = model, images
+        self._exact, self._manageable = True, False
+        self._labelled = True  # the server keeps the name of its weights; older releases (0.26) do not
+        self._own = self._initial  # the version that was loaded from here, where it does not
+        self._encoded = Encoded()
+        self._mixes = False  # calls on the base weights may be computed with an adapter beside them
+        self._adapters = VllmAdapters(self._http, self._leases)
+
+    async def _learn(self) -> EngineInfo:
+        told = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
+        served = [model for model in told if model.parent is None]
+        chosen = next((m for m in served if self._model in (None, m.id)), None)
+        if chosen is None or chosen.max_model_len is None:
+            names = ", ".join(m.id for m in served)
+            raise UsageError(f"{self.url} does not serve {self._model!r}; choose one of: {names}")
+        self._model = chosen.id
+        await self._refresh()
+        if self._manageable and await self._is_paused():
+            raise Unavailable(f"{self.url} is paused; whoever paused it, or you, must POST /resume there")
+        status, _ = await self._http.status("POST", wire.GENERATE, {})
+        self._exact = status not in {403, 404, 405}
+        # Taken at its word until it is measured, so that the measuring calls are let through.
+        self._known = info = EngineInfo(
+            kind="vllm",
+            version=self._version,
+            constraints=True,
+            max_context=chosen.max_model_len,
+            vocab_size=self._vocab_size,
+            images=self._images and self._exact,
+            exact_versions=self._exact and self._labelled,
+            dtype=await self._adapters.dtype() if self._manageable else "",
+        )
+        mode, holds = await measure(self._draw), await self._holds()
+        notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
+        notes += () if self._exact else (NO_SPANS,)
+        notes += () if self._labelled or not self._manageable else (NO_LABELS,)
+        self._known = info = structs.replace(info, logprobs=mode, notes=notes, prompt_logprobs=True)
+        return structs.replace(info, max_top_logprobs=await self._most_candidates(), constraints=holds)
+
+    async def _most_candidates(self) -> int:
+        """How many of the likeliest tokens it tells (`--max-logprobs`, which it does not name)."""
+        info = self._entered()
+        for count in CANDIDATES:
+            self._known = structs.replace(info, max_top_logprobs=count)
+            try:
+                await self._draw(structs.replace(probe_call((1,), temperature=0.0), top_logprobs=count))
+            except ValueError:
+                continue
+            return count
+        return 0
+
+    async def _refresh(self) -> None:
+        status, data = await self._http.status("GET", "/weight_info")
+        if status == 404:
+            self._labelled = False
+            paused, _ = await self._http.status("GET", "/is_paused")
+            self._manageable = paused == 200
+        else:
+            self._manageable = status == 200
+        if self._manageable:
+            base = self._own
+            if self._labelled:
+                base = as_version(self._http.decode(data, WEIGHT_INFO).weight_version, self._initial)
+            adapter = await self._adapters.look(self._model or "")
+            newest = self._leases.newest = adapter if (adapter or 0) > base else None
+            self._version = newest or base
+        elif status != 404:
+            raise Unavailable(f"{self.url} answers {status} to /weight_info: {data[:200]!r}")
+
+    async def _is_paused(self) -> bool:
+        status, data = await self._http.status("GET", "/is_paused")
+        return status == 200 and self._http.decode(data, PAUSED).is_paused
+
+    async def waiting(self) -> int | None:
+        """Calls in its queue, by its metrics."""
+        status, data = await self._http.status("GET", "/metrics")
+        return gauge(data, "vllm:num_requests_waiting") if status == 200 else None
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _request(self, call: Call, lease: Lease | None) -> tuple[str, dict[str, Any], dict[str, str]]:
+        """Path, body and headers."""
+        limit = self._limit(call)
+        make = wire.generate_body if self._exact else wire.completions_body
+        path = wire.GENERATE if self._exact else wire.COMPLETIONS
+        if call.top_logprobs:  # it puts the sampled token among so many, also where that is not one of them
+            most = self._entered().max_top_logprobs
+            call = structs.replace(call, top_logprobs=min(call.top_logprobs + 1, most))
+        model = self._model or ""
+        # Routers in front of several servers send a session where its prefix is cached.
+        headers = {"x-session-id": call.session_id}
+        if lease is not None:
+            model, headers["x-request-id"] = adapter_name(model, lease.version), lease.id
+        return path, make(model, call, limit, self._encoded.ids(call)), headers
+
+    async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        path, body, headers = self._request(call, lease)
+        low = self._version
+        data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s, still=True)
+        decoder = wire.FULL_REPLY if call.top_logprobs else wire.REPLY
+        sampled = wire.Sampled([self._http.decode(data, decoder)], self.url, call.top_logprobs)
+        low = await self._lowest(low, lease)
+        for chunk in self._cut(call, sampled, low, lease):
+            yield chunk
+
+    async def _lowest(self, low: int, lease: Lease | None) -> int:
+        """Answers that tell no versions may be those of a server that was started again meanwhile."""
+        if self._exact or lease is not None or not (self._manageable and self._labelled):
+            return low
+        told = self._http.decode(await self._http.ask("GET", "/weight_info"), WEIGHT_INFO).weight_version
+        now = as_version(told, self._initial)
+        self._check_kept(now, low)
+        return min(low, now)
+
+    @property
+    def _mixed(self) -> bool:
+        """Versions of calls without an adapter are an interval while adapters are served beside them."""
+        return self._mixes and self._leases.newest is not None
+
+    def _cut(self, call: Call, sampled: wire.Sampled, low: int, lease: Lease | None) -> list[Chunk]:
+        """One chunk for each version span."""
+        if sampled.finish is None:
+            raise Unavailable(f"{self.url} gave an answer without an end")
+        length = len(sampled.token_ids)
+        cuts = [(0, length, low, max(low, self._version))]
+        if lease is not None:
+            cuts = [(0, length, lease.version, lease.version)]
+        elif sampled.spans and not self._mixed:
+            spans = exact_spans(sampled.spans, length, self._initial, self.url)
+            self._check_kept(spans[-1].high if spans else low, low)
+            cuts = [(s.start, s.end, s.low, s.high) for s in spans] or cuts
+        return [
+            Chunk(
+                token_ids=tuple(sampled.token_ids[start:end]),
+                logprobs=tuple(sampled.logprobs[start:end]),
+                low=first,
+                high=last,
+                finish=sampled.finish if end == length else None,
+                prompt_ids=self._expanded(call, sampled.prompt_ids) if start == 0 else None,
+                top_logprobs=tuple(sampled.tops[start:end]),
+                prompt_logprobs=self._scored(call, sampled) if start == 0 else None,
+            )
+            for start, end, first, last in cuts
+        ]
+
+    def _scored(self, call: Call, sampled: wire.Sampled) -> tuple[TopLogprobs, ...] | None:
+        if call.prompt_logprobs is None:
+            return None
+        length = len(sampled.prompt_ids or call.prompt_ids)
+        if sampled.prompt_tops is None or len(sampled.prompt_tops) != length:
+            told = len(sampled.prompt_tops or ())
+            raise Unavailable(f"{self.url} gave log-probabilities of {told} ids for a prompt of {length}")
+        return sampled.prompt_tops
+
+    async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+        path, body, headers = self._request(call, lease)
+        events, low, length = Events(), self._version, 0
+        last: Chunk | None = None
+        async with aclosing(self._http.reads(path, body, headers)) as reads:
+            async for data in reads:
+                found = events.feed(data)
+                if last is not None or not found:
+                    continue  # to the end, so that the connection can be used again
+                chunk = self._merge(call, found, low, length, lease)
+                length += len(chunk.token_ids)
+                if chunk.finish is not None:
+                    last = chunk
+                elif chunk.token_ids:
+                    yield chunk
+        if last is None:
+            raise Unavailable(f"{self.url} ended a stream without a finish, after {length} tokens")
+        if (lowest := await self._lowest(low, lease)) < low:
+            last = structs.replace(last, versions=(VersionSpan(0, length, lowest, lowest),), low=lowest)
+        yield last
+
+    def _merge(self, call: Call, found: list[bytes], low: int, before: int, lease: Lease | None) -> Chunk:
+        if found[-1] == wire.DONE:
+            found.pop()
+        decoder = wire.FULL_REPLIES if call.top_logprobs else wire.REPLIES
+        replies = self._http.decode(b"[" + b",".join(found) + b"]", decoder)
+        sampled = wire.Sampled(replies, self.url, call.top_logprobs)
+        versions, high = None, max(low, self._version)
+        if lease is not None:  # the server's own spans are those of the weights below the adapter
+            low = high = lease.version
+        elif sampled.spans and not self._mixed:
+            length = before + len(sampled.token_ids)
+            versions = exact_spans(sampled.spans, length, self._initial, self.url)
+            self._check_kept(versions[-1].high if versions else low, low)
+        return Chunk(
+            token_ids=tuple(sampled.token_ids),
+            logprobs=tuple(sampled.logprobs),
+            low=low,
+            high=high,
+            finish=sampled.finish,
+            prompt_ids=self._expanded(call, sampled.prompt_ids),
+            versions=versions,
+            top_logprobs=tuple(sampled.tops),
+        )
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def _check_manageable(self, what: str) -> None:
+        if not self._manageable:
+            raise UsageError(f"{self.url} cannot {what}; {DEV_MODE}")
+
+    async def _freeze(self) -> None:
+        await self._order("/pause?mode=keep")
+
+    async def _thaw(self) -> None:
+        await self._order("/resume")
+
+    async def _name(self, version: int) -> None:
+        if self._labelled:
+            await self._order("/update_weight_version", {"new_version": str(version)})
+        self._own = version
+
+    async def _check_weights(self, version: int, path: str) -> None:
+        if is_tied(path) and await self._adapters.device() == "cpu":
+            raise UsageError(
+                f"version {version}: {path!r} ties its embeddings, and vLLM on a CPU keeps the old output"
+                " layer when it reloads them; save it untied (tie_word_embeddings false, both tensors)"
+            )
+
+    async def _make_room(self) -> None:
+        if self._leases.newest is not None:
+            await self._adapters.make_room(self._call_names)
+
+    async def _adopt(self, version: int, path: str) -> None:
+        self._mixes = await self._adapters.mixes()
+        await self._adapters.load(self._model or "", version, path, self._call_names)
+
+    @property
+    def _call_names(self) -> str:
+        return wire.GENERATE_ID if self._exact else wire.COMPLETIONS_ID
+
+    async def _swap(self, version: int, path: str) -> None:
+        # Calls on adapters of the old weights go on with the new ones, as all others do.
+        await self._adapters.end_calls(0, self._call_names)
+        self._leases.newest = None
+        await self._order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await self._name(version)
+        # Calls in flight compute their context anew, so that no token depends on two versions' caches.
+        for pause_s in RESET_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            if was_reset(await self._order(RESET)):
+                return
+        raise Unavailable(f"{self.url} {KEEPS}")

@@ -1,0 +1,194 @@
+"""Adapters on a vLLM server: each version under a name of its own, `policy-v7`.
+
+Needs `--enable-lora`, `--max-loras` of at least 2 (one for the newest, one for calls in flight) and
+VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; refused with that remedy otherwise. With more adapters than it has room
+for, vLLM would drop one that is in use and read it from its directory again, or die when that is gone; so
+calls of the oldest versions are ended first and go on with a newer one. Names nobody uses are taken away
+when a later version comes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from afield.engines.http import Http
+from afield.engines.lora import Leases
+from afield.errors import Unavailable, UsageError
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+REMEDY = (
+    "start it with --enable-lora --max-loras 2 (or more) --max-lora-rank (that of the adapter),"
+    " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and VLLM_SERVER_DEV_MODE=1; or publish whole weights, with"
+    " learn.lora.publish = 'merged'"
+)
+LEAST = 2
+MAX_LORA = re.compile(rb'^vllm:lora_requests_info\{[^}\n]*max_lora="(\d+)"', re.MULTILINE)
+
+
+class Model(Struct):
+    id: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class Models(Struct):
+    data: list[Model]
+
+
+class _LoraConfig(Struct):
+    max_loras: int
+
+
+class _DeviceConfig(Struct):
+    device: str = ""
+
+
+class _ModelDtype(Struct):
+    dtype: object = ""
+
+
+class _VllmConfig(Struct):
+    served: _ModelDtype = msgspec.field(default_factory=_ModelDtype, name="model_config")
+    lora_config: _LoraConfig | None = None
+    device_config: _DeviceConfig = msgspec.field(default_factory=_DeviceConfig)
+
+
+class _ServerInfo(Struct):
+    vllm_config: _VllmConfig
+
+
+class _Refused(Struct):
+    message: str = ""
+
+
+class _Refusal(Struct):
+    error: _Refused = msgspec.field(default_factory=_Refused)
+    detail: object = None
+
+
+MODELS = msgspec.json.Decoder(Models)
+SERVER_INFO = msgspec.json.Decoder(_ServerInfo)
+REFUSAL = msgspec.json.Decoder(_Refusal)
+
+
+class _ModelConfig(Struct):
+    tie_word_embeddings: bool = False
+
+
+def is_tied(path: str) -> bool:
+    """As far as it can be seen from here."""
+    try:
+        return msgspec.json.decode(
+            (Path(path) / "config.json").read_bytes(), type=_ModelConfig
+        ).tie_word_embeddings
+    except (OSError, msgspec.MsgspecError):
+        return False
+
+
+def adapter_name(base: str, version: int) -> str:
+    return f"{base}-v{version}"
+
+
+class VllmAdapters:
+    def __init__(self, http: Http, leases: Leases) -> None:
+        self._http, self._leases = http, leases
+        self._known: _VllmConfig | None = None
+        self._named: dict[int, str] = {}  # what the server lists
+        self._silent = ""  # why its configuration is not known
+
+    async def look(self, base: str) -> int | None:
+        """The newest version among the adapters of `base` that the server lists."""
+        served = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
+        ours = re.compile(re.escape(base) + r"-v(\d+)")
+        found = {m.id: ours.fullmatch(m.id) for m in served if m.parent is not None}
+        self._named = {int(match[1]): name for name, match in found.items() if match}
+        return max(self._named, default=None)
+
+    async def load(self, base: str, version: int, path: str, ends: str) -> None:
+        """Serve the adapter to calls that begin from now on. A refusal changes nothing."""
+        room = await self._ask_room()
+        await self.end_calls(room - 1, ends)
+        name = adapter_name(base, version)
+        status, data = await self._http.status("POST", LOAD, {"lora_name": name, "lora_path": path})
+        if status != 200:
+            told = self._http.decode(data, REFUSAL)
+            why = told.error.message or f"it answers {status}"
+            raise UsageError(f"{self._http.url} did not take the adapter {path!r}: {why}; {REMEDY}")
+        self._named[version] = name
+        self._leases.newest = version
+        await self._tidy()
+
+    async def make_room(self, ends: str) -> None:
+        await self.end_calls(await self._ask_room(), ends)
+
+    async def end_calls(self, room: int, ends: str) -> None:
+        """Calls of the oldest versions end, and go on, so that at most `room` versions are in use.
+
+        `ends` makes the server's name of a call from ours.
+        """
+        if gone := self._leases.call_back(room):
+            ids = [ends.format(lease.id) for lease in gone]
+            await self._http.ask("POST", "/abort_requests", {"request_ids": ids})
+
+    async def _tidy(self) -> None:
+        # The one before may be asked for by another process that has not heard of the newest yet.
+        old = sorted(self._named)[:-2]
+        idle = [version for version in old if not self._leases.in_use(version)]
+        for version in idle:
+            status, data = await self._http.status("POST", UNLOAD, {"lora_name": self._named[version]})
+            if status not in {200, 404}:
+                raise Unavailable(f"{self._http.url} keeps the adapter of version {version}: {data[:200]!r}")
+            del self._named[version]
+
+    async def device(self) -> str:
+        """Where the server computes, as far as it tells."""
+        found = await self._config()
+        return found.device_config.device if found else ""
+
+    async def dtype(self) -> str:
+        """In which the server holds its weights, as far as it tells."""
+        found = await self._config()
+        name = str(found.served.dtype).removeprefix("torch.") if found else ""
+        return name if name in ("float32", "bfloat16", "float16") else ""
+
+    async def mixes(self) -> bool:
+        """Whether calls on the base weights may be computed with an adapter that shares their batch.
+
+        vLLM on a CPU does that (seen with 0.32); one that does not tell its device is not trusted either.
+        """
+        found = await self._config()
+        return found is None or found.device_config.device == "cpu"
+
+    async def _ask_room(self) -> int:
+        found = await self._config()
+        if found is not None:
+            room = found.lora_config.max_loras if found.lora_config else 0
+        elif (room := await self._room_by_metrics()) is None:
+            raise UsageError(
+                f"{self._http.url} does not tell how many adapters it takes: {self._silent}, and /metrics"
+                f" names no max_lora; {REMEDY}"
+            )
+        if room < LEAST:
+            has = "no adapters" if not room else f"{room} adapter at a time"
+            raise UsageError(f"{self._http.url} serves {has}; {REMEDY}")
+        return room
+
+    async def _room_by_metrics(self) -> int | None:
+        """For servers whose /server_info fails: vLLM's looks for pip, which some environments lack."""
+        status, data = await self._http.status("GET", "/metrics")
+        found = MAX_LORA.search(data) if status == 200 else None
+        return int(found[1]) if found else None
+
+    async def _config(self) -> _VllmConfig | None:
+        """Asked once, when it is needed: a server takes seconds to tell the first time."""
+        if self._known is None:
+            status, data = await self._http.status("GET", "/server_info?config_format=json")
+            if status == 200:
+                self._known = self._http.decode(data, SERVER_INFO).vllm_config
+            else:
+                self._silent = f"it answers {status} to /server_info ({data[:200].decode(errors='replace')})"
+        return self._known

@@ -1,0 +1,215 @@
+"""vLLM's wire format: what is sent, and what an answer's events mean.
+
+Two endpoints give ids for ids. `/inference/v1/generate` tells exact version spans with the last event;
+`/v1/completions` with `return_token_ids` is there on every server and tells none. vLLM writes -9999
+where it has no log-probability or a NaN: that is refused here like any other missing number.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from afield.engines.spans import Problem, Span
+from afield.errors import Unavailable
+from afield.interfaces.engine import Call, Image, TopLogprobs
+from afield.types import FinishReason
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+# What a server makes of the `x-request-id` of a call, to be named by when it is to be aborted.
+GENERATE_ID, COMPLETIONS_ID = "generate-tokens-{}", "cmpl-{}-0"
+NO_LOGPROB = -9999.0
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+DONE = b"[DONE]"
+TOKEN_ID = "token_id:"
+
+
+class Candidate(Struct):
+    token_id: int
+    logprob: float
+
+
+class Entry(Struct):
+    logprob: float
+
+
+class FullEntry(Entry):
+    """With the likeliest tokens, which are read only where they were asked for."""
+
+    top_logprobs: list[Candidate] = []
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Logprobs(Struct, Generic[E]):
+    """`content` from generate; the others from completions, where candidates are named `token_id:ID`."""
+
+    content: list[E] | None = None
+    token_logprobs: list[float] | None = None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
+
+
+PromptLogprobs = list[dict[int, Entry] | None]
+
+
+class Choice(Struct, Generic[E]):
+    token_ids: list[int] | None = None
+    logprobs: Logprobs[E] | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Reply(Struct, Generic[E]):
+    """A whole answer, or one event of a stream."""
+
+    choices: list[Choice[E]] = []
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    error: Problem | None = None
+
+
+One = msgspec.json.Decoder[Reply[Any]]
+Several = msgspec.json.Decoder[list[Reply[Any]]]
+REPLY: One = msgspec.json.Decoder(Reply[Entry])
+REPLIES: Several = msgspec.json.Decoder(list[Reply[Entry]])
+FULL_REPLY: One = msgspec.json.Decoder(Reply[FullEntry])
+FULL_REPLIES: Several = msgspec.json.Decoder(list[Reply[FullEntry]])
+NAMED = msgspec.json.Decoder(list[dict[str, float] | None] | None)
+
+
+class Sampled:
+    """What a number of events say together."""
+
+    __slots__ = ("_count", "finish", "logprobs", "prompt_ids", "prompt_tops", "spans", "token_ids", "tops")
+
+    def __init__(self, replies: list[Reply[Any]], where: str, count: int = 0) -> None:
+        """`count` is how many of the likeliest tokens were asked for."""
+        self._count = count
+        self.tops: list[TopLogprobs] = []
+        self.prompt_tops: tuple[TopLogprobs, ...] | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.prompt_ids: tuple[int, ...] | None = None
+        self.spans: list[Span] | None = None
+        self.finish: FinishReason | None = None
+        for reply in replies:
+            if reply.error is not None:
+                raise reply.error.as_error(where)
+            if self.prompt_ids is None:
+                self.prompt_ids = reply.prompt_token_ids
+            if reply.prompt_logprobs is not None:
+                self.prompt_tops = _prompt_tops(reply.prompt_logprobs)
+            for choice in reply.choices:
+                self._add(choice, where)
+        if len(self.token_ids) != len(self.logprobs):
+            raise Unavailable(
+                f"{where} gave {len(self.token_ids)} ids but {len(self.logprobs)} log-probabilities"
+            )
+        if self.logprobs and not min(self.logprobs) > NO_LOGPROB:
+            raise Unavailable(f"{where} has no finite log-probability for a token it sampled")
+
+    def _add(self, choice: Choice[Any], where: str) -> None:
+        if choice.token_ids:
+            self.token_ids += choice.token_ids
+            if (given := choice.logprobs) is not None:
+                if given.content is not None:
+                    self.logprobs += [entry.logprob for entry in given.content]
+                else:
+                    self.logprobs += given.token_logprobs or []
+                if self._count:
+                    self._add_tops(choice.token_ids, given, where)
+        if choice.prompt_logprobs is not None:
+            self.prompt_tops = _prompt_tops(choice.prompt_logprobs)
+        if choice.prompt_token_ids is not None and self.prompt_ids is None:
+            self.prompt_ids = choice.prompt_token_ids
+        if choice.finish_reason is not None:
+            if choice.finish_reason not in FINISH:
+                raise Unavailable(f"{where} ended a call with {choice.finish_reason!r}")
+            self.finish = FINISH[choice.finish_reason]
+            self.spans = choice.weight_versions
+
+    def _add_tops(self, ids: list[int], given: Logprobs[Any], where: str) -> None:
+        if given.content is not None:
+            told = [[(c.token_id, c.logprob) for c in entry.top_logprobs] for entry in given.content]
+        else:
+            named = [top or {} for top in NAMED.decode(given.top_logprobs) or []]
+            told = [[(int(name.removeprefix(TOKEN_ID)), p) for name, p in top.items()] for top in named]
+        if len(told) != len(ids):
+            raise Unavailable(f"{where} gave {len(ids)} ids but the likeliest tokens of {len(told)} places")
+        self.tops += [_likeliest(top, token, self._count) for top, token in zip(told, ids, strict=True)]
+
+
+def _likeliest(told: list[tuple[int, float]], token: int, count: int) -> TopLogprobs:
+    """A server names the sampled token first, whatever its rank."""
+    finite = [pair for pair in told if pair[1] > NO_LOGPROB]
+    return tuple(sorted(finite, key=lambda pair: (-pair[1], pair[0] != token))[:count])
+
+
+def _prompt_tops(told: PromptLogprobs) -> tuple[TopLogprobs, ...]:
+    """It names the token of the prompt first, then the likeliest ones."""
+    return tuple(tuple((token, entry.logprob) for token, entry in (top or {}).items()) for top in told)
+
+
+def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "token_ids": ids,
+        "stream": call.stream,
+        # Our stop ids are the only ones; whatever the model's own configuration says.
+        "sampling_params": {
+            **_sampling(call, limit),
+            "detokenize": bool(call.stop),
+        },
+    }
+    if call.images:
+        body["content_parts"] = [_part(image) for image in call.images]
+        body["return_token_ids"] = True
+    return body
+
+
+def completions_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": ids,
+        "stream": call.stream,
+        **_sampling(call, limit),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": call.top_logprobs > 0,
+        "add_special_tokens": False,
+    }
+
+
+def _sampling(call: Call, limit: int) -> dict[str, Any]:
+    sampling = call.sampling
+    # Text is not what we read; held back for the sake of a stop string, it would hold ids back, too.
+    strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}
+    scores = {} if call.prompt_logprobs is None else {"prompt_logprobs": call.prompt_logprobs}
+    # Under its default backend, xgrammar, a structural tag gives the very masks of `afield.masks`.
+    held = {"structured_outputs": {"structural_tag": call.constraint.grammar}} if call.constraint else {}
+    return {
+        **strings,
+        **scores,
+        **held,
+        "logprobs": call.top_logprobs,
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "stop_token_ids": call.stop_ids,
+        "ignore_eos": True,
+    }
+
+
+def _part(image: Image) -> dict[str, Any]:
+    url = image.url
+    if image.data is not None:
+        url = f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+    return {"type": "image_url", "url": url, "uuid": image.digest}

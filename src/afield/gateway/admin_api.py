@@ -1,0 +1,321 @@
+"""The control API: sessions, their turns and trajectories, and the policy. See docs/http-api.md."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from msgspec import Struct, to_builtins
+
+from afield import trajectories
+from afield.gateway import outcomes
+from afield.gateway.api_error import Refusal, bad_request, conflict, forbidden, not_found
+from afield.gateway.header_keys import HeaderKeySpec, told
+from afield.gateway.http import Scope, Text, json_body, query
+from afield.gateway.service import LocalGateway
+from afield.gateway.session import Phase, Session
+from afield.gateway.session_keys import Grant
+from afield.gateway.session_keys import Scope as KeyScope
+from afield.interfaces import SessionSpec
+from afield.types import Policy, Turn
+
+Answer = tuple[int, Any]
+Handler = Callable[[LocalGateway, str, bytes, dict[str, str]], Awaitable[Answer]]
+log = logging.getLogger("afield.gateway")
+MAX_WAIT_S = 300.0
+MAX_STATES = 5_000
+
+
+class RewardBody(Struct):
+    reward: Any
+    name: str | None = None
+    turn: str | None = None
+
+
+class CompleteBody(Struct):
+    reward: Any = None
+    metrics: dict[str, float] = {}
+
+
+class AbortBody(Struct):
+    reason: str = ""
+
+
+class StatesBody(Struct):
+    ids: list[str]
+
+
+class PolicyBody(Struct):
+    version: int
+    path: str = ""
+
+
+class PauseBody(Struct):
+    in_flight: Literal["keep", "drain", "resume"] = "keep"
+
+
+class EngineBody(Struct):
+    kind: str
+    url: str
+
+
+def encode_error(refusal: Refusal) -> dict[str, Any]:
+    return {"error": {"type": refusal.code, "message": refusal.message, "hint": refusal.hint}}
+
+
+async def handle(gateway: LocalGateway, scope: Scope, path: str, body: bytes) -> Answer:
+    for method, pattern, handler in ROUTES:
+        if scope["method"] == method and (found := pattern.fullmatch(path)):
+            return await handler(gateway, found.groupdict().get("id", ""), body, query(scope))
+    raise not_found(f"{scope['method']} {path} is not served", "see docs/http-api.md for what is")
+
+
+class Report(Struct, frozen=True):
+    needs: KeyScope
+    handler: Handler
+
+
+async def report(
+    gateway: LocalGateway, session: Session, grant: Grant | None, scope: Scope, path: str, body: bytes
+) -> Any:
+    """What an agent or a verifier may ask and say with its own key; None stands for the admin key."""
+    if path == "/outcome":
+        return await outcome(gateway, session, grant, body)
+    if path == "/complete" and grant and KeyScope.REWARD not in grant.scopes:
+        _refuse_reward(session, json_body(body, CompleteBody).reward)
+    handler = REPORTS[scope["method"], path].handler
+    return (await handler(gateway, session.id, body, query(scope)))[1]
+
+
+async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, body: bytes) -> Any:
+    """The end of an attempt in one message; repeating it is harmless."""
+    agent = grant is not None and KeyScope.REWARD not in grant.scopes
+    verdict = outcomes.judged(session.row.spec) and not agent
+    statement = outcomes.read(body, session.row, verdict=verdict)
+    if agent:
+        _refuse_reward(session, statement.given)
+    await gateway.settle(session, statement, verdict=verdict)
+    return session.state()
+
+
+def _refuse_reward(session: Session, reward: Any) -> None:
+    if reward is not None:
+        log.warning("session %s: its agent tried to give itself the reward %.200s", session.id, repr(reward))
+        raise forbidden("this key may not give a reward", "the session's verifier does")
+
+
+async def open_session(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    session, new = await gateway.enter(json_body(body, SessionSpec))
+    return (201 if new else 200), gateway.ticket(session)
+
+
+async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[str, str]) -> Answer:
+    limit, phase = _number(asked, "limit", 100), asked.get("phase")
+    if not limit >= 1:
+        raise bad_request(f"limit={asked['limit']} must be at least 1")
+    if phase is not None and phase not in list(Phase):
+        raise bad_request(f"unknown phase {phase!r}", f"choose one of: {', '.join(Phase)}")
+    after, key_id = asked.get("after", ""), asked.get("key", "")
+    return 200, {"sessions": await gateway.listed(phase, int(min(limit, 1000)), after, key_id)}
+
+
+async def create_key(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    row, new = await gateway.header_keys.create(json_body(body, HeaderKeySpec))
+    return (201 if new else 200), gateway.header_key_ticket(row)
+
+
+async def list_keys(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, {"keys": [told(row) for row in gateway.header_keys.list()]}
+
+
+async def delete_key(gateway: LocalGateway, key_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    await gateway.header_keys.delete(key_id)
+    return 200, {"id": key_id, "deleted": True}
+
+
+async def get_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    return 200, await gateway.state(session_id)
+
+
+async def session_states(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, StatesBody)
+    if len(asked.ids) > MAX_STATES:
+        raise bad_request(f"{len(asked.ids)} ids; at most {MAX_STATES} at once", "ask in several requests")
+    return 200, {"sessions": await gateway.states(asked.ids)}
+
+
+async def delete_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    await gateway.sessions.delete(gateway.sessions.get(session_id))
+    return 200, {"id": session_id, "deleted": True}
+
+
+async def reward(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
+    asked = json_body(body, RewardBody)
+    session = gateway.sessions.get(session_id)
+    await gateway.sessions.reward(session, to_builtins(asked))
+    await gateway.bring(session)
+    return 200, await gateway.state(session_id)
+
+
+async def alive(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    session = gateway.sessions.get(session_id)
+    session.alive()
+    return 200, {"phase": session.phase}
+
+
+async def complete(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
+    asked = json_body(body, CompleteBody)
+    session = gateway.sessions.get(session_id)
+    if asked.reward is not None:
+        await gateway.sessions.reward(session, {"reward": asked.reward})
+    await gateway.sessions.complete(session, asked.metrics)
+    await gateway.bring(session)
+    return 200, session.state()
+
+
+async def abort(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
+    await gateway.abort(session_id, json_body(body, AbortBody).reason)
+    return 200, await gateway.state(session_id)
+
+
+async def finalize(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    return 200, await gateway.finalize(session_id)
+
+
+async def wait(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
+    end = time.monotonic() + min(_number(asked, "timeout_s", 30.0), MAX_WAIT_S)
+    return 200, await gateway.wait(session_id, lambda: end - time.monotonic())
+
+
+async def submission(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    handed_in = await gateway.submission(session_id)
+    if handed_in is None:
+        raise conflict(f"the agent of session {session_id} has handed in nothing yet", "ask when it has")
+    return 200, handed_in
+
+
+async def turns(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
+    session = gateway.sessions.get(session_id)
+    with_prompt = asked.get("prompt_ids") == "1"
+    rows = sorted(session.rows.values(), key=lambda row: (row.seq, row.n))
+    return 200, {"turns": [_turn(session, row.turn, with_prompt) for row in rows]}
+
+
+def _turn(session: Session, turn: Turn, with_prompt: bool) -> dict[str, Any]:
+    shown = to_builtins(turn)
+    delta = shown.pop("delta_ids")
+    before = session.forest.ids(turn.parent) if turn.parent else []
+    shown |= {"kind": "sampled", "prompt_len": len(before) + len(delta)}
+    if with_prompt:
+        shown["prompt_ids"] = [*before, *delta]
+    return shown
+
+
+async def get_trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
+    session = gateway.sessions.get(session_id)
+    withheld, dangling = gateway.withheld(session), gateway.dangling(session)
+    form = asked.get("form", "linear")
+    if form == "tree":
+        excluded = [*trajectories.exclusions(session.forest, withheld), *dangling]
+        return 200, {"nodes": trajectories.tree(session.forest, withheld), "excluded": excluded}
+    if form not in ("linear", "turns"):
+        raise bad_request(f"unknown form {form!r}", "choose one of: linear, tree, turns")
+    made = (trajectories.linear if form == "linear" else trajectories.per_turn)(session.forest, withheld)
+    return 200, {"trajectories": made.trajectories, "excluded": [*made.excluded, *dangling]}
+
+
+async def engines(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, {"engines": gateway.engine.list()}
+
+
+async def add_engine(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, EngineBody)
+    return 201, await gateway.engine.add(asked.kind, asked.url)
+
+
+async def remove_engine(gateway: LocalGateway, engine_id: str, _: bytes, __: dict[str, str]) -> Answer:
+    await gateway.engine.remove(engine_id)
+    return 200, {"id": engine_id, "removed": True}
+
+
+async def pause(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, PauseBody)
+    await gateway.engine.pause(asked.in_flight)
+    return 200, {"paused": True, "in_flight": asked.in_flight}
+
+
+async def resume(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    await gateway.engine.resume()
+    return 200, {"paused": False}
+
+
+async def metrics(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, Text(await gateway.exposition())
+
+
+async def snapshot(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, gateway.snapshot()
+
+
+async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
+    asked = json_body(body, PolicyBody)
+    await gateway.publish(Policy(gateway.tokens.name, asked.version), asked.path)
+    return 200, {"version": asked.version}
+
+
+async def served_policy(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
+    return 200, {"version": await gateway.version()}
+
+
+def _number(asked: dict[str, str], name: str, default: float) -> float:
+    try:
+        return float(asked.get(name, default))
+    except ValueError as error:
+        raise bad_request(f"{name}={asked[name]!r} is not a number") from error
+
+
+SESSION = r"/sessions/(?P<id>[^/]+)"
+ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
+    (method, re.compile(pattern), handler)
+    for method, pattern, handler in (
+        ("POST", "/sessions", open_session),
+        ("GET", "/sessions", list_sessions),
+        ("POST", "/sessions/states", session_states),
+        ("POST", "/keys", create_key),
+        ("GET", "/keys", list_keys),
+        ("DELETE", "/keys/(?P<id>[^/]+)", delete_key),
+        ("GET", SESSION, get_session),
+        ("DELETE", SESSION, delete_session),
+        ("POST", f"{SESSION}/reward", reward),
+        ("POST", f"{SESSION}/complete", complete),
+        ("POST", f"{SESSION}/abort", abort),
+        ("POST", f"{SESSION}/finalize", finalize),
+        ("GET", f"{SESSION}/wait", wait),
+        ("GET", f"{SESSION}/submission", submission),
+        ("GET", f"{SESSION}/turns", turns),
+        ("GET", f"{SESSION}/trajectories", get_trajectories),
+        ("GET", "/policy", served_policy),
+        ("POST", "/policy", policy),
+        ("POST", "/policy/pause", pause),
+        ("POST", "/policy/resume", resume),
+        ("GET", "/engines", engines),
+        ("POST", "/engines", add_engine),
+        ("DELETE", "/engines/(?P<id>[^/]+)", remove_engine),
+        ("GET", "/metrics", metrics),
+        ("GET", "/metrics/snapshot", snapshot),
+    )
+]
+# What agents and verifiers reach under their session's base, and the scope it takes.
+REPORTS: dict[tuple[str, str], Report] = {
+    ("POST", "/alive"): Report(KeyScope.INFER, alive),
+    ("POST", "/reward"): Report(KeyScope.REWARD, reward),
+    ("POST", "/complete"): Report(KeyScope.OUTCOME, complete),
+    ("POST", "/outcome"): Report(KeyScope.OUTCOME, complete),
+    ("GET", "/state"): Report(KeyScope.READ, get_session),
+    ("GET", "/submission"): Report(KeyScope.READ, submission),
+    ("GET", "/turns"): Report(KeyScope.READ, turns),
+    ("GET", "/trajectories"): Report(KeyScope.READ, get_trajectories),
+}

@@ -1,0 +1,85 @@
+"""What has been sampled so far in one call: folded chunk by chunk, before anything is shown."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import structs
+
+from afield.errors import Unavailable
+from afield.interfaces import Chunk
+from afield.interfaces.engine import TopLogprobs
+from afield.types import FinishReason, VersionSpan, check_cover
+
+CERTAIN = -5e-324
+
+
+class Partial:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[TopLogprobs] = []
+        self.prompt_tops: tuple[TopLogprobs, ...] | None = None
+        self.first_token: float | None = None
+        self.finish: FinishReason | None = None
+        self._spans: list[tuple[int, int, int, int]] = []
+
+    def fold(self, chunk: Chunk, now: float) -> Chunk:
+        """Gives the chunk as it is recorded."""
+        if len(chunk.token_ids) != len(chunk.logprobs):
+            raise Unavailable(f"the engine gave {len(chunk.token_ids)} ids, {len(chunk.logprobs)} logprobs")
+        if chunk.top_logprobs or chunk.prompt_logprobs is not None:
+            self._score(chunk)
+        if not all(map(math.isfinite, chunk.logprobs)):
+            raise Unavailable("the engine gave a log-probability that is not a finite number")
+        if chunk.versions is not None:
+            try:
+                check_cover(
+                    chunk.versions, [(0, len(self.ids) + len(chunk.token_ids))], "the engine's answer"
+                )
+            except ValueError as error:
+                raise Unavailable(str(error)) from error
+        if chunk.token_ids:
+            if self.first_token is None:
+                self.first_token = now
+            start = len(self.ids)
+            self.ids.extend(chunk.token_ids)
+            if 0.0 in chunk.logprobs:
+                chunk = structs.replace(chunk, logprobs=tuple(map(_marked, chunk.logprobs)))
+            self.logprobs.extend(chunk.logprobs)
+            self._span(start, len(self.ids), chunk.low, chunk.high)
+        self.finish = chunk.finish
+        if chunk.versions is not None:
+            self._spans = [(s.start, s.end, s.low, s.high) for s in chunk.versions]
+        return chunk
+
+    def _score(self, chunk: Chunk) -> None:
+        if chunk.top_logprobs and (told := len(chunk.top_logprobs)) != len(chunk.token_ids):
+            raise Unavailable(
+                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {told} places"
+            )
+        self.tops.extend(chunk.top_logprobs)
+        if chunk.prompt_logprobs is not None:
+            self.prompt_tops = chunk.prompt_logprobs
+
+    def trim(self, count: int) -> None:
+        """Forget the last so many ids."""
+        if count < 1:
+            return
+        end = len(self.ids) - count
+        del self.ids[end:], self.logprobs[end:], self.tops[end:]
+        self._spans = [(s[0], min(s[1], end), *s[2:]) for s in self._spans if s[0] < end]
+
+    def _span(self, start: int, end: int, low: int, high: int) -> None:
+        if self._spans and self._spans[-1][2:] == (low, high):
+            start = self._spans.pop()[0]
+        self._spans.append((start, end, low, high))
+
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        return tuple(VersionSpan(*span) for span in self._spans)
+
+
+def _marked(logprob: float) -> float:
+    """Nought means "not sampled" to whoever trains, so a token that was certain is a hair less so."""
+    return logprob or CERTAIN

@@ -1,0 +1,152 @@
+"""What clients do to our own turns before they send them back, undone (pure).
+
+A tool-call id that comes back names its turn. Where it does, and the message is that turn's reply in
+all that matters, the reply itself takes its place: arguments that a client could not parse, text that
+it dropped or moved behind the calls or their results, one turn split into several messages, results in
+another order than the calls. Without ids, `match_replies` knows a reply by the conversation that it
+answered, where its reasoning came back as text. What was really changed stays as it is, and is an edit for
+`lineage` to place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from afield.turn_tree import Forest, arguments_value, extend_digest
+from afield.types import Message, ToolCall, Turn, TurnStatus
+
+
+def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ...]:
+    if not any(message.tool_calls for message in messages):
+        return tuple(messages)
+    out: list[Message] = []
+    at = 0
+    while at < len(messages):
+        turn = turn_of(forest, messages[at]) or _begun(forest, messages, at)
+        if turn is None:
+            out.append(messages[at])
+            at += 1
+            continue
+        end = _end_of_turn(forest, turn, messages, at)
+        out.extend(_as_sampled(turn, messages[at:end]))
+        at = end
+    return tuple(out)
+
+
+def turn_of(forest: Forest, message: Message) -> Turn | None:
+    """The one turn all calls of an assistant message belong to."""
+    if message.role != "assistant" or not message.tool_calls:
+        return None
+    turns = [forest.caller(call.id) for call in message.tool_calls]
+    return turns[0] if all(turn is not None and turn is turns[0] for turn in turns) else None
+
+
+def _begun(forest: Forest, messages: Sequence[Message], at: int) -> Turn | None:
+    """The turn whose text stands in a message of its own, right before the one with its calls."""
+    text, rest = messages[at], messages[at + 1 : at + 2]
+    if text.role != "assistant" or text.tool_calls or not rest:
+        return None
+    turn = turn_of(forest, rest[0])
+    said = text.content.strip()
+    return turn if turn and said and said == turn.messages[-1].content.strip() else None
+
+
+def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: int) -> int:
+    """Where the messages that carry this turn and its results end."""
+    ours = {call.id for call in turn.messages[-1].tool_calls}
+    text = messages[at].content.strip()
+    end = at + 1
+    while end < len(messages):
+        message = messages[end]
+        if not _carries(forest, turn, ours, message) and (text or not moved(forest, turn, message)):
+            break
+        text = text or (message.content.strip() if message.role == "assistant" else "")
+        end += 1
+    return end
+
+
+def moved(forest: Forest, turn: Turn, message: Message) -> bool:
+    """Whether a message is the text of a turn, behind its calls, and no next turn with the same words."""
+    said = message.content.strip()
+    if message.role != "assistant" or message.tool_calls or not said:
+        return False
+    if said != turn.messages[-1].content.strip():
+        return False
+    children = (child for child in forest.turns if child.parent == turn.id and child.messages)
+    return all(child.messages[-1].content.strip() != said for child in children)
+
+
+def _carries(forest: Forest, turn: Turn, ours: set[str], message: Message) -> bool:
+    if message.role == "tool":
+        return message.tool_call_id in ours
+    return message.role == "assistant" and turn_of(forest, message) is turn
+
+
+def _as_sampled(turn: Turn, messages: Sequence[Message]) -> list[Message]:
+    reply = turn.messages[-1]
+    said = [message for message in messages if message.role == "assistant"]
+    results = [message for message in messages if message.role == "tool"]
+    if len(said) > 1 or not _word_for_word(reply, said[0]):
+        calls = [call for message in said for call in message.tool_calls]
+        if not _same(reply, "".join(message.content for message in said), calls):
+            return list(messages)
+    if len(results) > 1:
+        order = {call.id: n for n, call in enumerate(reply.tool_calls)}
+        results.sort(key=lambda result: order[result.tool_call_id])
+    return [reply, *results]
+
+
+def _word_for_word(reply: Message, echoed: Message) -> bool:
+    return echoed.content == reply.content and echoed.tool_calls == reply.tool_calls
+
+
+def _same(reply: Message, content: str, calls: Sequence[ToolCall]) -> bool:
+    by_id = {call.id: call for call in calls}
+    if len(by_id) != len(calls) or set(by_id) != {call.id for call in reply.tool_calls}:
+        return False
+    if content.strip() not in ("", reply.content.strip()) and "".join(content.split()) != _aloud(reply):
+        return False
+    return all(_same_call(call, by_id[call.id]) for call in reply.tool_calls)
+
+
+def _same_call(ours: ToolCall, theirs: ToolCall) -> bool:
+    if ours.name != theirs.name:
+        return False
+    mine, echoed = arguments_value(ours.arguments), arguments_value(theirs.arguments)
+    # Arguments that are no JSON object come back as whatever the client made of them.
+    return mine == echoed or not ours.arguments.lstrip().startswith("{")
+
+
+def match_replies(
+    forest: Forest, start: str, messages: Sequence[Message]
+) -> tuple[tuple[Message, ...], list[str]]:
+    """The messages, with a reply in the place of one that tells its reasoning as text; and their digests."""
+    out: list[Message] = []
+    digests: list[str] = []
+    for message in messages:
+        digest = extend_digest(start, message)
+        if message.role == "assistant" and not forest.knows(digest):
+            reply = _thinking_aloud(forest, start, message)
+            if reply is not None:
+                message, digest = reply, extend_digest(start, reply)
+        out.append(message)
+        digests.append(digest)
+        start = digest
+    return tuple(out), digests
+
+
+def _thinking_aloud(forest: Forest, asked: str, message: Message) -> Message | None:
+    for turn in reversed(forest.asked(asked)):
+        reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
+        if reply is None or not reply.reasoning.strip():
+            continue
+        calls = [(call.name, arguments_value(call.arguments)) for call in reply.tool_calls]
+        theirs = [(call.name, arguments_value(call.arguments)) for call in message.tool_calls]
+        if calls == theirs and _aloud(reply) == "".join(message.content.split()):
+            return reply
+    return None
+
+
+def _aloud(reply: Message) -> str:
+    """Reasoning and text, without blanks: what stands between them is the client's."""
+    return "".join(f"{reply.reasoning} {reply.content}".split())

@@ -1,0 +1,348 @@
+"""Several workers as one engine: sticky, balanced, watched; calls survive the worker they run on.
+
+A session stays on its worker while that is healthy; a new one goes where least is in flight. When a worker
+breaks, its calls go on elsewhere from where they were, and the consumer only sees more chunks. A call fails
+with Unavailable when it broke `tries` times, or nobody could take it for `patience_s`; both messages say
+what was tried. `pause` closes the gate for new calls; those in flight are kept, drained, or cut and resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, Self
+
+from afield.errors import Unavailable, UsageError
+from afield.gateway.queue_time import QueueWatch
+from afield.gateway.resumable_call import Flight
+from afield.gateway.waiting_time import Line
+from afield.gateway.worker_registry import Roster
+from afield.gateway.workers import Standing, Worker, WorkerInfo
+from afield.interfaces import Call, Chunk, Engine, EngineInfo, Freezing
+from afield.interfaces.engine import LogprobMode
+
+log = logging.getLogger("afield.gateway")
+InFlight = Literal["keep", "drain", "resume"]
+WORSE: tuple[LogprobMode, ...] = ("processed", "tempered", "raw")
+SESSIONS_REMEMBERED = 100_000
+CLOSED = "the pool is not running; enter it with `async with`"
+
+
+async def ask_info(engine: Engine) -> EngineInfo:
+    return await engine.info()
+
+
+class Pool:
+    """`waiting` calls stand at the gate or look for a worker; `failovers` counts pieces that broke off."""
+
+    def __init__(
+        self,
+        workers: Mapping[str, Engine],
+        *,
+        connect: Callable[[str, str], Engine] | None = None,
+        check: Callable[[Engine], Awaitable[EngineInfo]] = ask_info,
+        tries: int = 5,
+        patience_s: float = 20.0,
+        drain_s: float = 600.0,
+        start_timeout_s: float = 0.0,
+    ) -> None:
+        """`connect` makes an engine of a kind and a url; `check` says whether one is fit to be used.
+
+        For `start_timeout_s` it is waited at the start for the first worker that answers.
+        """
+        self._roster = Roster(workers, check)
+        self._connect = connect
+        self._tries, self._patience_s, self._drain_s = tries, patience_s, drain_s
+        self._start_timeout_s = start_timeout_s
+        self._homes: OrderedDict[str, Worker] = OrderedDict()
+        self._open = asyncio.Event()
+        self._watched = 0  # how many wait for calls to end
+        self.waiting = 0
+        self.failovers = 0
+        self.line = Line()
+
+    async def __aenter__(self) -> Self:
+        await self._roster.start(self._start_timeout_s)
+        self._open.set()
+        self._looking = asyncio.create_task(QueueWatch(self.line, lambda: self._workers).run())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._looking.cancel()
+        await asyncio.gather(self._looking, return_exceptions=True)
+        await self._roster.stop()
+        self._open.set()
+
+    # --- what it is -------------------------------------------------------------------------------
+
+    async def info(self) -> EngineInfo:
+        """What holds for every worker that is there or may come back."""
+        self._check_running()
+        known = [(worker.id, worker.facts) for worker in self._workers if worker.facts is not None]
+        if not known:
+            raise Unavailable("the pool has no worker yet; add one")
+        facts = [fact for _, fact in known]
+        kinds = {fact.kind for fact in facts}
+        return EngineInfo(
+            kind=kinds.pop() if len(kinds) == 1 else "pool",
+            version=self._roster.version,
+            max_context=min(fact.max_context for fact in facts),
+            vocab_size=min(fact.vocab_size for fact in facts),
+            images=any(fact.images for fact in facts),
+            logprobs=WORSE[max(WORSE.index(fact.logprobs) for fact in facts)],
+            exact_versions=all(fact.exact_versions for fact in facts),
+            dtype=common_dtype([fact.dtype for fact in facts]),
+            max_top_logprobs=min(fact.max_top_logprobs for fact in facts),
+            prompt_logprobs=all(fact.prompt_logprobs for fact in facts),
+            constraints=all(fact.constraints for fact in facts),
+            notes=tuple(f"{name}: {note}" for name, fact in known for note in fact.notes),
+        )
+
+    def list(self) -> list[WorkerInfo]:
+        return [worker.info for worker in self._workers]
+
+    def stats(self) -> dict[str, Any]:
+        workers = {
+            worker.id: {
+                "ready": worker.ready,
+                "in_flight": len(worker.flights),
+                "calls": worker.calls,
+                "failures": worker.failures,
+            }
+            for worker in self._workers
+        }
+        return {
+            "in_flight": sum(len(worker.flights) for worker in self._workers),
+            "waiting": self.waiting,
+            "failovers": self.failovers,
+            "paused": not self._open.is_set(),
+            "version": self._roster.version,
+            "workers": workers,
+        }
+
+    @property
+    def _workers(self) -> tuple[Worker, ...]:
+        return tuple(self._roster.workers.values())
+
+    def _check_running(self) -> None:
+        if not self._roster.running:
+            raise Unavailable(CLOSED)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        flight = Flight(call)
+        while True:
+            worker = await self._place(call, flight)
+            try:
+                if (end := flight.complete(self._room)) is not None:
+                    yield end
+                    return
+                flight.board(worker.engine)
+                if call.stream:  # until its first token
+                    self.line.enter(call.session_id, flight)
+                first = True
+                while (chunk := await self._step(worker, flight)) is not None:
+                    if first:
+                        first = False
+                        self.line.leave(call.session_id, flight)
+                        if chunk.queued_s and call.session_id in self._homes:
+                            began = flight.boarded
+                            self.line.stood(call.session_id, began, began + chunk.queued_s)
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+            finally:
+                worker.flights.discard(flight)
+                self.line.leave(call.session_id, flight)
+                await flight.leave()
+                if self._watched:
+                    await self._roster.tell()
+
+    @property
+    def _room(self) -> int:
+        return min(worker.facts.max_context for worker in self._workers if worker.facts is not None)
+
+    async def _step(self, worker: Worker, flight: Flight) -> Chunk | None:
+        """The next chunk, or None when this piece is over and the call is not."""
+        while True:
+            try:
+                chunk = await flight.next()
+            except Unavailable as error:
+                worker.failures += 1
+                self._roster.set_aside(worker, str(error))
+                self._count(flight, f"{worker.id}: {error}")
+                return None
+            except ValueError as error:
+                if not flight.sampled:
+                    raise
+                self._count(flight, f"{worker.id} cannot go on with it: {error}")
+                return None
+            if chunk is None:
+                if flight.aborted:  # counted after its last tokens were handed on
+                    self._count(flight, f"{worker.id} aborted it")
+                return None
+            if (shown := flight.fold(chunk)) is not None:
+                return shown
+
+    def _count(self, flight: Flight, what: str) -> None:
+        flight.failures.append(what)
+        if len(flight.failures) >= self._tries:
+            raise Unavailable(f"given up after {self._tries} tries: {'; '.join(flight.failures)}")
+        self.failovers += 1
+        log.warning("a call goes on after %d tokens; %s", flight.sampled, what)
+
+    async def _place(self, call: Call, flight: Flight) -> Worker:
+        """A worker that is up, reserved: the choice and the reservation are one step."""
+        self._check_running()
+        if not self._open.is_set() or self._choice(call) is None:
+            self.waiting += 1
+            self.line.enter(call.session_id, flight)
+            try:
+                await self._wait_for_worker(call, flight)
+            finally:
+                self.waiting -= 1
+                self.line.leave(call.session_id, flight)
+        worker = self._choice(call)
+        assert worker is not None
+        self._settle(call.session_id, worker)
+        worker.flights.add(flight)
+        worker.calls += 1
+        return worker
+
+    async def _wait_for_worker(self, call: Call, flight: Flight) -> None:
+        while True:
+            await self._open.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._patience_s), self._roster.changed:
+                    await self._roster.changed.wait_for(lambda: self._settled(call))
+            self._check_running()
+            if not self._open.is_set():
+                continue
+            if self._choice(call) is not None:
+                return
+            aside = "; ".join(f"{worker.id}: {worker.reason}" for worker in self._workers if not worker.ready)
+            tried = f" (tried: {'; '.join(flight.failures)})" if flight.failures else ""
+            wants = " that takes images" if call.images else ""
+            raise Unavailable(f"no worker{wants} for {self._patience_s:g} s: {aside or 'none there'}{tried}")
+
+    def _settled(self, call: Call) -> bool:
+        return self._choice(call) is not None or not self._open.is_set() or not self._roster.running
+
+    def _choice(self, call: Call) -> Worker | None:
+        home = self._homes.get(call.session_id)
+        if home is not None and home.takes(call.images):
+            return home
+        fit = [worker for worker in self._workers if worker.takes(call.images)]
+        return min(fit, key=lambda worker: worker.load) if fit else None
+
+    def _settle(self, session_id: str, worker: Worker) -> None:
+        home = self._homes.pop(session_id, None)
+        if home is not None:
+            home.sessions -= 1
+        self._homes[session_id] = worker
+        worker.sessions += 1
+        if len(self._homes) > SESSIONS_REMEMBERED:
+            _, left = self._homes.popitem(last=False)
+            left.sessions -= 1
+
+    def forget(self, session_id: str) -> None:
+        """The session is over and needs no worker."""
+        self.line.forget(session_id)
+        home = self._homes.pop(session_id, None)
+        if home is not None:
+            home.sessions -= 1
+
+    # --- membership and weights -------------------------------------------------------------------
+
+    async def add(self, kind: str, url: str) -> WorkerInfo:
+        """Take in a worker that is fit and has the weights. The same url again is the same worker."""
+        self._check_running()
+        if self._connect is None:
+            raise UsageError("this gateway takes no workers at run time")
+        url = url.rstrip("/")
+        known = self._roster.at(url)
+        return (known or await self._roster.add(kind, url, self._connect(kind, url))).info
+
+    async def remove(self, id: str) -> None:
+        """Its calls in flight go on elsewhere."""
+        worker = self._roster.named(id)
+        worker.standing = Standing.LEAVING
+        await self._interrupt(worker)
+        await self._until(lambda: not worker.flights, f"the calls on {id} to leave it")
+        await self._roster.drop(worker)
+
+    async def load(self, version: int, path: str) -> None:
+        """See `Roster.load`. Calls in flight go on, with the new weights or (adapters) with their own."""
+        self._check_running()
+        await self._roster.load(version, path)
+
+    # --- pauses -----------------------------------------------------------------------------------
+
+    async def pause(self, in_flight: InFlight = "keep") -> None:
+        """No call is started until `resume`; repeating is harmless.
+
+        keep: calls in flight freeze on engines that can, and go on on the others. drain: returns when they
+        have ended. resume: they are cut now, and go on from where they were after `resume`.
+        """
+        self._check_running()
+        self._open.clear()
+        if in_flight == "keep":
+            await asyncio.gather(*(self._freeze(worker) for worker in self._workers if worker.ready))
+            return
+        if in_flight == "resume":
+            await asyncio.gather(*map(self._interrupt, self._workers))
+        await self._until(lambda: not any(w.flights for w in self._workers), "the calls in flight to end")
+
+    async def resume(self) -> None:
+        for worker in self._workers:
+            if worker.frozen and isinstance(worker.engine, Freezing):
+                worker.frozen, worker.thawing = False, True
+                for flight in worker.flights:
+                    self.line.leave(flight.session_id, flight)
+                try:
+                    await worker.thaw()
+                    if worker.unheard:
+                        await self._roster.hear(worker)
+                except (Unavailable, ValueError) as error:
+                    self._roster.set_aside(worker, f"it did not resume: {error}")
+        self._open.set()
+        await self._roster.tell()
+
+    async def _freeze(self, worker: Worker) -> None:
+        if not isinstance(worker.engine, Freezing):
+            return
+        try:
+            await worker.engine.pause()
+            worker.frozen = True
+            for flight in worker.flights:
+                self.line.enter(flight.session_id, flight)
+        except UsageError as error:
+            log.warning("worker %s goes on while paused: %s", worker.id, error)
+        except Unavailable as error:
+            self._roster.set_aside(worker, f"it did not pause: {error}")
+
+    async def _interrupt(self, worker: Worker) -> None:
+        for flight in tuple(worker.flights):
+            if await flight.interrupt():
+                worker.flights.discard(flight)
+
+    async def _until(self, reached: Callable[[], bool], what: str) -> None:
+        self._watched += 1
+        try:
+            async with asyncio.timeout(self._drain_s), self._roster.changed:
+                await self._roster.changed.wait_for(reached)
+        except TimeoutError as error:
+            raise Unavailable(f"waited {self._drain_s:g} s for {what}; some are still there") from error
+        finally:
+            self._watched -= 1
+
+
+def common_dtype(names: Sequence[str]) -> str:
+    """What all workers can hold exactly: bfloat16 fits into the others. Empty if one does not say."""
+    if "" in names:
+        return ""
+    return names[0] if len(set(names)) == 1 else "bfloat16" if "bfloat16" in names else "float16"

@@ -1,0 +1,131 @@
+"""A model call in no dialect: what is asked, and what comes of it, item by item.
+
+Dialects decode into `ModelRequest` and are views of the items; `calls` runs the one and yields the
+others. A call gives `Started`, then `Piece`s, then `Done`; without `Done` nothing was committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from msgspec import Struct
+
+from afield.chat import Event, Tool
+from afield.gateway.scores import Scores
+from afield.interfaces import Image
+from afield.interfaces.engine import TopLogprobs
+from afield.types import Message, Sampling, Turn
+
+NO_WISHES: Mapping[str, float] = {}
+NO_IMAGES: Mapping[str, Image] = {}
+NO_NAMES: Mapping[str, str] = {}
+NO_PLACES: Mapping[str, str] = {}
+
+
+class OutputFormat(Struct, frozen=True):
+    """The form a reply must have. `text` is a JSON schema, a regular expression or a grammar in EBNF; of
+    `choice` it is a JSON list of strings, of `json_object` nothing."""
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    text: str = ""
+
+
+class Reasoning(Struct, frozen=True, kw_only=True):
+    """What a request says about thinking. `enabled` None leaves it to the chat template; `budget` is the most
+    tokens to think for; `effort` is the provider's word for how hard."""
+
+    enabled: bool | None = None
+    budget: int | None = None
+    effort: str = ""
+
+
+NO_REASONING = Reasoning()
+
+
+class ModelRequest(Struct, frozen=True, kw_only=True):
+    """What it asks of sampling beyond these are `wishes`; the trainer decides about them.
+
+    Tools are rendered even when the reply `may_call` none of them, so that the root stays the same.
+    `prompt` stands in place of messages (Completions). `after` names the turn the messages follow when
+    the client leaves the history to us. `hints` are turns the client named by echoing our marks.
+    `retry` says that the client asks again, `idempotency_key` is its own name for the request in all tries.
+    `thread` tells the client's own threads apart. `tags` are what the dialect knows about the call. `images`
+    holds those that messages refer to, by digest; `image_places` says in which of the client's messages.
+
+    With `must_call` the reply is a tool call; `callable_tools` are the names it may call (all if empty),
+    and without `parallel_calls` it makes one call at most. `names` says by which parameter of the dialect a
+    field was asked for, for whoever has to refuse it. `top_logprobs` asks for that many of the likeliest
+    tokens at every place of the reply, `prompt_logprobs` for those of the prompt's tokens too. Pieces
+    `by_token` have one token each and say which of them are text. With `only_score` nothing is sampled.
+    `shown` is what the dialect keeps to show the answer again, `shared` the digest and text of what many
+    requests have in common.
+    """
+
+    dialect: str
+    model: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    may_call: bool = True
+    must_call: bool = False
+    callable_tools: tuple[str, ...] = ()
+    parallel_calls: bool = True
+    output: OutputFormat | None = None
+    reasoning: Reasoning = NO_REASONING
+    names: Mapping[str, str] = NO_NAMES
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    by_token: bool = False
+    only_score: bool = False
+    shown: bytes = b""
+    shared: tuple[str, bytes] | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    prompt: str | tuple[int, ...] | None = None
+    after: str | None = None
+    hints: frozenset[str] = frozenset()
+    retry: bool = False
+    idempotency_key: str = ""
+    thread: str = ""
+    tags: tuple[str, ...] = ()
+    wishes: Mapping[str, float] = NO_WISHES
+    images: Mapping[str, Image] = NO_IMAGES
+    image_places: Mapping[str, str] = NO_PLACES
+
+
+class Started(Struct, frozen=True):
+    """`owed`: the turn counts as missed if its client leaves before the end; not so when another has it."""
+
+    session_id: str
+    turn_id: str
+    prompt_ids: tuple[int, ...]
+    created: float
+    owed: bool = True
+    sampling: Sampling = Sampling()
+    """What the call is sampled with."""
+
+
+class Piece(Struct, frozen=True):
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    events: list[Event]
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    prompt_logprobs: tuple[TopLogprobs, ...] | None = None
+    spoken: tuple[int, ...] = ()
+    """Places in the turn of the tokens whose text the events tell, where `by_token` asks for it."""
+
+
+class Done(Struct, frozen=True):
+    """`stop` is the client's stop string that ended the reply, if one did; `thought` the sampled tokens of it
+    that are reasoning."""
+
+    turn: Turn
+    reply: Message
+    prompt_tokens: int
+    stop: str | None = None
+    thought: int = 0
+    scores: Scores | None = None
+
+
+Item = Started | Piece | Done

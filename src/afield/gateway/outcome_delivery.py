@@ -1,0 +1,169 @@
+"""Outcomes on their way from sessions to the store of a transport.
+
+An outcome is in its session's row, marked as due, before this hears of it. It is brought once at a time,
+tried until the store answers, also by the next gateway if this one dies, and then marked: it stands, or
+it was refused because the attempt had been decided otherwise. Bringing it again is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from afield.errors import AfieldError, Missing, Unavailable
+from afield.gateway import outcomes
+from afield.gateway.api_error import Refusal
+from afield.gateway.session import Session
+from afield.gateway.sessions import Sessions
+from afield.gateway.store import Delivery, SessionRow, Store
+from afield.interfaces import Fence, Transport, Waiting
+from afield.types import Attempt, Rollout, Task
+from afield.wire import Invocation, OutcomeRecord
+
+log = logging.getLogger("afield.gateway")
+DELIVER_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+AT_ONCE = 16
+
+
+class Outbox:
+    """`invocation` says where an outcome of a session goes; the transport is entered by whoever made it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        store: Store,
+        sessions: Sessions,
+        invocation: Callable[[SessionRow], Invocation],
+        owns: Callable[[str], bool],
+    ) -> None:
+        self._transport = transport
+        self._store = store
+        self._sessions = sessions
+        self._invocation = invocation
+        self._owns = owns
+        self._bringing: dict[str, asyncio.Task[str]] = {}
+        self._left = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._left.set()  # what the gateway before this one did not get to
+        self._chore = asyncio.create_task(self._bring_what_is_left())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        tasks = [self._chore, *self._bringing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def bring(self, session: Session) -> None:
+        """Returns when the session's outcome stands, or nothing is due; else says why it does not."""
+        if session.row.delivery is Delivery.DUE:
+            await self._told(session.id, self._brought(session))
+        elif session.row.delivery is Delivery.REFUSED:
+            await self._told(session.id, self._why(session.row, outcomes.record_of(session.row)))
+
+    async def bring_late(self, session: Session, row: SessionRow) -> None:
+        """An outcome of a session whose record was taken: the store alone knows whether it counts."""
+        await self._told(session.id, self._carry(row))
+
+    async def _told(self, session_id: str, work: Awaitable[str]) -> None:
+        try:
+            refused = await work
+        except AfieldError as error:
+            raise _unavailable(session_id, error) from error
+        if refused:
+            raise _refused(session_id, refused)
+
+    async def _brought(self, session: Session) -> str:
+        """Why it was refused; empty when it stands. Goes on when the caller is cancelled."""
+        task = self._bringing.get(session.id)
+        if task is None:
+            task = self._bringing[session.id] = asyncio.create_task(self._bring(session))
+            task.add_done_callback(lambda done: self._bringing.pop(session.id, None))
+        return await asyncio.shield(task)
+
+    async def _bring(self, session: Session) -> str:
+        try:
+            refused = await self._carry(session.row)
+        except AfieldError:
+            self._left.set()
+            raise
+        if refused:
+            log.warning("session %s: its outcome is refused: %s", session.id, refused)
+        await self._sessions.delivered(session, Delivery.REFUSED if refused else Delivery.STOOD)
+        return refused
+
+    async def _carry(self, row: SessionRow) -> str:
+        record = outcomes.record_of(row)
+        try:
+            async with asyncio.timeout(DELIVER_S):
+                if await self._transport.deliver(self._invocation(row), record):
+                    return ""
+                return await self._why(row, record)
+        except TimeoutError as error:
+            raise Unavailable(f"the store of outcomes took no answer within {DELIVER_S:g} s") from error
+
+    async def _why(self, row: SessionRow, record: OutcomeRecord) -> str:
+        """What stands in place of a record. If that is the record itself, nothing was refused."""
+        standing = await self._transport.decision(_waiting(row, record))
+        if isinstance(standing, Fence):
+            return f"the attempt was given up: {standing.reason}"
+        same = standing is not None and standing.outcome == record.outcome
+        return "" if same else "the attempt has another outcome"
+
+    async def _bring_what_is_left(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            await self._left.wait()
+            self._left.clear()
+            failed = await self._try_all()
+            if failed is None:
+                pause = FIRST_PAUSE_S
+                continue
+            log.error("outcomes wait in the gateway, and are tried again in %g s: %s", pause, failed)
+            self._left.set()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _try_all(self) -> AfieldError | None:
+        """The first error, if there was one; what was not reached then is tried the next time."""
+        try:
+            left = [session_id for session_id in self._store.undelivered() if self._owns(session_id)]
+            for start in range(0, len(left), AT_ONCE):
+                batch = (self._bring_by_id(session_id) for session_id in left[start : start + AT_ONCE])
+                for result in await asyncio.gather(*batch, return_exceptions=True):
+                    if isinstance(result, BaseException):
+                        raise result
+        except AfieldError as error:
+            return error
+        return None
+
+    async def _bring_by_id(self, session_id: str) -> None:
+        try:
+            session = self._sessions.get(session_id)
+        except Missing:
+            return  # deleted meanwhile
+        if session.row.delivery == Delivery.DUE:
+            await self._brought(session)
+
+
+def _waiting(row: SessionRow, record: OutcomeRecord) -> Waiting:
+    outcome = record.outcome
+    task = Task(record.input_id, {})
+    rollout = Rollout(id=outcome.rollout_id, exp_id=record.exp_id, group_id=record.group_id, task=task)
+    return Waiting(rollout, Attempt(outcome.rollout_id, outcome.attempt))
+
+
+def _refused(session_id: str, why: str) -> Refusal:
+    told = f"the outcome of {session_id} does not count: {why}"
+    return Refusal(409, "outcome_refused", told, "it is kept apart; another attempt may be under way")
+
+
+def _unavailable(session_id: str, error: AfieldError) -> Refusal:
+    told = f"the outcome of {session_id} is kept here, but not yet in the store: {error}"
+    refusal = Refusal(503, "store_unavailable", told, "ask again for whether it counts; it is not lost")
+    refusal.retry_after_s = 1.0
+    return refusal

@@ -1,0 +1,392 @@
+"""Which turn does a request extend, and with which ids?
+
+The deepest turn on the same root whose conversation is a prefix of the request's messages becomes the
+parent. What follows it is rendered as a delta: by the family's bridge (T1) or behind a dummy anchor
+(T2), and in the place it really has (T3) where neither is certified or where it holds assistant
+messages that nobody sampled. What none of them can do, or what matches nothing, is a fresh root (T4):
+always right, at the price of another row. Links say where a request that does not simply go on comes
+from: an edit, a fork, a retry, a compaction, a sub-agent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+from msgspec import Struct, structs
+
+from afield.chat import ChatTokens, Tool
+from afield.gateway.model_request import ModelRequest
+from afield.gateway.request_cache import Recall
+from afield.turn_tree import Forest, chain
+from afield.types import Link, Message, Turn, TurnStatus
+
+RAW = "raw"
+_LATEST = 16  # turns that a new conversation may come from
+_QUOTED = 24  # characters of a reply that, found again in a new conversation, are no coincidence
+
+
+class Spot(Struct, frozen=True, kw_only=True):
+    """Where a request stands in the forest, before anything is rendered."""
+
+    root: str
+    messages: tuple[Message, ...]
+    tools_digest: str
+    digests: Sequence[str]
+    parent: Turn | None = None
+    depth: int = 0
+
+    @property
+    def new(self) -> tuple[Message, ...]:
+        return self.messages[self.depth :]
+
+    @property
+    def asked(self) -> str:
+        return self.digests[-1]
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """A spot with the ids that are sent."""
+
+    root: str
+    parent: str | None
+    delta_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    base_ids: tuple[int, ...] = ()
+    sent_ids: tuple[int, ...] = ()
+    new: tuple[Message, ...]
+    asked: str
+    tools_digest: str
+    tier: str
+    links: tuple[Link, ...] = ()
+    rules: tuple[str, ...] = ()
+    """The rules by which the new messages were changed to suit the template."""
+
+
+class Clues(Struct, frozen=True, kw_only=True):
+    """What a session knows that tells turns with the same words apart."""
+
+    recall: Recall
+    missed: frozenset[str] = frozenset()
+    """Turns whose client never got their end: nothing continues one of them by chance."""
+    again: frozenset[str] = frozenset()
+    """Turns that whoever repeats their request may get again."""
+    thread_of: Callable[[str], str] = lambda _: ""
+    """The client's own name for the conversation that a turn was asked in."""
+
+
+def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, clues: Clues) -> Spot:
+    spot = _locate(forest, tokens, request, None, clues)
+    if len(rest := _without_empty(spot.new)) < len(spot.new):
+        # Some clients put an empty turn that nobody sampled before the one that was. Where leaving it out
+        # leads to no other turn, it was said.
+        said = _without_empty(spot.messages)
+        without = _locate(forest, tokens, request, said, clues) if said else spot
+        return without if len(without.new) < len(rest) else spot
+    return spot
+
+
+def _locate(
+    forest: Forest,
+    tokens: ChatTokens,
+    request: ModelRequest,
+    messages: tuple[Message, ...] | None,
+    clues: Clues,
+) -> Spot:
+    root, tools_digest = _heads.of(tokens, request.tools)
+    if messages is None:
+        messages, digests = clues.recall.read(forest, root, request.messages)
+    else:
+        digests = chain(root, messages)
+    named = hints(forest, request, messages)
+    apart = _apart(request.thread, clues)
+    depth, parent = forest.find(digests, named, clues.missed, messages, apart, clues.again) or (0, None)
+    return Spot(
+        root=root,
+        messages=messages,
+        tools_digest=tools_digest,
+        digests=digests,
+        parent=parent,
+        depth=depth,
+    )
+
+
+def _apart(thread: str, clues: Clues) -> Callable[[str], bool]:
+    return lambda turn_id: clues.thread_of(turn_id) != thread
+
+
+def _without_empty(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(m for m in messages if m.role != "assistant" or _says_anything(m))
+
+
+def _says_anything(message: Message) -> bool:
+    return bool(message.content or message.reasoning or message.tool_calls or message.images)
+
+
+class _Heads:
+    """What follows from the tools alone, kept for tools that are the same object again."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: OrderedDict[tuple[int, int], tuple[ChatTokens, Sequence[Tool], str, str]] = OrderedDict()
+
+    def of(self, tokens: ChatTokens, tools: Sequence[Tool]) -> tuple[str, str]:
+        key = (id(tokens), id(tools))  # both are held below, so an id is not used again
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = (tokens, tools, tokens.root_key(tools), digest_of(tools))
+            if len(self._known) > self._size:
+                self._known.popitem(last=False)
+        return known[2:]
+
+
+_heads = _Heads(256)
+
+
+def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
+    """Turns the client names: by the marks it echoed, and by the ids of their tool calls."""
+    yield from (hint for hint in request.hints if hint in forest)
+    for message in messages:
+        for call_id in (*(call.id for call in message.tool_calls), message.tool_call_id):
+            if call_id and (turn := forest.caller(call_id)):
+                yield turn.id
+
+
+class Rendered(Struct, frozen=True):
+    """New ids: behind the parent's, or, with tier T4, the whole prompt."""
+
+    tier: str
+    ids: tuple[int, ...]
+    rules: tuple[str, ...] = ()
+    """The rules by which the new messages were changed to suit the template."""
+
+
+def render(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> Rendered:
+    """The cost is that of the new messages, unless they need T3 or T4. Touches nothing that changes, so
+    that it may run in a thread."""
+    if spot.parent is not None and spot.new:
+        followed = _follow(tokens, spot, tools)
+        if followed is not None:
+            tier, delta = followed
+            return Rendered(tier, tuple(delta), tokens.rules_applied(spot.new))
+    ids, rules = tokens.render_by_rules(spot.messages, tools)
+    return Rendered("T4", tuple(ids), rules)
+
+
+def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest) -> Place:
+    links = _links(forest, spot, request)
+    if rendered.tier == "T4":
+        if spot.parent is not None and not links:
+            links = (Link("fork", spot.parent.id),)
+        return _place(spot, None, rendered, rendered.ids, spot.messages, links)
+    assert spot.parent is not None
+    parent = spot.parent.id
+    prompt = forest.ids(parent, rendered.ids)
+    made = _place(spot, parent, rendered, prompt, spot.new, links)
+    if request.images or forest.pictured:
+        return structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
+    return structs.replace(made, base_ids=forest.kept(parent))
+
+
+def _place(
+    spot: Spot,
+    parent: str | None,
+    rendered: Rendered,
+    prompt: tuple[int, ...],
+    new: tuple[Message, ...],
+    links: tuple[Link, ...],
+) -> Place:
+    return Place(
+        root=spot.root,
+        parent=parent,
+        delta_ids=rendered.ids,
+        prompt_ids=prompt,
+        new=new,
+        asked=spot.asked,
+        tools_digest=spot.tools_digest,
+        tier=rendered.tier,
+        links=links,
+        rules=rendered.rules,
+    )
+
+
+def _follow(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
+    """The ids of the new messages behind the parent's turn, and the tier that gave them."""
+    assert spot.parent is not None
+    sampled = spot.parent.token_ids
+    truncated = not sampled or sampled[-1] not in tokens.turn_ends
+    if all(message.role != "assistant" for message in spot.new):
+        stop = None if truncated else sampled[-1]
+        new = _named(spot) if tokens.certificate.named else spot.new
+        appended = tokens.append(new, truncated=truncated, tools=tools, stop=stop)
+        if appended is not None:
+            return appended
+    history = spot.messages[: spot.depth]
+    spliced = tokens.splice(history, spot.new, truncated=truncated, tools=tools)
+    return ("T3", spliced) if spliced is not None else None
+
+
+def _named(spot: Spot) -> list[Message]:
+    """Results with the names of the tools they come from, for templates that want them."""
+    names = {call.id: call.name for message in spot.messages for call in message.tool_calls}
+    return [
+        structs.replace(message, name=message.name or names.get(message.tool_call_id, ""))
+        if message.role == "tool"
+        else message
+        for message in spot.new
+    ]
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def _links(forest: Forest, spot: Spot, request: ModelRequest) -> tuple[Link, ...]:
+    if not len(forest):
+        return ()
+    if gone := [t for t in forest.asked(spot.asked) if t.status is TurnStatus.ABORTED]:
+        return (Link("retry", gone[-1].id),)
+    if edited := _edited(forest, spot):
+        return (Link("edit", edited.id),)
+    if spot.parent is not None:
+        return (Link("fork", spot.parent.id),) if forest.has_children(spot.parent.id) else ()
+    if summary := _compacted(forest, spot):
+        return (Link("compaction", summary.id),)
+    if repeated := _repeated(forest, spot):
+        return (Link("fork", repeated.id),)
+    caller = _waiting(forest, spot)
+    if caller is not None and (request.thread or _other_head(forest, spot)):
+        return (Link("sub-agent", caller.id),)
+    return ()
+
+
+def _edited(forest: Forest, spot: Spot) -> Turn | None:
+    """The turn whose place an assistant message takes that nobody sampled."""
+    for at in range(len(spot.messages) - 1, max(spot.depth, 1) - 1, -1):
+        if spot.messages[at].role == "assistant":
+            answered = [t for t in forest.asked(spot.digests[at - 1]) if t.status is TurnStatus.COMMITTED]
+            if answered:
+                return answered[-1]
+    return None
+
+
+def _compacted(forest: Forest, spot: Spot) -> Turn | None:
+    """The turn whose reply, usually a summary, somebody else's message quotes."""
+    texts = [message.content for message in spot.messages if message.role in ("user", "tool", "developer")]
+    return next((turn for turn, said in _replies(forest) if any(said in text for text in texts)), None)
+
+
+def _repeated(forest: Forest, spot: Spot) -> Turn | None:
+    """The turn whose reply stands in a conversation under another head: other tools, another beginning."""
+    texts = {message.content.strip() for message in spot.messages if message.role == "assistant"}
+    return next((turn for turn, said in _replies(forest) if said in texts), None)
+
+
+def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
+    """The latest ones that are long enough to be known again."""
+    for turn in forest.latest(_LATEST):
+        if turn.status is TurnStatus.COMMITTED and turn.messages:
+            said = turn.messages[-1].content.strip()
+            if len(said) >= _QUOTED:
+                yield turn, said
+
+
+def _waiting(forest: Forest, spot: Spot) -> Turn | None:
+    """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
+    answered = {message.tool_call_id for message in spot.messages}
+    for turn in forest.latest(_LATEST):
+        if turn.messages and answered & {call.id for call in turn.messages[-1].tool_calls}:
+            continue
+        committed = turn.status is TurnStatus.COMMITTED and turn.messages
+        if committed and turn.messages[-1].tool_calls and not forest.has_children(turn.id):
+            return turn
+    return None
+
+
+def _other_head(forest: Forest, spot: Spot) -> bool:
+    """Whether tools or system message are other than those of every conversation so far."""
+    head = _system(spot.messages)
+    return all(turn.root != spot.root or _system(turn.messages) != head for turn in forest.roots)
+
+
+def _system(messages: Sequence[Message]) -> str:
+    return messages[0].content if messages and messages[0].role == "system" else ""
+
+
+# --- raw prompts ---------------------------------------------------------------------------------
+
+
+class RawSpot(Struct, frozen=True):
+    """Where a prompt without messages stands: the turn whose prompt and reply it repeats, and the rest."""
+
+    root: str
+    parent: Turn | None
+    rest: str | tuple[int, ...]
+
+
+def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]) -> RawSpot:
+    root = hashlib.blake2b(f"{RAW}/{tokens.root_key(())}".encode(), digest_size=16).hexdigest()
+    turns = [t for t in forest.turns if t.root == root and t.status is TurnStatus.COMMITTED]
+    turns.sort(key=lambda turn: forest.length(turn.id), reverse=True)
+    for turn in turns:
+        known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, tokens, turn)
+        if len(known) < len(prompt) and prompt[: len(known)] == known:
+            rest = prompt[len(known) :]
+            if isinstance(rest, tuple) or _spells_the_end(tokens, turn, rest):
+                return RawSpot(root, turn, rest)
+    return RawSpot(root, None, prompt)
+
+
+def _spells_the_end(tokens: ChatTokens, turn: Turn, rest: str) -> bool:
+    """Whether a text goes on behind all that a turn sampled. Clients are not shown how a turn ended: a prompt
+    that does not spell its end has none, and is another one than that which the turn belongs to."""
+    last = turn.token_ids[-1:]
+    return not last or last[0] not in tokens.stop_ids or rest.startswith(tokens.decode(last))
+
+
+def render_raw(tokens: ChatTokens, spot: RawSpot) -> tuple[str, tuple[int, ...]]:
+    """What is new, as text and as ids."""
+    if isinstance(spot.rest, str):
+        ids = tuple(tokens.encode_raw(spot.rest))
+        # A prompt that spells the end of the turn before it means the one that was sampled.
+        last = spot.parent.token_ids[-1:] if spot.parent else ()
+        spelled = bool(last) and last[0] in tokens.stop_ids and ids[:1] == last
+        return spot.rest, ids[1:] if spelled else ids
+    return tokens.decode(spot.rest), spot.rest
+
+
+def place_raw(forest: Forest, spot: RawSpot, text: str, delta: tuple[int, ...]) -> Place:
+    whole = forest.ids(spot.parent.id, delta) if spot.parent else delta
+    return Place(
+        root=spot.root,
+        parent=spot.parent.id if spot.parent else None,
+        delta_ids=delta,
+        prompt_ids=whole,
+        new=(Message(role="user", content=text),),
+        asked=hashlib.blake2b(array("q", whole).tobytes(), digest_size=16, key=RAW.encode()).hexdigest(),
+        tools_digest="",
+        tier=RAW,
+    )
+
+
+def _raw_text(forest: Forest, tokens: ChatTokens, turn: Turn) -> str:
+    path = forest.path(turn.id)
+    return "".join(t.messages[0].content + _text_of(tokens, t.token_ids) for t in path)
+
+
+@lru_cache(maxsize=4096)
+def _text_of(tokens: ChatTokens, ids: tuple[int, ...]) -> str:
+    """All that a reply says, also what a stop string kept from its client."""
+    parser = tokens.plain_parser()
+    parser.feed(ids)
+    parser.finish()
+    return parser.reply.content
+
+
+def digest_of(tools: Sequence[Tool]) -> str:
+    if not tools:
+        return ""
+    body = json.dumps([tool.raw for tool in tools], sort_keys=True)
+    return hashlib.blake2b(body.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,133 @@
+"""From a decoded request to bytes on the wire: one call's answer, whole or as a stream.
+
+A client that leaves ends its call: what was sampled stays as an aborted partial, or, when the turn was
+already committed, as one that was not delivered and goes to the client that asks again. While nothing
+is sampled the stream carries the dialect's own keepalives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from typing import Any
+
+from afield.gateway.api_error import Refusal, conflict, engine_down
+from afield.gateway.dialects import Dialect, View, Wish
+from afield.gateway.http import ByteStream, Receive, Send, send_json
+from afield.gateway.model_request import Done, Item, ModelRequest, Piece, Started
+from afield.gateway.service import LocalGateway
+from afield.gateway.session import Session
+
+KEEPALIVE_S = 10.0
+# Codex compacts when a stream fails for this reason; the same as an HTTP error ends its run.
+TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
+
+
+class Answering:
+    def __init__(self, gateway: LocalGateway, *, keepalive_s: float = KEEPALIVE_S) -> None:
+        self._gateway = gateway
+        self._keepalive_s = keepalive_s
+
+    async def answer(
+        self,
+        session: Session,
+        dialect: Dialect,
+        request: ModelRequest,
+        wish: Wish,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        session.enters(task)
+        out = ByteStream(send)
+        watch = asyncio.create_task(_cancel_when_gone(receive, task, out))
+        view: View | None = None
+        started: Started | None = None
+        try:
+            async with aclosing(self._gateway.calls.run(session, request)) as items:
+                first = await anext(items)
+                assert isinstance(first, Started)
+                started = first
+                if request.stream:
+                    view = dialect.view(first, wish)
+                    out.content_type = view.content_type
+                    await self._stream(items, view, out)
+                else:
+                    done = await _last(items)
+                    await send_json(send, 200, dialect.answer(first, done, wish))
+                    out.delivered = True
+        except Refusal as refusal:
+            if out.started or not request.stream or (dialect.name, refusal.code) not in TOLD_IN_STREAM:
+                raise
+            nothing = Started(session.id, "t0", (), time.time())
+            await out.close(dialect.view(nothing, wish).failing(refusal))
+        except asyncio.CancelledError:
+            if out.delivered:
+                return
+            if started and started.owed and started.turn_id in session.forest:
+                await asyncio.shield(self._gateway.sessions.withhold(session, started.turn_id))
+            if watch.done():
+                raise
+            await _tell_the_end(_why_ended(session), view, out)
+        finally:
+            session.leaves(task)
+            watch.cancel()
+
+    async def _stream(self, items: AsyncIterator[Item], view: View, out: ByteStream) -> None:
+        pinging = asyncio.create_task(self._keep_alive(view, out))
+        opened = False
+        try:
+            async for item in items:
+                opening = b"" if opened else view.opening()
+                opened = True
+                if isinstance(item, Piece):
+                    await out.emit(opening + view.piece(item))
+                elif isinstance(item, Done):
+                    await out.close(opening + view.closing(item))
+                    out.delivered = True
+        except Refusal as refusal:
+            if not out.started:
+                raise
+            await out.close(view.failing(refusal))
+        finally:
+            pinging.cancel()
+
+    async def _keep_alive(self, view: View, out: ByteStream) -> None:
+        while True:
+            seen = out.sent
+            # Silence may begin right after a look, and is then as long as two of them.
+            await asyncio.sleep(self._keepalive_s / 2)
+            if out.sent == seen:
+                await out.emit(view.keepalive())
+
+
+async def _last(items: AsyncIterator[Item]) -> Done:
+    done: Item | None = None
+    async for item in items:
+        done = item
+    assert isinstance(done, Done)
+    return done
+
+
+def _why_ended(session: Session) -> Refusal:
+    if session.closed:
+        return conflict(f"session {session.id} was ended while this call ran")
+    return engine_down("the gateway is being stopped")
+
+
+async def _tell_the_end(ended: Refusal, view: View | None, out: ByteStream) -> None:
+    if view is None or not out.started:
+        raise ended from None
+    with suppress(TimeoutError):  # a client that no longer reads is not waited for
+        async with asyncio.timeout(1):
+            await out.close(view.failing(ended))
+
+
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any], out: ByteStream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not out.delivered:  # after its answer a client may go, and servers say that it has
+        task.cancel()

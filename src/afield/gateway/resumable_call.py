@@ -1,0 +1,194 @@
+"""One call on its way through several workers: what was sampled so far, and what is left to ask for.
+
+The pieces join without a seam: the next worker is given the prompt and everything sampled, with the rest
+of the token budget. What it continues is exactly what the consumer has seen. A seeded call that moves cannot
+give what it would have given undisturbed: the next worker's generator starts anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from msgspec import structs
+
+from afield.errors import Unavailable
+from afield.interfaces import Call, Chunk, Engine
+from afield.types import FinishReason, VersionSpan
+
+
+class Flight:
+    """`board` an engine, take what it gives with `next` and `fold`, `leave` it; `interrupt` from outside."""
+
+    __slots__ = (
+        "_base",
+        "_call",
+        "_chunks",
+        "_cut",
+        "_ids",
+        "_leaving",
+        "_refined",
+        "_spans",
+        "_waiting",
+        "aborted",
+        "boarded",
+        "failures",
+    )
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._ids: list[int] = []
+        self._spans: list[VersionSpan] = []
+        self._base = 0  # where the present worker's tokens begin
+        self._refined = False
+        self._chunks: AsyncGenerator[Chunk] | None = None
+        self._waiting: asyncio.Task[Any] | None = None  # who waits for the engine right now
+        self._leaving: asyncio.Task[None] | None = None
+        self._cut = False
+        self.aborted = False  # the present worker gave the call up
+        self.boarded = math.inf  # when the present worker was asked, by the monotonic clock
+        self.failures: list[str] = []
+
+    @property
+    def session_id(self) -> str:
+        return self._call.session_id
+
+    @property
+    def sampled(self) -> int:
+        return len(self._ids)
+
+    @property
+    def streams(self) -> bool:
+        return self._call.stream
+
+    @property
+    def silent(self) -> bool:
+        """Whether the present worker was asked and has given nothing yet."""
+        return self.boarded < math.inf and len(self._ids) == self._base
+
+    def board(self, engine: Engine) -> None:
+        """Ask this engine for what is left."""
+        self.boarded = time.monotonic()
+        self._base = len(self._ids)
+        self._cut = self.aborted = False
+        rest = self._call
+        if self._ids and rest.constraint is not None:
+            raise Unavailable(
+                "its worker was lost, and no other can go on in the middle of a constrained reply"
+            )
+        if self._ids:
+            rest = structs.replace(
+                self._call,
+                prompt_ids=(*self._call.prompt_ids, *self._ids),
+                max_tokens=self._call.max_tokens - len(self._ids),
+                prompt_logprobs=None,
+            )
+        self._chunks = engine.generate(rest)
+
+    async def next(self) -> Chunk | None:
+        """What the engine gives next; None when this piece is over because it was cut or aborted."""
+        if self._cut or self._chunks is None:
+            return None
+        self._waiting = task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        try:
+            return await anext(self._chunks)
+        except StopAsyncIteration as error:
+            raise Unavailable("the engine's stream ended without a finish") from error
+        except asyncio.CancelledError:
+            # Our own cancellation is taken back; any other goes on its way.
+            if self._cut and task and task.uncancel() <= before:
+                return None
+            raise
+        finally:
+            self._waiting = None
+
+    async def interrupt(self) -> bool:
+        """End the present piece; what it gave is kept. True when the engine has been left already."""
+        if self._cut:
+            return False
+        self._cut = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+            return False
+        await self.leave()
+        return True
+
+    async def leave(self) -> None:
+        """Once, whoever comes first: the consumer that is done, or someone who interrupts."""
+        if self._leaving is not None:
+            await asyncio.shield(self._leaving)
+        elif self._chunks is not None:
+            chunks, self._chunks = self._chunks, None
+            if not self._cut:
+                await chunks.aclose()
+                return
+            self._leaving = asyncio.create_task(chunks.aclose())
+            await asyncio.shield(self._leaving)
+            self._leaving = None
+
+    def complete(self, max_context: int) -> Chunk | None:
+        """An end that got lost with its worker: nothing is left to sample."""
+        if not self._ids:
+            return None
+        full = len(self._call.prompt_ids) + len(self._ids) >= max_context
+        if self._ids[-1] in self._call.stop_ids:
+            finish = FinishReason.STOP
+        elif full or len(self._ids) >= self._call.max_tokens:
+            finish = FinishReason.LENGTH
+        else:
+            return None
+        last = self._spans[-1]
+        return Chunk(
+            token_ids=(),
+            logprobs=(),
+            low=last.low,
+            high=last.high,
+            finish=finish,
+            versions=tuple(self._spans) if self._refined else None,
+        )
+
+    def fold(self, chunk: Chunk) -> Chunk | None:
+        """The chunk as the consumer is to see it; None when there is nothing in it."""
+        moved = self._base > 0
+        self._note(chunk)
+        if chunk.versions is not None:
+            self._refine(chunk.versions)
+        self.aborted = aborted = chunk.finish is FinishReason.ABORTED
+        self._cut = self._cut or aborted
+        if not (moved or aborted):
+            return chunk
+        if aborted and not chunk.token_ids:
+            return None
+        ends = chunk.finish is not None and not aborted
+        return structs.replace(
+            chunk,
+            finish=chunk.finish if ends else None,
+            prompt_ids=None if moved else chunk.prompt_ids,
+            versions=tuple(self._spans) if ends and self._refined else None,
+        )
+
+    def _note(self, chunk: Chunk) -> None:
+        if not chunk.token_ids:
+            return
+        start, end = len(self._ids), len(self._ids) + len(chunk.token_ids)
+        self._ids.extend(chunk.token_ids)
+        self._append(VersionSpan(start, end, chunk.low, chunk.high))
+
+    def _append(self, span: VersionSpan) -> None:
+        last = self._spans[-1] if self._spans else None
+        if last and (last.low, last.high) == (span.low, span.high):
+            self._spans[-1] = VersionSpan(last.start, span.end, span.low, span.high)
+        else:
+            self._spans.append(span)
+
+    def _refine(self, exact: tuple[VersionSpan, ...]) -> None:
+        """Exact versions of the present worker's tokens take the place of its intervals."""
+        kept = [span for span in self._spans if span.start < self._base]
+        self._spans = [VersionSpan(s.start, min(s.end, self._base), s.low, s.high) for s in kept]
+        for span in exact:
+            self._append(VersionSpan(span.start + self._base, span.end + self._base, span.low, span.high))
+        self._refined = True

@@ -1,0 +1,73 @@
+"""Whether an engine has the weights it says it has: its answers held against the witness beside them.
+
+A handful of calls for one token each. An engine that answers as the weights before would, or as neither, kept
+old weights or read them wrongly: Unavailable. Differences that the engine's own arithmetic makes anyway do
+not count. Without a witness, or when it is too busy to be heard in time, nothing is claimed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from pathlib import Path
+
+from afield.errors import Unavailable
+from afield.interfaces.engine import Call, Engine
+from afield.interfaces.weight_probe import SESSION, Witness, read_witness
+from afield.types import Sampling
+
+log = logging.getLogger("afield.gateway")
+NOISE = 1e-4  # of float32, batched one way or another
+CLOSER = 3.0  # times as close to the old weights as to the new ones
+FAR = 0.3  # no arithmetic is that bad
+PATIENCE_S = 30.0
+
+
+async def witness_of(path: str) -> Witness | None:
+    return await asyncio.to_thread(read_witness, Path(path)) if path else None
+
+
+async def check_heard(engine: Engine, version: int, new: Witness | None, old: Witness | None) -> None:
+    """Unavailable when the engine does not answer with `version`; `old` is the version before, if known."""
+    if new is None:
+        return
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            told = await asyncio.gather(*(_hear(engine, new.prompt_ids[:n]) for n in new.lengths))
+    except TimeoutError:
+        log.warning("version %d was not heard within %g s: the engine is busy", version, PATIENCE_S)
+        return
+    far = _distance(told, new)
+    same_questions = old is not None and (old.prompt_ids, old.lengths) == (new.prompt_ids, new.lengths)
+    before = _distance(told, old) if old is not None and same_questions else None
+    if before is not None and far > CLOSER * before + NOISE:
+        raise Unavailable(
+            f"the engine took version {version} but answers as the weights before it (log-probabilities are"
+            f" off by {far:.2g} from the new ones, by {before:.2g} from the old ones); restart it"
+        )
+    if far > FAR:
+        raise Unavailable(
+            f"the engine took version {version} but does not answer with it (log-probabilities are off by"
+            f" {far:.2g}); restart it"
+        )
+
+
+def _distance(told: list[float], witness: Witness) -> float:
+    return max(abs(p - q) for p, q in zip(told, witness.logprobs, strict=True))
+
+
+async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
+    call = Call(
+        id=SESSION,
+        session_id=SESSION,
+        prompt_ids=prompt_ids,
+        sampling=Sampling(temperature=0.0),
+        max_tokens=1,
+        stop_ids=(),
+    )
+    async with aclosing(engine.generate(call)) as chunks:
+        drawn = [p async for chunk in chunks for p in chunk.logprobs]
+    if len(drawn) != 1:
+        raise Unavailable(f"the engine gave {len(drawn)} log-probabilities where one token was asked for")
+    return drawn[0]

@@ -1,0 +1,170 @@
+"""Calls to the gateway or the store: bounded, repeated, and outages told apart.
+
+1. Each try is bounded by `call_timeout_s`. Unavailable, Throttled, a broken connection and a try without an
+   answer are repeated, with growing pauses, until `patience_s` have passed.
+2. Then it is decided whose trouble it is. When the part answers others, the error is the caller's own and
+   fails one rollout. When it answers nobody, it is an Outage, which ends the run; the run can be resumed.
+3. A question about many sessions that one of them spoils is asked in parts, without that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from afield.errors import AfieldError, Outage, RolloutFailure, Throttled, Unavailable
+from afield.orchestrator.config import Plan
+from afield.types import Failure, FailureKind, Reason
+
+log = logging.getLogger("afield.orchestrator.groups")
+
+PAUSE_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
+T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741  an item of a question about many
+UNANSWERED = (Unavailable, Throttled, OSError)  # TimeoutError is an OSError
+
+
+class Availability:
+    """One part of a run, asked on behalf of many rollouts. `probe` is a cheap call that concerns none."""
+
+    def __init__(self, part: str, plan: Plan, probe: Callable[[], Awaitable[object]]) -> None:
+        self._part = part
+        self._plan = plan
+        self._probe = probe
+        self._answered: dict[str, float] = {}  # by method, when anybody last got an answer
+        self._failing: Counter[str] = Counter()  # by method, how many callers have no answer now
+
+    async def ask(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
+        """The answer. Raises what the part answers, Unavailable for this caller alone, or an Outage."""
+        began = now()
+        end = began + self._plan.patience_s
+        pause_s, longest_s = PAUSE_S
+        failing = False
+        try:
+            while True:
+                try:
+                    answer = await self._once(call, end - now())
+                    self._answered[method] = now()
+                    return answer
+                except UNANSWERED as error:
+                    last = error
+                except AfieldError:
+                    self._answered[method] = now()
+                    raise
+                if not failing:
+                    failing = True
+                    self._failing[method] += 1
+                    told = "%s, %s: %s; tried again for up to %g s"
+                    log.warning(told, self._part, method, named(last), self._plan.patience_s)
+                wait_s = (last.retry_after_s if isinstance(last, Throttled) else None) or pause_s
+                if now() + wait_s > end:
+                    raise await self._verdict(method, began, last) from last
+                await asyncio.sleep(wait_s)
+                pause_s = min(2 * pause_s, longest_s)
+        finally:
+            if failing:
+                self._failing[method] -= 1
+
+    async def ask_in_parts(
+        self, call: Callable[[Sequence[I]], Awaitable[T]], items: Sequence[I], limit_s: float
+    ) -> tuple[list[T], list[I]]:
+        """The answers about all items, and the items that no answer comes about.
+
+        Nothing is repeated. Raises what the whole question raised when the part answers nothing at all.
+        """
+        answers: list[T] = []
+        spoiled: list[I] = []
+        pending, failures = [list(items)] if items else [], 0
+        while pending:
+            batch = pending.pop()
+            try:
+                answers.append(await self._once(call, limit_s, batch))
+                continue
+            except Exception as error:
+                failures += 1
+                if failures == 1 and not await self.alive():
+                    raise
+                if failures > 4 + 4 * math.ceil(math.log2(1 + len(items))):
+                    raise
+                if len(batch) == 1:
+                    log.warning("%s: no answer about one of %d: %s", self._part, len(items), named(error))
+                    spoiled += batch
+            if len(batch) > 1:
+                pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
+        return answers, spoiled
+
+    async def alive(self) -> bool:
+        """Whether the part answers a question that concerns no rollout."""
+        try:
+            await self._once(self._probe, self._plan.patience_s)
+        except UNANSWERED as error:
+            log.warning("%s does not answer: %s", self._part, named(error))
+            return False
+        except AfieldError:
+            return True
+        return True
+
+    async def _once(self, call: Callable[..., Awaitable[T]], left_s: float, *args: object) -> T:
+        limit_s = max(0.0, min(self._plan.call_timeout_s, left_s))
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                return await call(*args)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise Unavailable(f"{self._part} gave no answer within {limit_s:g} s") from error
+
+    async def _verdict(self, method: str, began: float, last: Exception) -> Unavailable:
+        """Patience has ended: an Outage, or one caller's own trouble."""
+        told = f"{self._part} did not answer {method} for {now() - began:.0f} s: {named(last)}"
+        own = Unavailable(f"{told}; it answers others")
+        if self._answered.get(method, -math.inf) > began:
+            return own
+        if self._failing[method] == 1 and await self.alive():
+            return own
+        return Outage(f"{told}; see that it runs, and go on where it was")
+
+
+def named(error: BaseException) -> str:
+    """The class and message of an error, in one line."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def failure_of(error: Exception, doing: str, reason: Reason = Reason.RAISED) -> Failure:
+    """The failure of one rollout that an error of a part is; a RolloutFailure says itself whose it is."""
+    if isinstance(error, RolloutFailure):
+        return error.failure
+    text = "".join(traceback.format_exception(error))
+    return Failure(FailureKind.INFRASTRUCTURE, reason, f"{doing}: {named(error)}", text)
+
+
+def broken(message: str, reason: Reason) -> Failure:
+    return Failure(FailureKind.INFRASTRUCTURE, reason, message)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def patiently(ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Repeat what raises Unavailable until it works, or until patience ends."""
+    end = now() + patience_s
+    pause_s, longest_s = PAUSE_S
+    told = False
+    while True:
+        try:
+            return await ask()
+        except Unavailable as error:
+            if now() > end:
+                raise
+            if not told:
+                log.warning("%s; tried again for up to %g s", error, patience_s)
+                told = True
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)

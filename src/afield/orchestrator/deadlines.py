@@ -1,0 +1,154 @@
+"""How long each part of an attempt may take, and what it means when one takes longer (pure)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from afield.interfaces import SessionState
+from afield.types import Failure, FailureKind, Reason
+
+
+class Deadlines(Struct, frozen=True, kw_only=True):
+    """Seconds; None is no bound.
+
+    `queue_s` until it is its turn to be launched; `start_s` until the agent has taken its payload;
+    `first_call_s` until it calls the model; `silence_s` between calls; `run_s` from launch to outcome;
+    `grade_s` from the end of its session to the outcome; `upload_s` from the end of the agent to its
+    outcome; `teardown_s` for ending it; `life_s` for the rollout with all its attempts.
+
+    An attempt that reaches `run_s` is the policy's failure when the model was called within the last
+    `active_s`, and the infrastructure's otherwise. Time that its calls stand in line is not held against it,
+    up to `run_s` once more; if even that is used up, the failure is the infrastructure's. An agent whose SDK
+    sent signs of life is taken for dead after `dead_s` without one, unless its runtime knows that it runs.
+    """
+
+    queue_s: float | None = None
+    start_s: float = 120.0
+    first_call_s: float | None = None
+    silence_s: float | None = None
+    run_s: float = 300.0
+    grade_s: float | None = None
+    upload_s: float = 5.0
+    teardown_s: float = 30.0
+    life_s: float | None = None
+    active_s: float = 60.0
+    dead_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"deadline {name} = {value:g} must be positive, or left out for no bound")
+
+    @property
+    def shortest(self) -> float:
+        return min(v for name in self.__struct_fields__ if (v := getattr(self, name)) is not None)
+
+
+class Progress(Struct):
+    """Where an attempt stands, by the collector's clock."""
+
+    born: float  # its rollout
+    launched: float | None = None
+    completed: float | None = None  # when its session was first seen completed
+    ended: float | None = None  # when its agent, or then its verifier, had ended, and nothing was wrong
+    grading: bool = False  # it is in its verifier's hands
+    waited: float = 0.0  # how long its calls have stood in line
+    looked: float = 0.0  # what the gateway said of that last; it counts from nought when it starts
+
+    def look(self, state: SessionState) -> None:
+        more = state.waited_s - self.looked
+        self.waited += more if more >= 0 else state.waited_s
+        self.looked = state.waited_s
+
+    def ran_s(self, now: float, run_s: float) -> float:
+        """How long it has run, without what it stood in line for."""
+        began = now if self.launched is None else self.launched
+        return now - began - min(self.waited, run_s)
+
+
+def overdue(
+    deadlines: Deadlines, progress: Progress, state: SessionState | None, now: float, *, lives: bool = False
+) -> Failure | None:
+    """Why an attempt is given up now; None while it may go on. Without a `state` the gateway is silent.
+
+    `lives`: its runtime knows that it runs; then silence of its SDK proves nothing.
+    """
+    if _over(deadlines.life_s, progress.born, now):
+        return _late(f"the rollout has lived for {deadlines.life_s:g} s with all its attempts")
+    if progress.launched is None:
+        return None
+    if progress.grading:
+        return _grading(deadlines, progress, now)
+    if _over(deadlines.upload_s, progress.ended, now):
+        told = f"the agent ended without an outcome; none came within {deadlines.upload_s:g} s (upload_s)"
+        if progress.completed is not None:
+            told += (
+                "; its session is completed, so the gateway may have it:"
+                " with --deliver gateway it must write to where the collector looks (--outcomes)"
+            )
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
+    if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
+        return _ran_out(deadlines, progress, state)
+    return _silent(deadlines, progress, state, now, lives) if state else None
+
+
+def unheard(deadlines: Deadlines, progress: Progress, state: SessionState | None) -> bool:
+    """Whether an agent whose SDK sent signs of life has stopped sending them."""
+    if state is None or state.in_flight or progress.grading:
+        return False
+    if progress.completed is not None or progress.ended is not None:
+        return False
+    return state.unseen_s is not None and state.unseen_s > deadlines.dead_s
+
+
+def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
+    """A verifier's time is not the policy's, and not the agent's. `judge` sees to each verifier's own."""
+    if _over(deadlines.upload_s, progress.ended, now):
+        told = f"the verdict that the gateway has was not in the store after {deadlines.upload_s:g} s"
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, told)
+    if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
+        told = f"no verdict within {deadlines.run_s:g} s of the launch; the agent had handed in"
+        return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
+    return None
+
+
+def _silent(
+    deadlines: Deadlines, progress: Progress, state: SessionState, now: float, lives: bool
+) -> Failure | None:
+    """What the gateway's view of the session reveals."""
+    if _over(deadlines.grade_s, progress.completed, now):
+        return _late(f"no outcome in {deadlines.grade_s:g} s after the session was completed")
+    if progress.completed is not None or state.in_flight:
+        return None
+    if unheard(deadlines, progress, state) and not lives:
+        told = f"the agent gave no sign of life for {state.unseen_s or 0.0:.0f} s"
+        return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
+    if not state.calls and _over(deadlines.first_call_s, progress.launched, now):
+        return _late(f"no model call in the first {deadlines.first_call_s:g} s")
+    if state.calls and deadlines.silence_s is not None and state.idle_s > deadlines.silence_s:
+        return _late(f"no model call for {state.idle_s:.0f} s; silence_s is {deadlines.silence_s:g}")
+    return None
+
+
+def _ran_out(deadlines: Deadlines, progress: Progress, state: SessionState | None) -> Failure:
+    late = f"no outcome within {deadlines.run_s:g} s; "
+    if progress.waited > deadlines.run_s:
+        stood = f"its calls stood in line for {progress.waited:.0f} s"
+        return _late(f"{late}{stood}; have more engines, or less concurrency")
+    if state is None:
+        return _late(late + "the gateway cannot say what it did")
+    if state.calls and state.idle_s <= deadlines.active_s:
+        told = f"the model was still being called ({state.calls} calls)"
+        return Failure(FailureKind.POLICY, Reason.TIMEOUT, late + told)
+    if not state.calls:
+        return _late(late + "the model was never called")
+    return _late(late + f"the last model call was {state.idle_s:.0f} s ago")
+
+
+def _late(message: str) -> Failure:
+    return Failure(FailureKind.INFRASTRUCTURE, Reason.TIMEOUT, message)
+
+
+def _over(limit: float | None, since: float | None, now: float) -> bool:
+    return limit is not None and since is not None and now - since > limit

@@ -1,0 +1,215 @@
+"""How an attempt gets to its agent, and how its agent is ended: sessions, payloads, and the limiter's turns.
+
+A launch that failed is known at once. A place that takes no more for now is asked again, more slowly,
+and no rollout pays for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+from afield import wire
+from afield.errors import Outage, Throttled, WireError
+from afield.interfaces import Gateway, Runtime, SessionSpec, Transport
+from afield.options import policies_of
+from afield.orchestrator.availability import Availability, broken, failure_of, named, now
+from afield.orchestrator.config import Plan
+from afield.orchestrator.watcher import Running
+from afield.ratelimit import Limiter
+from afield.types import Attempt, Failure, FailureKind, Reason
+from afield.wire import Invocation
+
+log = logging.getLogger("afield.orchestrator.groups")
+
+GATEWAY_SLACK_S = 3_600.0
+OPEN_GRACE_S = 30.0  # an open that was sent when its attempt is given up has this long to end by itself
+T = TypeVar("T")
+Payload = Callable[[Running], Awaitable[dict[str, Any]]]
+
+
+class _Refused:
+    """Since when a place has taken no more, for one attempt, and what it said last."""
+
+    def __init__(self) -> None:
+        self.since = math.inf
+        self.last = ""
+
+    def note(self, error: Throttled, others: set[_Refused]) -> None:
+        self.since = min(self.since, now())
+        self.last = named(error)
+        others.add(self)
+
+
+class Launcher:
+    """`asking` is how the gateway is asked: shared by all who ask it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gateway: Gateway,
+        runtime: Runtime,
+        transport: Transport,
+        limiter: Limiter,
+        asking: Availability,
+    ) -> None:
+        self.plan = self._plan = plan
+        self.gateway = self._gateway = gateway
+        self.runtime = self._runtime = runtime
+        self.asking = self._asking = asking
+        self._transport = transport
+        self._limiter = limiter
+        self._launched = -math.inf  # when the place last took anybody
+        self._refused: set[_Refused] = set()  # whom it takes no more for now
+
+    async def launch(self, running: Running, payload: Payload | None = None) -> Failure | None:
+        """None once the agent has its payload; else why it has not."""
+        queue_s = self._plan.deadlines.queue_s
+        end = None if queue_s is None else now() + queue_s
+        refused = _Refused()
+        try:
+            while running.verdict is None:
+                left = None if end is None else end - now()
+                async with running.bounded(left) as queueing, self._limiter.launching():
+                    queueing.reschedule(None)
+                    try:
+                        failure = await self._start(running, payload or self._payload)
+                        self._launched = self._launched if failure else now()
+                        return failure
+                    except Throttled as error:
+                        self._limiter.throttled(error.retry_after_s)
+                        refused.note(error, self._refused)
+                        running.refusal = refused.last
+                if end is not None and now() >= end:
+                    raise TimeoutError
+                if failure := self._refused_alone(refused):
+                    return failure
+            return running.verdict
+        except TimeoutError:
+            late = f"it was not launched within {queue_s} s; raise queue_s, or the rate of launches"
+            return running.verdict or broken(late, Reason.LAUNCH)
+        finally:
+            self._refused.discard(refused)
+
+    def _refused_alone(self, refused: _Refused) -> Failure | None:
+        """The failure of one that its place refuses for longer than patience while it takes others."""
+        since_s = now() - refused.since
+        if since_s <= self._plan.patience_s:
+            return None
+        if self._launched <= refused.since and len(self._refused) > 1:
+            return None  # it takes nobody: that is no rollout's fault
+        return broken(f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH)
+
+    async def _start(self, running: Running, make: Payload) -> Failure | None:
+        """Raises Throttled, where the place takes no more for now, and an Outage; nothing else."""
+        try:
+            payload = await make(running)
+        except Outage:
+            raise
+        except WireError as error:
+            return Failure(FailureKind.TASK, Reason.LAUNCH, str(error))
+        except Exception as error:
+            return running.verdict or failure_of(error, "no session was opened for it", Reason.LAUNCH)
+        if running.verdict:
+            return running.verdict
+        start_s = self._plan.deadlines.start_s
+        running.asked = True
+        limit: asyncio.Timeout | None = None
+        try:
+            async with running.bounded(start_s) as limit:
+                await self._runtime.launch(running.place, payload)
+        except (Throttled, Outage):
+            raise
+        except Exception as error:
+            if running.verdict or limit is None or not limit.expired():
+                return running.verdict or failure_of(error, "it was not launched", Reason.LAUNCH)
+            late = f"the agent had not taken its payload after {start_s:g} s; raise start_s if it may"
+            return broken(late, Reason.TIMEOUT)
+        running.progress.launched = now()
+        return None
+
+    async def _payload(self, running: Running) -> dict[str, Any]:
+        role = "judged" if self._plan.judged else "agent"
+        return wire.build_payload(running.waiting.rollout.task, await self.invocation(running, role))
+
+    async def invocation(self, running: Running, role: str) -> Invocation:
+        """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
+        rollout = running.waiting.rollout
+        # A request that was sent may be served after the abort that follows, and would leave a session open:
+        # the try that is under way ends by itself.
+        grace_s = min(OPEN_GRACE_S, self._plan.call_timeout_s)
+        ticket = await self._asking.ask(
+            "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
+        )
+        where = self._transport.address(rollout.exp_id)
+        if self._plan.deliver == "gateway":
+            where = {"outcome_url": f"{ticket.base_url}/outcome"}
+        return wire.invocation_for(
+            rollout,
+            running.place,
+            base_url=ticket.base_url,
+            api_key=(ticket.verifier_key or "") if role == "verifier" else ticket.api_key,
+            model_id=self._plan.model_id,
+            sampling=rollout.sampling or self._plan.sampling,
+            seed=int.from_bytes(blake2b(running.draw.encode(), digest_size=4).digest()),
+            role=role,
+            **where,
+        )
+
+    def _spec(self, running: Running) -> SessionSpec:
+        rollout, attempt, draw = running.waiting.rollout, running.waiting.attempt, running.draw
+        return SessionSpec(
+            id=attempt.session_id,
+            rollout_id=rollout.id,
+            attempt=attempt.n,
+            group_id=rollout.group_id,
+            exp_id=rollout.exp_id,
+            input_id=rollout.task.id,
+            draw=draw if draw != attempt.session_id else None,
+            split=rollout.split,
+            reward_from="verifier" if self._plan.judged else "agent",
+            verdicts=self._plan.verdicts,
+            sampling=rollout.sampling or self._plan.sampling,
+            budget=self._plan.budget,
+            **policies_of(self._plan),
+            ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
+        )
+
+    async def stop(self, attempt: Attempt) -> None:
+        """End an agent wherever it runs; one that cannot be ended is told of in the log."""
+        try:
+            await self._stop(attempt)
+        except TimeoutError:
+            teardown_s = self._plan.deadlines.teardown_s
+            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
+        except Exception as error:
+            log.warning("%s could not be stopped: %s", attempt.session_id, named(error))
+
+    async def _stop(self, attempt: Attempt) -> None:
+        """Waiting for its turn does not count against the deadline."""
+        end = now() + self._plan.patience_s
+        while True:
+            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_s):
+                try:
+                    return await self._runtime.stop(attempt)
+                except Throttled as error:
+                    self._limiter.throttled(error.retry_after_s, stop=True)
+                    if now() > end:
+                        raise
+
+
+async def shield_and_wait(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """Await work that has `limit_s` to end by itself when the caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=limit_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise

@@ -1,0 +1,301 @@
+"""One rollout, from its first attempt to the outcome that stands.
+
+A failure of a task, a verifier or the infrastructure is tried again within its budget, in a fresh
+session; a policy failure is an outcome like any other. What is finished goes to the spool and leaves
+memory. After a crash the same call goes on: finished rollouts are not run again, and an attempt that
+was under way is resumed. How an attempt comes to its outcome is the business of `decide`. What goes wrong
+with one rollout ends this rollout, with a failure that says what it was; only an Outage, or a ledger or a
+spool that cannot be written, ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Self, TypeVar
+
+from afield import wire
+from afield.batches.rewards import usable
+from afield.errors import RETRIED, Outage, Unavailable, UsageError, first_cause
+from afield.interfaces import Gateway, Record, Runtime, Transport
+from afield.orchestrator.attempt import Decider
+from afield.orchestrator.availability import broken, failure_of, named, now, patiently
+from afield.orchestrator.config import Plan, Watcher
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_state import Ledger, Note
+from afield.ratelimit import Limiter
+from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout, Split
+
+log = logging.getLogger("afield.orchestrator.groups")
+T = TypeVar("T")
+
+
+class Conductor:
+    """`async with` listens to hints, sweeps the store and watches the sessions; used from one event loop."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        gateway: Gateway,
+        runtime: Runtime,
+        transport: Transport,
+        ledger: Ledger,
+        spool: Spool,
+        watcher: Watcher,
+        limiter: Limiter | None = None,
+        verifiers: Runtime | None = None,
+    ) -> None:
+        self._plan = plan
+        self._gateway = gateway
+        self._ledger = ledger
+        self._spool = spool
+        self._watcher = watcher
+        self._decider = Decider(
+            plan,
+            gateway=gateway,
+            runtime=runtime,
+            transport=transport,
+            ledger=ledger,
+            limiter=limiter,
+            verifiers=verifiers,
+        )
+        self._slots = asyncio.Semaphore(plan.concurrency)
+        self._runs: dict[str, asyncio.Task[Note]] = {}
+        self._queued: dict[str, asyncio.Timeout] = {}
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        self._decider.begin(self._tasks)
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        """What still runs is left undecided: another conductor of the same ledger goes on with it."""
+        try:
+            if exc[0] is None:
+                await self._decider.settle()
+        except BaseException as error:
+            exc = (type(error), error, error.__traceback__)
+            raise
+        finally:
+            for task in self._runs.values():
+                task.cancel()
+            self._decider.leave()
+            try:
+                await self._tasks.__aexit__(*exc)
+            except BaseExceptionGroup as errors:
+                raise first_cause(errors) from errors
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another rollout would begin at once."""
+        return len(self._runs) < self._plan.concurrency
+
+    async def run(self, rollout: Rollout) -> Note:
+        """How the rollout ended; it lies in the spool then. Running one again, or twice, gives the same."""
+        return await asyncio.shield(self.start(rollout))
+
+    def start(self, rollout: Rollout) -> asyncio.Task[Note]:
+        """The same, under way. The task is the conductor's: `cancel` ends the rollout, not `Task.cancel`."""
+        task = self._runs.get(rollout.id)
+        if task is None:
+            work = self._run(rollout)
+            try:
+                task = self._runs[rollout.id] = self._tasks.create_task(work)
+            except RuntimeError:  # the run is ending
+                work.close()
+                raise
+            task.add_done_callback(lambda _: self._runs.pop(rollout.id, None))
+        return task
+
+    def cancel(self, rollout_id: str, why: str, reason: Reason = Reason.CANCELLED) -> None:
+        """End a rollout that runs or waits; `run` ends with this failure, and nothing is tried again.
+
+        One that has ended, or whose outcome is in the store already, keeps its outcome.
+        """
+        if rollout_id not in self._runs:
+            return
+        self._decider.cancel(rollout_id, broken(why, reason))
+        queueing = self._queued.pop(rollout_id, None)
+        if queueing and not queueing.expired():
+            queueing.reschedule(now())
+
+    async def _run(self, rollout: Rollout) -> Note:
+        born = now()
+        try:
+            if note := await self._known(rollout):
+                return note
+            entered = await self._enters(rollout.id)
+            try:
+                return await self._until_it_counts(rollout, born)
+            except Unavailable:
+                raise
+            except Exception as error:
+                return await self._unexpected(rollout, error)
+            finally:
+                if entered:
+                    self._slots.release()
+        finally:
+            self._decider.cancelled.pop(rollout.id, None)
+
+    async def _known(self, rollout: Rollout) -> Note | None:
+        """How it ended, if it has; what is not in the spool any more the gateway gives again."""
+        note = await asyncio.to_thread(self._ledger.finished, rollout.id)
+        if note is None or self._spool.holds(rollout.id):
+            return note
+        outcome, record = await self._recorded(rollout, note.outcome)
+        if outcome is not note.outcome:
+            await asyncio.to_thread(self._ledger.forget, rollout.id)  # nothing is left of what it sampled
+            return None
+        return await self._patiently(lambda: self._keep(rollout, outcome, record, note.attempts))
+
+    async def _enters(self, rollout_id: str) -> bool:
+        """Whether there was a place; without one it is cancelled."""
+        queue_s, others = self._plan.deadlines.queue_s, self._plan.concurrency
+        try:
+            async with asyncio.timeout(queue_s) as queueing:
+                if rollout_id not in self._decider.cancelled:
+                    self._queued[rollout_id] = queueing
+                    return await self._slots.acquire()
+        except TimeoutError:
+            told = f"no place in {queue_s} s beside {others} others; raise concurrency or queue_s"
+            self._decider.cancelled.setdefault(rollout_id, broken(told, Reason.LAUNCH))
+        finally:
+            self._queued.pop(rollout_id, None)
+        return False
+
+    async def _until_it_counts(self, rollout: Rollout, born: float) -> Note:
+        """Attempts until one has an outcome that stands, or a budget of retries is used up."""
+        tried = await asyncio.to_thread(self._ledger.attempts, rollout.id)
+        spent = Counter(t.failure.kind for t in tried if t.failure)
+        n = len(tried)
+        undecided = tried[-1] if tried and tried[-1].failure is None else None
+        outcome = await self._decider.resume(rollout, undecided, born) if undecided else None
+        while True:
+            if outcome is None:
+                n += 1
+                outcome = await self._decider.run(rollout, Attempt(rollout.id, n), born)
+            if outcome.failure is not None:
+                await self._check_supported(rollout, outcome)
+            if not self._will_retry(rollout, outcome, spent, born):
+                kept, record = await self._recorded(rollout, outcome)
+                again = kept is not outcome and self._will_retry(rollout, kept, spent, born, graded=False)
+                if not again:
+                    return await self._end(rollout, kept, record, n)
+                outcome = kept
+            assert outcome.failure is not None
+            self._watcher.attempt_ended(rollout, outcome, True)
+            attempt = Attempt(rollout.id, outcome.attempt)
+            sampled = await self._decider.sampled(attempt)
+            await asyncio.to_thread(self._ledger.fail, attempt, outcome.failure, sampled)
+            outcome = None
+
+    async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
+        """Ends the run where no other attempt, of this rollout or another, could end otherwise."""
+        if why := await self._decider.unsupported(Attempt(rollout.id, outcome.attempt)):
+            told = f"{rollout.id} was refused by the gateway, as every other rollout would be: {why}"
+            # A task of its own: it is not this rollout's failure, and nothing is noted of it.
+            self._tasks.create_task(_ending(UsageError(told)))
+            await asyncio.Event().wait()  # until the run has ended
+
+    def _will_retry(
+        self,
+        rollout: Rollout,
+        outcome: Outcome,
+        spent: Counter[FailureKind],
+        born: float,
+        *,
+        graded: bool = True,
+    ) -> bool:
+        """Who is judged does not run again because its verifiers failed: `judge` gave them their chances."""
+        if rollout.id in self._decider.cancelled:
+            return False
+        if outcome.failure is None or outcome.failure.kind not in RETRIED:
+            return False
+        if outcome.failure.reason is Reason.NO_AGENT:
+            return False
+        if graded and self._plan.judged and outcome.failure.kind is FailureKind.VERIFIER:
+            return False
+        life_s = self._plan.deadlines.life_s
+        if life_s is not None and now() - born > life_s:
+            return False
+        kind = outcome.failure.kind
+        spent[kind] += 1
+        return spent[kind] <= self._plan.retries.get(kind, 0)
+
+    async def _end(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
+        note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
+        await asyncio.to_thread(self._ledger.finish, rollout.id, note)
+        self._watcher.attempt_ended(rollout, note.outcome, False)
+        return note
+
+    async def _unexpected(self, rollout: Rollout, error: Exception) -> Note:
+        """What nobody thought of went wrong with one rollout: that is its failure, and says where."""
+        log.error("%s failed in a way that nothing foresees: %s", rollout.id, named(error), exc_info=error)
+        n = max(1, len(await asyncio.to_thread(self._ledger.attempts, rollout.id)))
+        outcome = wire.failed(rollout.id, n, failure_of(error, "it was given up"))
+        return await self._end(rollout, outcome, Record(trajectories=(), excluded=()), n)
+
+    async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, Record]:
+        """What its session sampled. A reward for a session that is gone, or cannot be read, is none; nor is
+        one that nothing can be trained with."""
+        session_id = outcome.session_id
+        try:
+            record = await self._decider.asking.ask("finalize", lambda: self._gateway.finalize(session_id))
+        except Outage:
+            raise
+        except Exception as error:
+            if outcome.failure is None:
+                lost = failure_of(error, "what it sampled cannot be read", Reason.ENGINE)
+                outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
+            return outcome, Record(trajectories=(), excluded=())
+        names = self._plan.rewards if rollout.split is Split.TRAIN else ()
+        outcome = self._sampled(outcome, record)
+        return usable(finished_of(rollout, outcome, record, 1), names, self._plan.max_reward), record
+
+    def _sampled(self, outcome: Outcome, record: Record) -> Outcome:
+        """A reward that nothing was sampled for trains nothing, and would still move its group's baseline."""
+        if outcome.reward is None or record.turns:
+            return outcome
+        told = f"{outcome.session_id} has the reward {outcome.reward:g} and made no model call"
+        if self._plan.no_turns == "flag":
+            log.warning("%s through its gateway", told)
+            return outcome
+        failure = Failure(FailureKind.TASK, Reason.REWARD, f"{told}: nothing can be trained with it")
+        return wire.failed(outcome.rollout_id, outcome.attempt, failure)
+
+    async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
+        """Everything there is of a rollout, to the spool."""
+        finished = finished_of(rollout, outcome, record, n)
+        await asyncio.to_thread(self._spool.put, finished)
+        self._watcher.rollout_finished(finished)
+        spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
+        return Note(
+            outcome,
+            n,
+            sum(t.owned for t in finished.trajectories),
+            min((s.low for s in spans), default=None),
+            max((s.high for s in spans), default=None),
+        )
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        return await patiently(ask, self._plan.patience_s)
+
+
+async def _ending(error: Exception) -> None:
+    """A task that ends the group it belongs to."""
+    raise error
+
+
+def finished_of(rollout: Rollout, outcome: Outcome, record: Record, attempts: int) -> Finished:
+    return Finished(
+        rollout=rollout,
+        outcome=outcome,
+        trajectories=record.trajectories,
+        excluded=record.excluded,
+        turns=record.turns,
+        attempts=attempts,
+        images=record.images,
+    )

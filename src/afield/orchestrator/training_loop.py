@@ -1,0 +1,420 @@
+"""The learning half of a training run: take groups, learn, publish; step by step, on again after a crash.
+
+A step is done when its checkpoint has its name on disk. Groups come from the ledger and the spool, as the
+window says; what is staler than the bound is dropped with a reason, or kept to be corrected. So no
+rollout is trained twice and none is lost, whoever is killed when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct, structs
+
+from afield.durable_files import rename_whole
+from afield.errors import DamagedFile, Fruitless, Unavailable
+from afield.exclusions import UntrainedReason
+from afield.interfaces import Gateway, Publisher, StepReport, Trainer
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import STATE, RunDir, StepState
+from afield.orchestrator.run_state import Entry, Ledger
+from afield.orchestrator.staleness import Window
+from afield.token_account import TokenAccount, of_finished
+from afield.types import Finished, Group, Policy, VersionSpan
+
+log = logging.getLogger("afield.loop")
+PATIENCE = 3  # steps without a single reward before a run is given up
+POLL_S = 0.05
+T = TypeVar("T")
+Working = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Recipe(Struct, frozen=True, kw_only=True):
+    """`stale` says what happens to a group whose tokens are staler than the window's bound."""
+
+    policy: str
+    stale: Literal["drop", "correct"] = "drop"
+    keep_checkpoints: int = 2
+    keep_weights: int | None = 2
+    keep_rollouts_gb: float | None = None
+    """Size of rollouts/ in 10^9 bytes above which the oldest steps' files are removed; None keeps all."""
+    frozen: bool = False
+    engine_dtype: str = "float32"
+    """Dtype in which engines compute: what published weights are rounded to."""
+    publish_timeout_s: float = 1800.0
+    """Seconds until new weights, or an answer about those served, are given up; the run can be resumed."""
+
+
+class StepLine(Struct, frozen=True, kw_only=True):
+    """One line of metrics.jsonl. `staleness` is how many versions ago the oldest trained token was sampled,
+    `staleness_mean` that of tokens on average; `wasted_tokens` were sampled by attempts that came to nothing,
+    or by rollouts that carry no reward; `too_long` rows exceed the trainer's context and were left out.
+    """
+
+    step: int
+    version: int
+    reward: float | None
+    rollouts: int
+    trained: int
+    failed: int
+    too_long: int = 0
+    failures: dict[str, int]
+    retried: int
+    dropped_groups: dict[str, str]
+    turns_per_rollout: float
+    tool_calls_per_rollout: float
+    sampled_tokens: int
+    """Tokens of the attempts that count: trained, excluded or untrained."""
+    trained_tokens: int = 0
+    """Tokens in the loss."""
+    excluded_tokens: dict[str, int] = {}
+    """Tokens of turns that are kept out of the loss, by reason (`exclusions.REASONS`)."""
+    excluded_share: float = 0.0
+    """Excluded tokens, of those sampled."""
+    untrained_tokens: dict[str, int] = {}
+    """Tokens of rollouts that train nothing, by reason (`exclusions.UntrainedReason`)."""
+    wasted_tokens: int
+    staleness: int
+    staleness_mean: float = 0.0
+    collect_s: float
+    train_s: float
+    agent: dict[str, float]
+    trainer: dict[str, float]
+
+
+class Batch(Struct, frozen=True):
+    """What a step has taken: all its groups, those that cannot train and why, and the rest."""
+
+    groups: list[Group]
+    dropped: dict[str, str]
+    version: int  # of the policy that learns from it
+    wasted: int
+
+    @property
+    def usable(self) -> list[Group]:
+        return [group for group in self.groups if group.id not in self.dropped]
+
+    @property
+    def finished(self) -> list[Finished]:
+        return [f for group in self.groups for f in group.finished]
+
+
+class Learner:
+    """`working` runs blocking work off the event loop."""
+
+    def __init__(
+        self,
+        window: Window,
+        recipe: Recipe,
+        *,
+        epoch_of: Callable[[int], int],
+        trainer: Trainer,
+        gateway: Gateway,
+        ledger: Ledger,
+        spool: Spool,
+        run: RunDir,
+        on_step: Callable[[StepLine], None],
+        working: Working = asyncio.to_thread,
+    ) -> None:
+        self._window = window
+        self._recipe = recipe
+        self._epoch_of = epoch_of
+        self._trainer = trainer
+        self._gateway = gateway
+        self._ledger = ledger
+        self._spool = spool
+        self._run = run
+        self._on_step = on_step
+        self._working = working
+        self._version = 0
+
+    async def run(self) -> None:
+        """From wherever the run directory says we are, to the last step."""
+        state = await asyncio.to_thread(self._restore)
+        await self._begin(state)
+        barren = 0
+        for step in range(state.step + 1, self._window.steps + 1):
+            batch = await self._step(step)
+            rewarded = any(f.outcome.reward_or_floor(0.0) is not None for f in batch.finished)
+            barren = 0 if rewarded else barren + 1
+            if barren == PATIENCE:
+                often = usual_failure(batch.finished)
+                raise Fruitless(f"{PATIENCE} steps without a single reward; most often: {often}")
+            del batch  # or it would be held while the next one is read
+
+    async def _begin(self, state: StepState) -> None:
+        """Publish the weights we are at. A gateway that served another run counts on from there."""
+        async with self._bounded("say which weights it serves"):
+            served = await self._gateway.version()
+        await asyncio.to_thread(self._number, state, served)
+        await self._publish(state.step, await asyncio.to_thread(self._version_of, state.step))
+
+    @asynccontextmanager
+    async def _bounded(self, what: str) -> AsyncIterator[None]:
+        limit = asyncio.timeout(self._recipe.publish_timeout_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            told = f"the gateway did not {what} within {self._recipe.publish_timeout_s:g} s"
+            raise Unavailable(f"{told}; see that it runs, then go on with --resume") from error
+
+    def _number(self, state: StepState, served: int) -> None:
+        if self._ledger.base is None:
+            self._ledger.base = served + 1 if served else 0
+        elif served > self._version_of(state.step):
+            log.warning("the gateway has served version %d since; versions go on from there", served)
+            self._ledger.base = served + 1 - (0 if self._recipe.frozen else state.step)
+
+    def _version_of(self, step: int) -> int:
+        return (self._ledger.base or 0) + (0 if self._recipe.frozen else step)
+
+    def _restore(self) -> StepState:
+        while (state := self._run.last_state()) is not None:
+            try:
+                self._trainer.restore(self._run.checkpoint(state.step))
+                break
+            except DamagedFile as error:
+                self._run.set_aside(state.step, str(error))
+        self._return_to_spool(state.step if state else 0)
+        self._run.rewind(state)
+        self._ledger.rewind(state.step if state else 0)
+        if state is None:
+            return StepState(0, 0, (), {})
+        self._ledger.take(state.step, state.groups, state.trained)
+        self._drop(state.groups)  # unless it was killed before it could
+        return state
+
+    def _return_to_spool(self, done: int) -> None:
+        """Rollouts of steps whose checkpoint is lost are trained again, from the files of those steps."""
+        for step in self._run.steps():
+            if step > done:
+                for finished in self._run.read_rollouts(step):
+                    if not self._spool.holds(finished.rollout.id):
+                        self._spool.put(finished)
+
+    async def _step(self, step: int) -> Batch:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        batch = await asyncio.to_thread(self._read, await self._chosen(step))
+        collected = clock()
+        report = StepReport(rollouts=0, tokens=0)
+        if batch.usable:
+            report = await self._working(lambda: self._trainer.step(batch.usable))
+        line = describe(
+            step=step,
+            version=await asyncio.to_thread(self._version_of, step),
+            batch=batch,
+            report=report,
+            seconds=(collected - began, clock() - collected),
+        )
+        try:
+            line = await asyncio.to_thread(self._checkpoint, line, batch)
+        except OSError as error:
+            told = f"step {step} cannot be written to {self._run.path}: {error}"
+            raise Unavailable(f"{told}; make room, then go on with --resume") from error
+        await self._publish(step, line.version)
+        self._on_step(line)
+        return batch
+
+    async def _chosen(self, step: int) -> list[Entry]:
+        while (chosen := self._window.choose(step, await asyncio.to_thread(self._ledger.untaken))) is None:
+            await asyncio.sleep(POLL_S)
+        return chosen
+
+    def _read(self, entries: Sequence[Entry]) -> Batch:
+        groups: list[Group] = []
+        dropped: dict[str, str] = {}
+        for entry in entries:
+            group = self._group(entry)
+            groups.append(group)
+            stale = staleness(group, self._version)
+            if entry.dropped:
+                dropped[group.id] = entry.dropped
+            elif stale > self._window.staleness and self._recipe.stale == "drop":
+                dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
+        ids = [f.rollout.id for group in groups for f in everyone(group)]
+        return Batch(groups, dropped, self._version, self._ledger.wasted(ids) + wasted(groups, dropped))
+
+    def _group(self, entry: Entry) -> Group:
+        members, baseline = self._ledger.members(entry.id)
+        finished = tuple(map(self._spool.get, members))
+        rollout = finished[0].rollout
+        return Group(
+            id=entry.id,
+            task_id=rollout.task.id,
+            epoch=self._epoch_of(entry.position),
+            split=rollout.split,
+            finished=finished,
+            baseline=self._spool.get(baseline) if baseline else None,
+        )
+
+    def _checkpoint(self, line: StepLine, batch: Batch) -> StepLine:
+        """Write everything under another name first; the rename is what makes the step done. The line comes
+        back with what became of the published update."""
+        step, version = line.step, line.version
+        self._run.check_present()
+        self._run.write_rollouts(step, [f for group in batch.groups for f in everyone(group)])
+        carrying = [f for group in batch.usable for f in group.finished]
+        trained = tuple(f.rollout.id for f in carrying if f.outcome.reward_or_floor(0.0) is not None)
+        final = self._run.checkpoint(step)
+        partial = final.with_name(final.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if not self._recipe.frozen:
+            shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
+            line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
+        self._trainer.save(partial)  # knows what it has published
+        groups = tuple(group.id for group in batch.groups)
+        state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
+        (partial / STATE).write_bytes(msgspec.json.encode(state))
+        rename_whole(partial, final, durable=self._run.durable)
+        self._ledger.take(step, groups, trained)
+        self._run.append_metrics(state.metrics)
+        self._drop(groups)
+        recipe = self._recipe
+        self._run.prune(keep_checkpoints=recipe.keep_checkpoints, keep_weights=recipe.keep_weights)
+        self._prune_rollouts()
+        return line
+
+    def _export(self, version: int) -> dict[str, float]:
+        path = self._run.weights(version)
+        if isinstance(self._trainer, Publisher):
+            return self._trainer.publish(path, version=version, dtype=self._recipe.engine_dtype)
+        self._trainer.export(path)
+        return {}
+
+    def _prune_rollouts(self) -> None:
+        recipe = self._recipe
+        if recipe.keep_rollouts_gb is None:
+            return
+        # A step whose checkpoint turns out to be damaged is trained again from its file.
+        least = recipe.keep_checkpoints + 1
+        removed = self._run.prune_rollouts(int(recipe.keep_rollouts_gb * 1e9), least=least)
+        if removed:
+            told = "rollouts of steps %s were removed: rollouts/ is above keep_rollouts_gb = %g"
+            log.warning(told, ", ".join(map(str, removed)), recipe.keep_rollouts_gb)
+
+    def _drop(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            members, baseline = self._ledger.members(group_id)
+            for rollout_id in (*members, *([baseline] if baseline else [])):
+                self._spool.drop(rollout_id)
+
+    async def _publish(self, step: int, version: int) -> None:
+        path = self._run.weights(version)
+        if not path.exists():
+            await asyncio.to_thread(self._export, version)
+        async with self._bounded(f"serve version {version}"):
+            await self._gateway.publish(Policy(self._recipe.policy, version), str(path))
+        self._version = version
+        await asyncio.to_thread(self._done, step)
+
+    def _done(self, step: int) -> None:
+        self._ledger.done = step
+
+
+def everyone(group: Group) -> tuple[Finished, ...]:
+    return (*group.finished, *([group.baseline] if group.baseline else []))
+
+
+def staleness(group: Group, version: int) -> int:
+    """How many versions ago the oldest token that would be trained was sampled."""
+    return max((version - span.low for span in _spans([group])), default=0)
+
+
+def mean_staleness(groups: Sequence[Group], version: int) -> float:
+    """The same of all those tokens, on average."""
+    spans = _spans(groups)
+    total = sum(span.end - span.start for span in spans)
+    return sum((version - span.low) * (span.end - span.start) for span in spans) / max(total, 1)
+
+
+def _spans(groups: Sequence[Group]) -> list[VersionSpan]:
+    finished = [f for group in groups for f in group.finished]
+    carrying = [f for f in finished if f.outcome.reward_or_floor(0.0) is not None]
+    return [span for f in carrying for t in f.trajectories for span in t.versions]
+
+
+def wasted(groups: Sequence[Group], dropped: dict[str, str]) -> int:
+    """Tokens of finished rollouts that train nothing."""
+    idle = [
+        f
+        for group in groups
+        for f in group.finished
+        if group.id in dropped or f.outcome.reward_or_floor(0.0) is None
+    ]
+    return sum(t.owned for f in idle for t in f.trajectories)
+
+
+def describe(
+    *, step: int, version: int, batch: Batch, report: StepReport, seconds: tuple[float, float]
+) -> StepLine:
+    finished = batch.finished
+    rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
+    kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
+    turns = sum(len(f.turns) for f in finished)
+    account = token_account(batch, report)
+    return StepLine(
+        step=step,
+        version=version,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        rollouts=len(finished),
+        trained=report.rollouts,
+        too_long=report.too_long,
+        failed=len(finished) - len(rewards),
+        failures=dict(kinds),
+        retried=sum(f.attempts - 1 for f in finished),
+        dropped_groups=batch.dropped,
+        turns_per_rollout=turns / max(len(finished), 1),
+        tool_calls_per_rollout=sum(map(_tool_calls, finished)) / max(len(finished), 1),
+        sampled_tokens=account.sampled,
+        trained_tokens=account.trained,
+        excluded_tokens=dict(account.excluded),
+        excluded_share=round(account.excluded_share, 6),
+        untrained_tokens=dict(account.untrained),
+        wasted_tokens=batch.wasted,
+        staleness=max((staleness(group, batch.version) for group in batch.usable), default=0),
+        staleness_mean=mean_staleness(batch.usable, batch.version),
+        collect_s=round(seconds[0], 3),
+        train_s=round(seconds[1], 3),
+        agent=mean_metrics(finished),
+        trainer=dict(report.metrics),
+    )
+
+
+def token_account(batch: Batch, report: StepReport) -> TokenAccount:
+    """What became of every token of a step: as the trainer says, and nothing of the groups it did not get."""
+    dropped = of_finished(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
+    trained = report.account or of_finished(f for group in batch.usable for f in group.finished)
+    return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
+
+
+def mean_metrics(finished: Sequence[Finished]) -> dict[str, float]:
+    """What agents reported beside their rewards, each averaged over those that did."""
+    told: dict[str, list[float]] = {}
+    for one in finished:
+        for name, value in one.outcome.metrics.items():
+            told.setdefault(name, []).append(value)
+    # Divided first: the sum of numbers near the largest float would be infinite.
+    return {name: math.fsum(v / len(values) for v in values) for name, values in told.items()}
+
+
+def usual_failure(finished: Sequence[Finished]) -> str:
+    failures = [f.outcome.failure for f in finished if f.outcome.failure]
+    told = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
+    return told.most_common(1)[0][0] if told else "no failure at all"
+
+
+def _tool_calls(finished: Finished) -> int:
+    return sum(len(turn.messages[-1].tool_calls) for turn in finished.turns if turn.messages)

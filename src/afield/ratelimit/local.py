@@ -1,0 +1,97 @@
+"""What a limiter is, and one for the launches and stops of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+from afield.ratelimit.controller import TICK_S, Beats, Pace, Rhythm
+
+
+class Limiter(Protocol):
+    def launching(self) -> AbstractAsyncContextManager[None]:
+        """Waits for a turn and for a place; the place is held until the block ends."""
+        ...
+
+    def calling(self) -> AbstractAsyncContextManager[None]:
+        """Waits for a turn: a call that takes no place, such as a stop."""
+        ...
+
+    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+        """The other side refused a launch, or a stop: slow down, and pause for as long as it asked."""
+        ...
+
+
+class LocalLimiter:
+    """One budget for one event loop. A cancelled wait costs nothing, or at worst its own turn."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self._places = pace.places
+        self._beats = Beats(pace)
+        self._launching = Rhythm()
+        self._stopping = Rhythm() if self._beats.apart else self._launching
+        self._under_way = 0
+        self._room = asyncio.Event()
+        # Held by the head of a line while it waits; asyncio's locks are first come first served.
+        self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """What launches are allowed at this moment; None before a rate is given or learned."""
+        return self._launching.rate(_now(), self._beats.launch)
+
+    @asynccontextmanager
+    async def launching(self) -> AsyncIterator[None]:
+        async with self._launches:
+            while self._places is not None and self._under_way >= self._places:
+                self._room.clear()
+                await self._room.wait()
+            self._under_way += 1
+            try:
+                await _turn(self._launching, self._beats.launch)
+            except asyncio.CancelledError:
+                self._leave()
+                raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @asynccontextmanager
+    async def calling(self) -> AsyncIterator[None]:
+        async with self._calls:
+            await _turn(self._stopping, self._beats.stop)
+        yield
+
+    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+        if stop:
+            self._stopping.cut(_now(), self._beats.stop, retry_after_s)
+        else:
+            self._launching.cut(_now(), self._beats.launch, retry_after_s)
+
+    def _leave(self) -> None:
+        self._under_way -= 1
+        self._room.set()
+
+
+class Unlimited(LocalLimiter):
+    """Holds nothing back until the other side refuses a call, and then learns what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__(Pace())
+
+
+async def _turn(rhythm: Rhythm, given: float | None) -> None:
+    due = rhythm.reserve(_now(), given)
+    while (rest := due - _now()) > TICK_S:
+        await asyncio.sleep(rest)
+        if rhythm.paused_until > due:
+            due = rhythm.reserve(_now(), given)
+    rhythm.late(due, _now(), given)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

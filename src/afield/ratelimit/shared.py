@@ -1,0 +1,233 @@
+"""SharedLimiter: one budget for several processes.
+
+Each process keeps its own two lines; their heads reserve the next turn in a SQLite file and sleep until then.
+A place is a lease that its process renews while it holds it: one of a killed process comes free within
+`LEASE_S`, and so does one of a process whose event loop stood still for that long. Transactions are a few
+statements on the event loop that never wait for a lock: while another process holds it, they are tried again
+after a short sleep. Time is the wall clock, which the processes share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from afield.errors import UsageError
+from afield.private_files import private_database
+from afield.ratelimit.controller import TICK_S, Beats, Pace, Rhythm
+
+# A place that its process no longer renews comes free after this long.
+LEASE_S = 5.0
+RENEW_S = 1.0
+# Waiting for a place that another process holds; and for another process's transaction to end.
+LOOK_S = 0.1
+BUSY_S = 0.002
+# A turn that is taken later than this is told to the others.
+LATE_S = 0.005
+T = TypeVar("T")
+Beat = tuple[str, float | None]  # what is called, and its rate
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS rhythms (kind TEXT PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS places (id INTEGER PRIMARY KEY, until REAL NOT NULL);
+"""
+
+
+class SharedLimiter:
+    """For the processes of one machine that share the file at `path`. `close` when done."""
+
+    def __init__(self, pace: Pace, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.pace = pace
+        self._places = pace.places
+        beats = Beats(pace)
+        self._launching = ("launch", beats.launch)
+        self._stopping = ("stop", beats.stop) if beats.apart else self._launching
+        self._path = path
+        self._clock = clock
+        self._db: sqlite3.Connection | None = None
+        self._held: set[int] = set()
+        # What could not be written yet because another process was writing.
+        self._returned: list[int] = []
+        self._refusals: list[tuple[Beat, float, float | None]] = []
+        self._keeper: asyncio.Task[None] | None = None
+        self._launches, self._calls = asyncio.Lock(), asyncio.Lock()
+
+    def check(self) -> None:
+        """Whether the file can be written; else a UsageError."""
+        with suppress(_Busy):
+            self._write(lambda db: None)
+
+    def close(self) -> None:
+        """Repeating is harmless. Places still held come free when their leases end."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            self._keeper = None
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    @asynccontextmanager
+    async def launching(self) -> AsyncIterator[None]:
+        async with self._launches:
+            place = await self._place()
+            try:
+                await self._turn(self._launching)
+            except BaseException:
+                self._leave(place)
+                raise
+        try:
+            yield
+        finally:
+            self._leave(place)
+
+    @asynccontextmanager
+    async def calling(self) -> AsyncIterator[None]:
+        async with self._calls:
+            await self._turn(self._stopping)
+        yield
+
+    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+        self._refusals.append((self._stopping if stop else self._launching, self._clock(), retry_after_s))
+        self._write_soon()
+
+    # --- turns and places ------------------------------------------------------------------------
+
+    async def _turn(self, beat: Beat) -> None:
+        due = await self._written(lambda db: self._reserve(db, beat))
+        while (rest := due - self._clock()) > TICK_S:
+            await asyncio.sleep(rest)
+            if (await self._written(lambda db: self._rhythm(db, beat))).paused_until > due:
+                due = await self._written(lambda db: self._reserve(db, beat))
+        if self._clock() - due > LATE_S:
+            await self._written(lambda db, due=due: self._late(db, beat, due))
+
+    async def _place(self) -> int | None:
+        if self._places is None:
+            return None
+        while (place := await self._written(self._enter)) is None:
+            await asyncio.sleep(LOOK_S * random.uniform(0.5, 1.5))
+        self._held.add(place)
+        self._keep_on()
+        return place
+
+    def _leave(self, place: int | None) -> None:
+        if place is not None:
+            self._held.discard(place)
+            self._returned.append(place)
+            self._write_soon()
+
+    def _write_soon(self) -> None:
+        """At once if no other process writes, else by the keeper, or with whatever is written next."""
+        with suppress(_Busy):
+            self._write(lambda db: None)
+        self._keep_on()
+
+    def _keep_on(self) -> None:
+        idle = not (self._held or self._returned or self._refusals)
+        if self._keeper is not None and (idle or self._keeper.done()):
+            self._keeper.cancel()
+            self._keeper = None
+        if self._keeper is None and not idle:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def _keep(self) -> None:
+        while self._held or self._returned or self._refusals:
+            await asyncio.sleep(BUSY_S if self._returned or self._refusals else RENEW_S)
+            await self._written(self._renew)
+
+    # --- what is done in one transaction -----------------------------------------------------------
+
+    def _reserve(self, db: sqlite3.Connection, beat: Beat) -> float:
+        rhythm = self._rhythm(db, beat)
+        due = rhythm.reserve(self._clock(), beat[1])
+        self._save(db, beat, rhythm)
+        return due
+
+    def _late(self, db: sqlite3.Connection, beat: Beat, due: float) -> None:
+        rhythm = self._rhythm(db, beat)
+        rhythm.late(due, self._clock(), beat[1])
+        self._save(db, beat, rhythm)
+
+    def _enter(self, db: sqlite3.Connection) -> int | None:
+        now = self._clock()
+        # A lease that ends later than any could: the clock was set back.
+        db.execute("DELETE FROM places WHERE until < ? OR until > ?", (now, now + 2 * LEASE_S))
+        (taken,) = db.execute("SELECT count(*) FROM places").fetchone()
+        if self._places is not None and taken >= self._places:
+            return None
+        # Random, so that a place that was lost is never taken for one that was given out again.
+        place = random.getrandbits(62)
+        db.execute("INSERT INTO places VALUES (?, ?)", (place, now + LEASE_S))
+        return place
+
+    def _renew(self, db: sqlite3.Connection) -> None:
+        until = self._clock() + LEASE_S
+        db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(p, until) for p in self._held])
+
+    def _rhythm(self, db: sqlite3.Connection, beat: Beat) -> Rhythm:
+        row = db.execute("SELECT state FROM rhythms WHERE kind = ?", (beat[0],)).fetchone()
+        return msgspec.msgpack.decode(row[0], type=Rhythm) if row else Rhythm()
+
+    def _save(self, db: sqlite3.Connection, beat: Beat, rhythm: Rhythm) -> None:
+        db.execute("INSERT OR REPLACE INTO rhythms VALUES (?, ?)", (beat[0], msgspec.msgpack.encode(rhythm)))
+
+    # --- the file ----------------------------------------------------------------------------------
+
+    async def _written(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        while True:
+            try:
+                return self._write(work)
+            except _Busy:
+                await asyncio.sleep(BUSY_S * random.uniform(0.5, 1.5))
+
+    def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """All of it or nothing, with what is due since before. Raises _Busy without waiting."""
+        try:
+            db = self._db or self._open()
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                for beat, at, retry_after_s in self._refusals:
+                    rhythm = self._rhythm(db, beat)
+                    rhythm.cut(at, beat[1], retry_after_s)
+                    self._save(db, beat, rhythm)
+                db.executemany("DELETE FROM places WHERE id = ?", [(place,) for place in self._returned])
+                result = work(db)
+                db.execute("COMMIT")
+            finally:
+                # Left over by an error; the library may have ended it itself.
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise _Busy from error
+            said = f"the limiter cannot keep its state in {self._path}: {error}"
+            raise UsageError(f"{said}; name a file on a local disk that can be written") from error
+        self._refusals.clear()
+        self._returned.clear()
+        return result
+
+    def _open(self) -> sqlite3.Connection:
+        with suppress(OSError):  # what keeps it from being written, SQLite says in more words
+            private_database(self._path)
+        db = sqlite3.connect(self._path, isolation_level=None, timeout=0)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=OFF")
+            db.executescript(SCHEMA)
+        except sqlite3.DatabaseError:
+            db.close()
+            raise
+        self._db = db
+        return db
+
+
+class _Busy(Exception):
+    """Another process is writing at this moment."""

@@ -1,0 +1,227 @@
+"""AWS clients for AgentCore, and what their refusals mean to a rollout.
+
+Calls block and are made in threads: those that start sessions in a pool that holds as many as the rate brings
+about in a cold start, all others in a small one, so that a stop never waits behind a start. botocore does not
+retry: whoever paces the calls decides that. A server on this machine gets credentials that are worth nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from afield.errors import AfieldError, InfrastructureFailure, TaskFailure, Throttled, UsageError
+from afield.options import AgentCoreOptions
+from afield.runtimes.invocations import MISPLACED
+from afield.types import Reason
+
+T = TypeVar("T")
+CONNECT_S = 10.0
+# Beyond a cold start: what an agent may take to answer, which it does before its work.
+ANSWER_S = 60.0
+QUOTA_S = 5.0
+SLOW = 1.5  # a cold start that takes longer than was said must not cost rate
+MOST_THREADS = 2000
+ANSWER_BYTES = 64 * 1024
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+LOCAL_REGION = "us-west-2"
+EXTRA = "the agentcore runtime needs boto3: pip install 'afield[aws]'"
+CREDENTIALS = (
+    "there are no AWS credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, choose a profile with"
+    " AWS_PROFILE, or run where a role gives them; for a server on this machine give its endpoint_url"
+)
+AGENT_SAID = re.compile(r"error \((\d{3})\)|status(?: code)?:? (\d{3})", re.IGNORECASE)
+Line = Literal["start", "other"]
+
+
+class Refused(AfieldError):
+    """What the service answered, before it is known what that means."""
+
+    def __init__(self, message: str, status: int, code: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class Silent(AfieldError):
+    """No answer, or none that can be read: whether the call arrived is not known."""
+
+
+class Api:
+    """Makes its clients when they are first needed. `close` when done."""
+
+    def __init__(self, options: AgentCoreOptions, *, read_s: float | None = None) -> None:
+        self._options = options
+        self._read_s = read_s or SLOW * options.cold_start_s + ANSWER_S
+        starts = math.ceil(SLOW * options.rate * max(1.0, options.cold_start_s))
+        sizes = {"start": min(MOST_THREADS, starts), "other": max(4, math.ceil(2 * options.stop_rate))}
+        self._connections = sum(sizes.values())
+        self._making = threading.Lock()
+        self._clients: dict[str, Any] = {}
+        self._threads = {line: ThreadPoolExecutor(n, f"agentcore-{line}") for line, n in sizes.items()}
+
+    @property
+    def local(self) -> bool:
+        """Whether the service is a server on this machine."""
+        return urlsplit(self._options.endpoint_url).hostname in LOOPBACK
+
+    def close(self) -> None:
+        for pool in self._threads.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def check(self) -> None:
+        """Whether calls can be made at all; else a UsageError."""
+        await self.threaded("other", lambda: (self.data, self.control))
+
+    async def ask(self, operation: str, *, line: Line = "other", **arguments: Any) -> dict[str, Any]:
+        """One call. Raises Refused, Silent, or UsageError."""
+        service = "control" if operation in CONTROL else "logs" if operation in LOGS else "data"
+        return await self.threaded(
+            line, lambda: called(operation, lambda: getattr(getattr(self, service), operation)(**arguments))
+        )
+
+    async def invoke(self, **arguments: Any) -> bytes:
+        """Start a session with a payload; the beginning of what its agent answered."""
+        return await self.threaded(
+            "start", lambda: called("invoke_agent_runtime", lambda: self._invoke(arguments))
+        )
+
+    def _invoke(self, arguments: dict[str, Any]) -> bytes:
+        with self.data.invoke_agent_runtime(**arguments)["response"] as answer:
+            return answer.read(ANSWER_BYTES)
+
+    async def threaded(self, line: Line, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads[line], work)
+
+    # boto3 clients have no static types; each is made once, and used by many threads.
+
+    @property
+    def data(self) -> Any:
+        return self._once("bedrock-agentcore")
+
+    @property
+    def control(self) -> Any:
+        return self._once("bedrock-agentcore-control")
+
+    @property
+    def logs(self) -> Any:
+        return self._once("logs")
+
+    def _once(self, service: str) -> Any:
+        with self._making:
+            if service not in self._clients:
+                self._clients[service] = self._client(service)
+            return self._clients[service]
+
+    def _client(self, service: str) -> Any:
+        try:
+            import boto3
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            raise UsageError(EXTRA) from error
+        config = Config(
+            connect_timeout=CONNECT_S,
+            read_timeout=self._read_s,
+            retries={"mode": "standard", "total_max_attempts": 1},
+            max_pool_connections=self._connections,
+            tcp_keepalive=True,
+        )
+        try:
+            session = boto3.Session(**self._identity())
+            if session.get_credentials() is None:
+                raise UsageError(CREDENTIALS)
+            return session.client(service, endpoint_url=self._options.endpoint_url or None, config=config)
+        except (BotoCoreError, ValueError) as error:
+            raise UsageError(f"no {service} client: {error}; set region, or AWS_REGION") from error
+
+    def _identity(self) -> dict[str, str]:
+        region = self._options.region or (self._options.arn.split(":") + [""] * 4)[3]
+        if not self.local:
+            return {"region_name": region} if region else {}
+        keys = {"aws_access_key_id": "local", "aws_secret_access_key": "local"}
+        return {"region_name": region or LOCAL_REGION, **keys}
+
+
+CONTROL = frozenset(
+    {
+        "create_agent_runtime",
+        "get_agent_runtime",
+        "get_agent_runtime_endpoint",
+        "list_agent_runtimes",
+        "update_agent_runtime",
+    }
+)
+LOGS = frozenset({"filter_log_events"})
+
+
+def called(what: str, call: Callable[[], T]) -> T:
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ParamValidationError
+
+    try:
+        return call()
+    except ClientError as error:
+        raise _refused(what, error.response) from error
+    except NoCredentialsError as error:
+        raise UsageError(CREDENTIALS) from error
+    except ParamValidationError as error:
+        raise Refused(f"{what}: {error}", 400, "ValidationException", None) from error
+    except (BotoCoreError, OSError) as error:
+        raise Silent(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _refused(what: str, response: Any) -> Refused:
+    meta, said = response.get("ResponseMetadata", {}), response.get("Error", {})
+    status, code = int(meta.get("HTTPStatusCode", 0)), str(said.get("Code", ""))
+    message = f"{what} was answered {status} {code}: {said.get('Message', '')}"
+    return Refused(message, status, code, _seconds(meta.get("HTTPHeaders", {}).get("retry-after", "")))
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        return None
+
+
+def meaning(error: Refused | Silent, session_id: str, arn: str) -> AfieldError:
+    """Of a launch or a stop that failed: whose fault it is, and what to do."""
+    told = f"{session_id}: {error}"
+    if isinstance(error, Silent):
+        return InfrastructureFailure(f"{told}; whether the session began is not known", Reason.LAUNCH)
+    match error.status:
+        case 429:
+            return Throttled(told, error.retry_after_s)
+        case 402:
+            # A quota frees up as sessions end, which takes longer than a window of a rate.
+            return Throttled(f"{told}; set sessions to the quota", error.retry_after_s or QUOTA_S)
+        case 409:
+            return Throttled(told, error.retry_after_s)
+        case 424:
+            return _of_agent(told, str(error))
+        case 400:
+            return TaskFailure(told, Reason.LAUNCH)
+        case 401 | 403:
+            remedy = "allow bedrock-agentcore:InvokeAgentRuntime and StopRuntimeSession for these credentials"
+            return InfrastructureFailure(f"{told}; {remedy}", Reason.LAUNCH)
+        case 404:
+            remedy = "is arn right, is the runtime READY, and does it have the endpoint of this qualifier?"
+            return InfrastructureFailure(f"{told}; {arn}: {remedy}", Reason.LAUNCH)
+    return InfrastructureFailure(told, Reason.LAUNCH)
+
+
+def _of_agent(told: str, said: str) -> AfieldError:
+    """The service passes on what the agent's own server answered, as text."""
+    found = AGENT_SAID.search(said)
+    status = int(found[1] or found[2]) if found else 0
+    if status in (429, 503):
+        return Throttled(told)
+    kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED else InfrastructureFailure
+    return kind(told, Reason.LAUNCH)

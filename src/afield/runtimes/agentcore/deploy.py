@@ -1,0 +1,201 @@
+"""The agent runtime that sessions are started from: found, or made, and waited for until it is ready.
+
+By its ARN it is taken as it is. By name it is created from image and role, or updated where they differ; what
+was set up beside that stays. An image that was pushed again under the same tag is not noticed: name another
+tag, or a digest. Its environment never holds endpoints or keys of ours: those travel in payloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.options import AgentCoreOptions
+from afield.runtimes.agentcore.api import Api, Refused, Silent
+
+log = logging.getLogger("afield.runtimes")
+
+LOOK_S = (0.2, 3.0)  # between two looks at what is not ready yet: at first, at most
+NAME = re.compile(r"^[a-zA-Z][a-zA-Z0-9_]{0,47}$")
+SHORTEST_S, LONGEST_S = 60, 28_800
+# Set by others, and lost by an update that does not repeat it.
+KEPT = (
+    "description",
+    "authorizerConfiguration",
+    "requestHeaderConfiguration",
+    "protocolConfiguration",
+    "filesystemConfigurations",
+    "metadataConfiguration",
+)
+
+
+class Deployed(Struct, frozen=True):
+    arn: str
+    lifetime_s: float
+
+
+def check_options(options: AgentCoreOptions) -> None:
+    """Everything that can be known to be wrong without asking the service."""
+    if options.arn:
+        if not options.arn.startswith("arn:") or "/" not in options.arn:
+            raise UsageError(
+                f"arn {options.arn!r} must be of the form arn:aws:bedrock-agentcore:...:runtime/ID"
+            )
+        return
+    for name in ("agent_name", "container_uri", "role_arn"):
+        if not getattr(options, name):
+            raise UsageError(
+                f"agentcore needs {name}: give arn for a runtime that exists,"
+                " or agent_name, container_uri and role_arn to make one"
+            )
+    if not NAME.match(options.agent_name):
+        raise UsageError(
+            f"agent_name {options.agent_name!r} must begin with a letter and have letters, digits and _ only,"
+            " 48 at most"
+        )
+    if bool(options.subnets) != bool(options.security_groups):
+        raise UsageError("subnets and security_groups go together: give both, or neither")
+    for name in ("idle_s", "max_rollout_s"):
+        if not SHORTEST_S <= getattr(options, name) <= LONGEST_S:
+            value = getattr(options, name)
+            raise UsageError(f"{name} = {value} must be from {SHORTEST_S} to {LONGEST_S} seconds")
+    if options.idle_s > options.max_rollout_s:
+        raise UsageError(f"idle_s = {options.idle_s} is more than max_rollout_s = {options.max_rollout_s}")
+
+
+async def deploy(api: Api, options: AgentCoreOptions) -> Deployed:
+    """Raises UsageError when it cannot be had, or is not ready in time."""
+    check_options(options)
+    try:
+        async with asyncio.timeout(options.ready_s):
+            return await _deployed(api, options)
+    except TimeoutError as error:
+        what = options.arn or options.agent_name
+        raise UsageError(f"{what} was not READY within ready_s = {options.ready_s:g} seconds") from error
+    except Silent as error:
+        where = options.endpoint_url or "AWS"
+        raise UsageError(
+            f"{where} does not answer ({error}); is endpoint_url right, and is it running?"
+        ) from error
+    except Refused as error:
+        raise UsageError(f"{error}{_remedy(error)}") from error
+
+
+async def find(api: Api, name: str) -> dict[str, Any] | None:
+    """The runtime of a name, among all there are."""
+    page: dict[str, Any] = {}
+    while True:
+        more = {"nextToken": page["nextToken"]} if page.get("nextToken") else {}
+        page = await api.ask("list_agent_runtimes", maxResults=100, **more)
+        for one in page["agentRuntimes"]:
+            if one["agentRuntimeName"] == name:
+                return one
+        if not page.get("nextToken"):
+            return None
+
+
+async def _deployed(api: Api, options: AgentCoreOptions) -> Deployed:
+    runtime_id = options.arn.rpartition("/")[2]
+    if not options.arn:
+        runtime_id = await _made(api, options)
+    found = await _ready(api, runtime_id)
+    if not options.arn and not _same(found, _wanted(options)):
+        log.info("%s is updated", options.agent_name)
+        kept = {name: found[name] for name in KEPT if found.get(name)}
+        await api.ask("update_agent_runtime", agentRuntimeId=runtime_id, **kept, **_wanted(options))
+        found = await _ready(api, runtime_id)
+    await _serving(api, runtime_id, options.qualifier, str(found.get("agentRuntimeVersion", "")))
+    lifetime = found.get("lifecycleConfiguration", {}).get("maxLifetime", LONGEST_S)
+    return Deployed(found["agentRuntimeArn"], float(lifetime))
+
+
+async def _made(api: Api, options: AgentCoreOptions) -> str:
+    if found := await find(api, options.agent_name):
+        return found["agentRuntimeId"]
+    log.info("%s is created", options.agent_name)
+    try:
+        made = await api.ask("create_agent_runtime", agentRuntimeName=options.agent_name, **_wanted(options))
+    except Refused as error:
+        # Somebody else was first.
+        if error.status != 409 or not (found := await find(api, options.agent_name)):
+            raise
+        return found["agentRuntimeId"]
+    return made["agentRuntimeId"]
+
+
+def _wanted(options: AgentCoreOptions) -> dict[str, Any]:
+    network: dict[str, Any] = {"networkMode": "PUBLIC"}
+    if options.subnets:
+        groups = {"subnets": list(options.subnets), "securityGroups": list(options.security_groups)}
+        network = {"networkMode": "VPC", "networkModeConfig": groups}
+    return {
+        "agentRuntimeArtifact": {"containerConfiguration": {"containerUri": options.container_uri}},
+        "roleArn": options.role_arn,
+        "networkConfiguration": network,
+        "lifecycleConfiguration": {
+            "idleRuntimeSessionTimeout": options.idle_s,
+            "maxLifetime": options.max_rollout_s,
+        },
+        "environmentVariables": dict(options.env),
+    }
+
+
+def _same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """What we would say is said; the service may add to it, but not to the environment."""
+    if (found.get("environmentVariables") or {}) != wanted["environmentVariables"]:
+        return False
+    return all(
+        _covers(found.get(name), value) for name, value in wanted.items() if name != "environmentVariables"
+    )
+
+
+def _covers(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(_covers(found.get(name), one) for name, one in wanted.items())
+    if isinstance(wanted, list):
+        return isinstance(found, list) and sorted(found) == sorted(wanted)
+    return found == wanted
+
+
+async def _ready(api: Api, runtime_id: str) -> dict[str, Any]:
+    pause_s, longest_s = LOOK_S
+    while True:
+        found = await api.ask("get_agent_runtime", agentRuntimeId=runtime_id)
+        status = found["status"]
+        if status == "READY":
+            return found
+        if "FAILED" in status or status == "DELETING":
+            reason = found.get("failureReason") or "no reason was given"
+            raise UsageError(f"{runtime_id} is {status}: {reason}; correct it, or delete it and try again")
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, longest_s)
+
+
+async def _serving(api: Api, runtime_id: str, qualifier: str, version: str) -> None:
+    """Until the endpoint takes calls; DEFAULT follows the newest version a little later."""
+    pause_s, longest_s = LOOK_S
+    while True:
+        found = await api.ask("get_agent_runtime_endpoint", agentRuntimeId=runtime_id, endpointName=qualifier)
+        status = found["status"]
+        if "FAILED" in status:
+            reason = found.get("failureReason") or "no reason was given"
+            raise UsageError(f"endpoint {qualifier} of {runtime_id} is {status}: {reason}")
+        if status == "READY" and (qualifier != "DEFAULT" or found.get("liveVersion") == version):
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, longest_s)
+
+
+def _remedy(error: Refused) -> str:
+    match error.status:
+        case 403:
+            return "; allow bedrock-agentcore:*AgentRuntime* and iam:PassRole for these credentials"
+        case 404:
+            return "; is arn right, and qualifier the name of one of its endpoints?"
+    return ""

@@ -1,0 +1,256 @@
+"""A Docker or Podman engine, reached by its socket through the `docker` library.
+
+Its calls block, so they run in a few threads. An engine that does not answer is Unavailable, what it refuses
+is `Refused` with its own words, and what is not there is None. It is connected to when it is first needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from afield.errors import AfieldError, Unavailable, UsageError
+from afield.options import ContainerOptions
+from afield.runtimes.docker.spec import host_config
+
+if TYPE_CHECKING:
+    from docker import APIClient
+
+THREADS = 16
+CALL_S = 60
+PULL_S = 1800.0
+TAIL_LINES = 40
+# AgentCore's library serves others only where it sees that it is in a container; Podman does not show it.
+IN_CONTAINER = {"DOCKER_CONTAINER": "1"}
+T = TypeVar("T")
+
+
+class Refused(AfieldError):
+    """The engine answered, and would not."""
+
+
+class Bind(Struct, frozen=True):
+    """Where a container's port is, seen from here: published at `publish`, reached at `reach`."""
+
+    publish: str
+    reach: str
+
+
+class Engine:
+    """`async with`; used from one event loop."""
+
+    def __init__(self, options: ContainerOptions) -> None:
+        self._options = options
+        self._api: APIClient | None = None
+        self._connecting = asyncio.Lock()
+        self._pulling = asyncio.Lock()
+        self._has_image = False
+        self.where = options.socket
+        self.kind = ""
+
+    async def __aenter__(self) -> Engine:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="container-engine")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        # Without waiting: a thread may still read from an engine that hangs.
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._api is not None:
+            self._api.close()
+
+    async def call(self, work: Callable[[APIClient], T]) -> T:
+        """Some calls to the engine, in a thread. Raises Unavailable or Refused."""
+        if self._api is None:
+            async with self._connecting:
+                if self._api is None:
+                    self._api = await self._run(self._connect)
+        api = self._api
+        return await self._run(lambda: work(api))
+
+    @property
+    def bind(self) -> Bind:
+        """Ports of a local engine are published to us alone; those of a remote one at its own address."""
+        parts = urlsplit(self.where)
+        if parts.scheme in ("tcp", "http", "https") and parts.hostname not in (
+            "127.0.0.1",
+            "localhost",
+            None,
+        ):
+            return Bind("0.0.0.0", parts.hostname)
+        return Bind("127.0.0.1", "127.0.0.1")
+
+    @property
+    def local(self) -> bool:
+        return self.bind.reach == "127.0.0.1"
+
+    # --- containers ------------------------------------------------------------------------------
+
+    async def create(self, name: str, labels: Mapping[str, str], *, serve: bool, **config: Any) -> str:
+        """The id of a new container; one of this name that is there already is Refused."""
+        await self.need_image()
+        options, publish = self._options, self.bind.publish
+
+        def create(api: APIClient) -> str:
+            ports = {"port_bindings": {options.port: (publish,)}} if serve else {}
+            made = api.create_container(
+                options.image,
+                environment={**IN_CONTAINER, **options.env},
+                user=options.user or None,
+                labels=dict(labels),
+                name=name,
+                ports=[options.port] if serve else None,
+                host_config=api.create_host_config(**host_config(options), **ports),
+                use_config_proxy=False,
+                **config,
+            )
+            return made["Id"]
+
+        return await self.call(create)
+
+    async def start(self, name: str) -> None:
+        """Starting what runs is harmless."""
+        await self.call(lambda api: api.start(name))
+
+    async def inspect(self, name: str) -> dict[str, Any] | None:
+        return await self._maybe(lambda api: api.inspect_container(name))
+
+    async def list(self, label: str) -> list[dict[str, Any]]:
+        return await self.call(lambda api: api.containers(all=True, filters={"label": [label]}))
+
+    async def logs(self, name: str, tail: int | None = TAIL_LINES) -> str:
+        """Empty where there is no such container."""
+        lines: Any = "all" if tail is None else tail
+        said = await self._maybe(lambda api: api.logs(name, stdout=True, stderr=True, tail=lines))
+        return "" if said is None else said.decode("utf-8", "replace").strip()
+
+    async def remove(self, name: str) -> None:
+        """With all that runs in it, and its volumes; harmless where there is none."""
+        await self._maybe(lambda api: api.remove_container(name, force=True, v=True))
+
+    # --- images ----------------------------------------------------------------------------------
+
+    async def need_image(self) -> None:
+        """Pulls as the policy says, once. Raises UsageError where the image cannot be had."""
+        image, pull = self._options.image, self._options.pull
+        if self._has_image:
+            return
+        if not image:
+            raise UsageError("the container runtime needs an image; set image, such as image = 'my/agent:1'")
+        async with self._pulling:
+            if self._has_image:
+                return
+            found = await self._maybe(lambda api: api.inspect_image(image)) is not None
+            if not found and pull == "never":
+                said = f"image {image!r} is not at {self.where}, and pull = 'never'"
+                raise UsageError(f"{said}; build or load it there, or set pull = 'missing'")
+            if not found or pull == "always":
+                await self._pull(image)
+            self._has_image = True
+
+    async def _pull(self, image: str) -> None:
+        def pull(api: APIClient) -> str:
+            name, _, digest = image.partition("@")
+            head, colon, tag = name.rpartition(":")
+            tagged = bool(colon) and "/" not in tag
+            repository, wanted = (head, tag) if tagged else (name, "latest")
+            rows = api.pull(repository, tag=digest or wanted, stream=True, decode=True)
+            # An engine may answer 200 and tell what went wrong in the stream.
+            return next((row["error"] for row in rows if "error" in row), "")
+
+        try:
+            async with asyncio.timeout(PULL_S):
+                problem = await self.call(pull)
+        except (Refused, TimeoutError) as error:
+            problem = str(error) or f"it took more than {PULL_S:g} s"
+        if problem:
+            remedy = "check its name and `docker login`, or build it there and set pull = 'never'"
+            raise UsageError(f"image {image!r} cannot be pulled at {self.where}: {problem}; {remedy}")
+
+    # --- small things ----------------------------------------------------------------------------
+
+    async def _maybe(self, work: Callable[[APIClient], T]) -> T | None:
+        """None where the engine says there is no such thing."""
+        from docker.errors import NotFound
+
+        def ask(api: APIClient) -> T | None:
+            try:
+                return work(api)
+            except NotFound:
+                return None
+
+        return await self.call(ask)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._telling, work)
+
+    def _telling(self, work: Callable[[], T]) -> T:
+        from docker.errors import APIError, DockerException
+        from requests.exceptions import RequestException
+
+        try:
+            return work()
+        except APIError as error:
+            said = str(error.explanation or error)
+            hint = "; install it on the engine's machine, or set init = false" if "-init" in said else ""
+            raise Refused(said + hint) from error
+        except (DockerException, RequestException, OSError) as error:
+            raise Unavailable(f"the container engine at {self.where} does not answer: {error}") from error
+
+    def _connect(self) -> APIClient:
+        from docker import APIClient
+        from docker.utils import kwargs_from_env
+
+        given = {"base_url": self._options.socket} if self._options.socket else kwargs_from_env()
+        self.where = given.get("base_url") or _usual()
+        if self.where.startswith("unix://"):
+            # Tried apart: the library wraps the reason in others, and leaves its socket open.
+            _knock(self.where.removeprefix("unix://"))
+        api = APIClient(
+            **{**given, "base_url": self.where}, version="auto", timeout=CALL_S, max_pool_size=THREADS
+        )
+        self.kind = "podman" if "podman" in str(api.version()).lower() else "docker"
+        return api
+
+
+def need_library() -> None:
+    """Raises UsageError where the `docker` library is not installed."""
+    try:
+        import docker  # noqa: F401
+    except ImportError as error:
+        raise UsageError("containers need the docker library: pip install 'afield[container]'") from error
+
+
+def _usual() -> str:
+    """The first place that has an engine; where none has, the most usual one, for the error to name."""
+    home, user = Path.home(), os.getuid()
+    places = (
+        "/var/run/docker.sock",
+        "/run/podman/podman.sock",
+        f"/run/user/{user}/docker.sock",
+        f"/run/user/{user}/podman/podman.sock",
+        f"{home}/.docker/run/docker.sock",
+        f"{home}/.local/share/containers/podman/machine/podman.sock",
+    )
+    return f"unix://{next(filter(_listens, places), places[0])}"
+
+
+def _listens(path: str) -> bool:
+    try:
+        _knock(path)
+    except OSError:
+        return False
+    return True
+
+
+def _knock(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.settimeout(CALL_S)
+        one.connect(path)

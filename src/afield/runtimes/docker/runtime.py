@@ -1,0 +1,356 @@
+"""Agents in containers of a Docker or Podman engine, one for each attempt, from an unchanged image.
+
+The image serves `/invocations` and `/ping`; a container's name follows from its session, so that launching
+twice is one container and any process finds it again. One list for all tells which have died, with exit code
+and last words; `/ping` tells which agents have ended, whose container then stays until it is stopped.
+Containers outlive a killed process: the next one adopts them, or a reaper stops what `list` tells. What they
+print is kept in `log_dir` when they are removed. How they reach this machine: see `container_reach`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+
+from afield.errors import (
+    AfieldError,
+    InfrastructureFailure,
+    RolloutFailure,
+    Throttled,
+    Unavailable,
+    UsageError,
+)
+from afield.interfaces.runtime import Capabilities, Exit, Live, Phase
+from afield.options import ContainerOptions
+from afield.runtimes import invocations
+from afield.runtimes.attempt_table import Attempts, broken
+from afield.runtimes.docker.containers import Fleet
+from afield.runtimes.docker.engine import Engine, Refused, need_library
+from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
+from afield.runtimes.docker.spec import enforced, gateway_of, live_of_one, name_of, phase_of
+from afield.runtimes.invocations import SILENT, Said
+from afield.types import Attempt, Reason
+
+log = logging.getLogger("afield.runtimes")
+
+# Below the 5 s after which common servers close an idle connection.
+KEEPALIVE_S = 3.0
+PING_S = 5.0
+# A container that does not answer is looked at at once; without such a sign all are, this often.
+LOOK_S = 10.0
+# The first pings of one that starts, each later than the one before.
+EAGER_S, PATIENT_S = 0.02, 0.5
+NO_ADDRESS = ("", "host", "none")
+
+
+class ContainerRuntime:
+    """`name` is the run: its containers carry it as a label, and `list` tells those alone."""
+
+    def __init__(
+        self,
+        options: ContainerOptions,
+        *,
+        name: str,
+        log_dir: Path,
+        start_timeout_s: float = 60.0,
+        poll_s: float = 0.5,
+    ) -> None:
+        self._options = options
+        self._name = name
+        self._start_timeout_s = start_timeout_s
+        self._poll_s = poll_s
+        self._engine = Engine(options)
+        self._fleet = Fleet(self._engine, options, name, log_dir)
+        self._relays = Relays()
+        self._attempts = Attempts()
+        self._launches: dict[str, asyncio.Task[AfieldError | None]] = {}
+        # Sessions whose containers are ours to remove; None until it is known where they answer.
+        self._ours: dict[str, str | None] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+        self._silence = asyncio.Event()
+        self._open = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            isolation="container",
+            limits=enforced(self._options.limits),
+            exec=True,
+            lists=True,
+            reaches=True,
+            outlives=True,
+            lingers=True,
+        )
+
+    async def __aenter__(self) -> Self:
+        need_library()
+        await self._engine.__aenter__()
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._http = await aiohttp.ClientSession(connector=connector).__aenter__()
+        self._group = await asyncio.TaskGroup().__aenter__()
+        self._do(self._watch())
+        self._open = True
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._open = False
+        for session_id in self._attempts:
+            said = f"{session_id}: the runtime was closed"
+            self._attempts.settle(session_id, broken(said, Reason.CANCELLED))
+        closing = asyncio.create_task(self._close())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            # Containers would be left behind; each call of the engine has a deadline.
+            await closing
+            raise
+
+    async def _close(self) -> None:
+        try:
+            # Not cancelled: a container that is just being made must be known to be removed.
+            if self._launches:
+                await asyncio.wait(self._launches.values())
+            for task in self._chores:
+                task.cancel()
+            await self._group.__aexit__(None, None, None)
+            results = await asyncio.gather(*map(self._remove, list(self._ours)), return_exceptions=True)
+            for problem in results:
+                if problem is not None:
+                    log.warning("a container of run %s may be left: %s", self._name, problem)
+        finally:
+            await self._relays.__aexit__()
+            await self._http.close()
+            await self._engine.__aexit__()
+
+    # --- the verbs -------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        options = self._options
+        if options.network in NO_ADDRESS or options.network.startswith("container:"):
+            raise UsageError(
+                f"network {options.network!r} gives containers no address of their own, and every one serves"
+                f" port {options.port}; use 'bridge' or the name of a network"
+            )
+        try:
+            await self._engine.call(lambda api: api.version())
+        except Unavailable as error:
+            remedy = "start it (podman system service --time 0, or dockerd), or set socket = 'unix:///...'"
+            raise UsageError(f"{error}; {remedy}") from error
+        for mount in options.mounts if self._engine.local else ():
+            source = mount.partition(":")[0]
+            if not await asyncio.to_thread(Path(source).exists):
+                raise UsageError(f"mount {mount!r}: there is no {source} here")
+        await self._engine.need_image()
+
+    async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        if not self._open:
+            raise RuntimeError("launch is called inside 'async with runtime'")
+        await self._attempts.once(
+            attempt.session_id,
+            self._launches,
+            lambda: self._group.create_task(self._launch(attempt, payload)),
+        )
+
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        session_id = attempt.session_id
+        if self._attempts.running(session_id):
+            return True
+        found = await self._fleet.find(session_id)
+        if found is None or phase_of(found["State"]["Status"]) is Phase.ENDED:
+            return False
+        url = self._fleet.url(found)
+        with contextlib.suppress(*SILENT):
+            if url and not _busy(await invocations.ping(self._http, url, PING_S), session_id):
+                return False
+        if self._attempts.begin(session_id):
+            self._ours[session_id] = url
+            self._do(self._follow(session_id))
+        return self._attempts.running(session_id)
+
+    async def wait(self, attempt: Attempt) -> Exit:
+        return await self._attempts.exit(attempt.session_id)
+
+    async def stop(self, attempt: Attempt) -> None:
+        session_id = attempt.session_id
+        self._attempts.settle(session_id, broken(f"{session_id} was stopped", Reason.CANCELLED))
+        if task := self._launches.get(session_id):
+            await asyncio.wait([task])
+        await self._remove(session_id)
+
+    async def status(self, attempt: Attempt) -> Live:
+        found = await self._fleet.find(attempt.session_id)
+        if found is None:
+            return Live(session_id=attempt.session_id, phase=Phase.UNKNOWN)
+        return live_of_one(attempt.session_id, found)
+
+    async def list(self) -> list[Live]:
+        return await self._fleet.list()
+
+    async def logs(self, attempt: Attempt) -> str:
+        """Of a container that was removed by us, what it had printed until then."""
+        return await self._fleet.logs(attempt.session_id)
+
+    # --- launching -------------------------------------------------------------------------------
+
+    async def _launch(self, attempt: Attempt, payload: dict[str, Any]) -> AfieldError | None:
+        session_id = attempt.session_id
+        try:
+            await self._place(attempt, payload)
+            return None
+        except Throttled as throttled:
+            self._attempts.forget(session_id, broken(str(throttled), Reason.LAUNCH))
+            failure: AfieldError = throttled
+        except RolloutFailure as rollout_failure:
+            self._attempts.settle(session_id, Exit(rollout_failure.failure))
+            failure = rollout_failure
+        except (AfieldError, OSError) as error:
+            failure = InfrastructureFailure(f"{session_id} was not launched: {error}", Reason.LAUNCH)
+            self._attempts.settle(session_id, Exit(failure.failure))
+        with contextlib.suppress(AfieldError):  # Tried again by `stop`, or on closing.
+            await self._remove(session_id)
+        return failure
+
+    async def _place(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+        session_id = attempt.session_id
+        name = name_of(session_id)
+        await self._engine.need_image()
+        self._ours[session_id] = None
+        try:
+            await self._fleet.create(session_id)
+        except Refused:
+            # Made by an earlier launch, here or in another process? Engines word that differently.
+            if await self._fleet.find(session_id) is None:
+                raise
+        self._check_wanted(session_id)
+        await self._engine.start(name)
+        url, said = await self._until_it_serves(session_id)
+        self._ours[session_id] = url
+        if not (said.active is None and said.status != "Healthy"):
+            await self._post(attempt, url, await self._reachable(session_id, payload))
+        self._do(self._follow(session_id))
+
+    async def _until_it_serves(self, session_id: str) -> tuple[str, Said]:
+        pause_s, url = EAGER_S, ""
+        silent = "it has no address"
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while True:
+                    self._check_wanted(session_id)
+                    found = await self._fleet.alive(session_id)
+                    if url := self._fleet.url(found):
+                        try:
+                            return url, await invocations.ping(self._http, url, PING_S)
+                        except SILENT as error:
+                            silent = f"{type(error).__name__}: {error}"
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, PATIENT_S)
+        except TimeoutError:
+            where = f"GET {url}/ping" if url else f"port {self._options.port}"
+            waited = f"did not answer within {self._start_timeout_s:g} s: {silent}"
+            tail = await self._engine.logs(name_of(session_id))
+            said = f"{where} of {name_of(session_id)} {waited}; its log ends: {tail}"
+            raise InfrastructureFailure(said, Reason.LAUNCH) from None
+
+    async def _reachable(self, session_id: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """The payload with addresses that hold inside of the container."""
+        ports = loopback_ports(payload)
+        if not ports:
+            return payload
+        if self._options.host:
+            return readdressed(payload, self._options.host)
+        if not self._engine.local:
+            said = f"{session_id} is sent to 127.0.0.1, which {self._engine.where} cannot reach"
+            remedy = "start the gateway with --host 0.0.0.0 --public-url http://THIS_MACHINE:PORT"
+            raise InfrastructureFailure(f"{said}; {remedy}", Reason.LAUNCH)
+        gateway, subnet = gateway_of(await self._fleet.alive(session_id))
+        if gateway and await self._relays.reach(gateway, subnet, ports):
+            return readdressed(payload, gateway)
+        # The engine is in a virtual machine, or rootless: it has a name for us.
+        name = "host.containers.internal" if self._engine.kind == "podman" else "host.docker.internal"
+        return readdressed(payload, name)
+
+    async def _post(self, attempt: Attempt, url: str, payload: dict[str, Any]) -> None:
+        """Posting is idempotent, so a connection that broke under it is tried once more."""
+        for last in (False, True):
+            self._check_wanted(attempt.session_id)
+            try:
+                await invocations.post(self._http, url, attempt, payload)
+                return
+            except (aiohttp.ClientError, OSError) as error:
+                await self._fleet.alive(attempt.session_id, patience_s=1.0)
+                if last or isinstance(error, TimeoutError):
+                    why = f"{type(error).__name__}: {error}"
+                    said = f"{name_of(attempt.session_id)} did not take its payload: {why}"
+                    raise InfrastructureFailure(said, Reason.LAUNCH) from error
+
+    def _check_wanted(self, session_id: str) -> None:
+        if not self._attempts.running(session_id):
+            raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
+
+    # --- what runs, and what has ended -----------------------------------------------------------
+
+    async def _follow(self, session_id: str) -> None:
+        """Until its agent has ended, or its container."""
+        while self._attempts.running(session_id):
+            await asyncio.sleep(self._poll_s)
+            try:
+                url = self._ours.get(session_id) or self._fleet.url(await self._fleet.find(session_id))
+                if not url:
+                    raise OSError(f"{session_id} has no address")
+                self._ours[session_id] = url
+                said = await invocations.ping(self._http, url, PING_S)
+            except (*SILENT, Unavailable, Refused):
+                self._silence.set()
+                continue
+            if not _busy(said, session_id):
+                self._attempts.settle(session_id, Exit(lingers=True))
+
+    async def _watch(self) -> None:
+        """One list for all containers tells which have died."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._silence.wait()
+            self._silence.clear()
+            # Before the list: one that is placed while it is under way is not in it.
+            followed = [
+                s for s in self._attempts if self._ours.get(s) is not None and s not in self._launches
+            ]
+            if followed:
+                try:
+                    await self._bury(followed)
+                except (Unavailable, Refused) as error:
+                    log.warning("run %s cannot see its containers: %s", self._name, error)
+            await asyncio.sleep(self._poll_s)
+
+    async def _bury(self, followed: list[str]) -> None:
+        alive = {live.session_id for live in await self._fleet.list() if live.phase is not Phase.ENDED}
+        for session_id in followed:
+            if session_id not in alive and self._attempts.running(session_id):
+                try:
+                    await self._fleet.alive(session_id)
+                except InfrastructureFailure as died:
+                    tail = await self._engine.logs(name_of(session_id))
+                    self._attempts.settle(session_id, Exit(died.failure, tail, lingers=True))
+
+    # --- small things ----------------------------------------------------------------------------
+
+    async def _remove(self, session_id: str) -> None:
+        await self._fleet.remove(session_id)
+        self._ours.pop(session_id, None)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._group.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+
+def _busy(said: Said, session_id: str) -> bool:
+    """Servers that do not tell their sessions apart have only this one."""
+    return said.status != "Healthy" if said.active is None else session_id in said.active

@@ -1,0 +1,374 @@
+"""Commands in a fresh container of their own: a place for a verifier, or for what an agent wrote.
+
+The image needs a shell and `cat`. Nothing of the container is left when its block ends; one whose process
+was killed has the labels of its run, and is reaped like an agent. Commands have no network unless the options
+name one. What runs into its timeout is killed with all else in the container, or, while other commands run
+there too, with all that has its mark in the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+from uuid import uuid4
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from afield.errors import AfieldError, InfrastructureFailure, Missing
+from afield.interfaces.sandbox import MOST_BYTES, Ran, argv_of, check_path, too_large
+from afield.options import ContainerOptions
+from afield.runtimes.docker.engine import Engine, Refused, need_library
+from afield.runtimes.docker.spec import death_of, labels_of, name_of
+from afield.types import Reason
+
+if TYPE_CHECKING:
+    from docker import APIClient
+
+STDOUT, STDERR = 1, 2
+KEPT = 4 * 2**20
+CHUNK = 2**16
+# How long what was killed may take to be gone.
+GONE_S = 10.0
+# After a command's own end: for what a child that holds its output may still say.
+LAST_WORDS_S = 1.0
+# Between two looks at a command: at first, and when its output has ended; at most.
+SOON_S, SELDOM_S = 0.05, 2.0
+MARK = "AFIELD_COMMAND"
+# As the first process: it cannot be killed from inside, and buries what has lost its parent. Without
+# `command` a shell ends when there is no room for another process.
+IDLE = "while :; do command eval 'sleep 86400'; done"
+# Everything in the container but the first process and this shell.
+KILL_ALL = "kill -KILL -1 2>/dev/null; :"
+# Until none is left: while some are killed, others may be forked.
+KILL_MARKED = """
+for round in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+  found=
+  for entry in /proc/[0-9]*; do
+    case "$(tr '\\0' '\\n' < $entry/environ 2>/dev/null)" in
+      *"$1"*) kill -KILL "${entry#/proc/}" 2>/dev/null && found=yes ;;
+    esac
+  done
+  [ "$found" ] || exit 0
+done; :
+"""
+# Whoever writes to a pipe waits for a reader that may never come.
+WRITE = """
+if [ -e "$1" ] && [ ! -f "$1" ]; then
+  echo "it is there, and is no plain file" >&2; cat > /dev/null; exit 1
+fi
+mkdir -p -- "$(dirname -- "$1")" && cat > "$1"
+"""
+READ = '[ -f "$1" ] || exit 44; cat -- "$1"'
+NO_FILE = 44
+
+
+class Output:
+    """A stream of which the first and the last part are kept."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._head = bytearray()
+        self._tail = bytearray()
+        self.cut = 0
+
+    def add(self, data: bytes) -> None:
+        room = self._most // 2 - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        self._tail += data
+        if len(self._tail) > self._most:
+            self._trim()
+
+    def _trim(self) -> None:
+        over = len(self._tail) - (self._most - self._most // 2)
+        if over > 0:
+            self.cut += over
+            del self._tail[:over]
+
+    @property
+    def bytes(self) -> bytes:
+        self._trim()
+        return bytes(self._head + self._tail)
+
+    @property
+    def text(self) -> str:
+        self._trim()
+        between = f"\n... {self.cut} bytes left out ...\n".encode() if self.cut else b""
+        return (bytes(self._head) + between + bytes(self._tail)).decode("utf-8", "replace")
+
+
+class Whole(Output):
+    """One that is of use only if nothing is left out: what is longer is not read to its end."""
+
+    def add(self, data: bytes) -> None:
+        super().add(data)
+        if self.cut:
+            raise ConnectionAbortedError("there is more than is kept")
+
+
+class _Ended(Struct, frozen=True):
+    exit_code: int | None
+    out: Output
+    err: Output
+    timed_out: bool
+
+
+class ContainerSandbox:
+    """`options.network` of bridge, the default for agents, becomes none here: name a network to have one.
+
+    `keep_bytes` of what a command prints are kept; a file that is read has `most_bytes` at most.
+    """
+
+    def __init__(
+        self,
+        image: str = "",
+        options: ContainerOptions | None = None,
+        *,
+        name: str = "sandbox",
+        keep_bytes: int = KEPT,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        given = options or ContainerOptions()
+        network = "none" if given.network == "bridge" else given.network
+        self._options = replace(given, image=image or given.image, network=network, init=False)
+        self._engine = Engine(self._options)
+        self._run = name
+        # Of the form that sessions have, so that it is listed and stopped like one.
+        self._session_id = f"sandbox-{uuid4().hex}.1"
+        self._name = name_of(self._session_id)
+        self._keep_bytes, self._most_bytes = keep_bytes, most_bytes
+        self._running = 0
+
+    async def __aenter__(self) -> Self:
+        need_library()
+        await self._engine.__aenter__()
+        try:
+            labels = labels_of(self._run, self._session_id)
+            idle: dict[str, Any] = {"entrypoint": ["/bin/sh", "-c", IDLE], "command": []}
+            await self._engine.create(self._name, labels, serve=False, **idle)
+            await self._engine.start(self._name)
+        except BaseException as error:
+            await asyncio.shield(self.__aexit__())
+            if isinstance(error, Refused):
+                said = f"no sandbox of {self._options.image}: {error}"
+                raise InfrastructureFailure(said, Reason.LAUNCH) from error
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            with contextlib.suppress(AfieldError):
+                await asyncio.shield(self._engine.remove(self._name))
+        finally:
+            await self._engine.__aexit__()
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float = 600.0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> Ran:
+        argv = argv_of(command, timeout, cwd, env)
+        out = Output(self._keep_bytes)
+        ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, out)
+        stdout, stderr = ended.out.text, ended.err.text
+        return Ran(
+            exit_code=None if ended.timed_out else ended.exit_code,
+            stdout=stdout,
+            stderr=stderr,
+            timed_out=ended.timed_out,
+            truncated=bool(ended.out.cut or ended.err.cut),
+        )
+
+    async def upload(self, path: str, data: bytes) -> None:
+        check_path(path)
+        argv = ["/bin/sh", "-c", WRITE, "write", path]
+        ended = await self._exec(argv, 600.0, None, {}, data, Output(KEPT))
+        if ended.exit_code != 0:
+            raise InfrastructureFailure(f"{path} was not written: {ended.err.text.strip()}", Reason.UPLOAD)
+
+    async def download(self, path: str) -> bytes:
+        check_path(path)
+        argv = ["/bin/sh", "-c", READ, "read", path]
+        ended = await self._exec(argv, 600.0, None, {}, b"", Whole(self._most_bytes))
+        content = ended.out.bytes
+        if ended.out.cut:
+            raise too_large(path, "the sandbox", self._most_bytes)
+        if ended.exit_code == NO_FILE:
+            raise Missing(f"there is no file {path} in the sandbox")
+        if ended.exit_code != 0:
+            raise InfrastructureFailure(f"{path} was not read: {ended.err.text.strip()}", Reason.UPLOAD)
+        return content
+
+    # --- commands --------------------------------------------------------------------------------
+
+    async def _exec(
+        self,
+        argv: list[str],
+        timeout: float,
+        cwd: str | None,
+        env: dict[str, str],
+        stdin: bytes,
+        out: Output,
+    ) -> _Ended:
+        mark = uuid4().hex
+        err = Output(self._keep_bytes)
+        self._running += 1
+        try:
+            running = await self._engine.call(
+                lambda api: _Command(api, self._name, argv, cwd, {**env, MARK: mark}, stdin)
+            )
+            talking = asyncio.create_task(self._engine.call(lambda _: running.talk(out, err)))
+            try:
+                code = await self._within(talking, running, timeout)
+            except BaseException:
+                await asyncio.shield(self._kill(mark, running, talking))
+                raise
+            if code is None:
+                await self._kill(mark, running, talking)
+        except Refused as error:
+            raise await self._broken(error) from error
+        finally:
+            self._running -= 1
+        return _Ended(code, out, err, code is None)
+
+    async def _within(self, talking: asyncio.Task[None], running: _Command, timeout: float) -> int | None:
+        """How a command ended, if in time. Its output may end before it does; and what it left behind may
+        hold its output open.
+        """
+        end = time.monotonic() + timeout
+        pause_s = SOON_S
+        while (left := end - time.monotonic()) > 0:
+            if talking.done():
+                await asyncio.sleep(min(left, SOON_S))
+            else:
+                await asyncio.wait([talking], timeout=min(left, pause_s))
+            pause_s = min(2 * pause_s, SELDOM_S)
+            if (code := await self._engine.call(lambda _: running.exit_code())) is not None:
+                await asyncio.wait([talking], timeout=LAST_WORDS_S)
+                running.close()
+                await talking
+                return code
+        return None
+
+    async def _kill(self, mark: str, running: _Command, talking: asyncio.Task[None]) -> None:
+        """Of last resort is a restart: nothing in the container survives it, nor what it has in memory."""
+        if self._running > 1:
+            argv = ["/bin/sh", "-c", KILL_MARKED, "kill", f"{MARK}={mark}"]
+        else:
+            argv = ["/bin/sh", "-c", KILL_ALL]
+        killed = await self._engine.call(lambda api: _run(api, self._name, argv))
+        end = time.monotonic() + GONE_S
+        while killed and await self._engine.call(lambda _: running.exit_code()) is None:
+            killed = time.monotonic() < end
+            await asyncio.sleep(SOON_S)
+        if not killed:
+            await self._engine.call(lambda api: api.restart(self._name, timeout=0))
+        await asyncio.wait([talking], timeout=LAST_WORDS_S)
+        running.close()
+        await talking
+
+    async def _broken(self, why: object) -> InfrastructureFailure:
+        found = await self._engine.inspect(self._name)
+        if found is None:
+            return InfrastructureFailure("the sandbox is gone: somebody removed its container", Reason.DIED)
+        if not found["State"]["Running"]:
+            said = death_of(found["State"], self._options.limits)
+            return InfrastructureFailure(f"the sandbox {said}", Reason.DIED)
+        return InfrastructureFailure(f"the sandbox takes no commands: {why}", Reason.DIED)
+
+
+class _Command:
+    """One exec of the engine, with the connection that carries its input and output."""
+
+    def __init__(
+        self,
+        api: APIClient,
+        container: str,
+        argv: list[str],
+        cwd: str | None,
+        env: dict[str, str],
+        stdin: bytes,
+    ) -> None:
+        self._api = api
+        self._stdin = memoryview(stdin)
+        made = api.exec_create(container, argv, stdin=bool(stdin), environment=env, workdir=cwd)
+        self._id = made["Id"]
+        self._link: Any = api.exec_start(self._id, socket=True)
+        # What the library gives is a file over a socket where the engine is local, else a socket.
+        self._socket: socket.socket = getattr(self._link, "_sock", self._link)
+        self._socket.settimeout(None)
+
+    def talk(self, out: Output, err: Output) -> None:
+        """Until both streams have ended, or `close`."""
+        try:
+            while header := self._read(8):
+                stream, size = struct.unpack(">BxxxL", header)
+                (err if stream == STDERR else out).add(self._read(size))
+        except OSError:
+            pass  # Closed by us, or with the container; what became of the command the engine knows.
+        finally:
+            self._link.close()
+            self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._feed()
+            part = self._socket.recv(min(CHUNK, size - len(data)))
+            if not part:
+                return b""
+            data += part
+        return bytes(data)
+
+    def _feed(self) -> None:
+        """Until there is something to read: a command may want to be read before it reads on."""
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN | select.POLLOUT)
+        while self._stdin:
+            [(_, events)] = ready.poll()
+            if events != select.POLLOUT:
+                return
+            try:
+                sent = self._socket.send(self._stdin[:CHUNK], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                sent = len(self._stdin)
+            self._stdin = self._stdin[sent:]
+            if not self._stdin:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
+
+    def exit_code(self) -> int | None:
+        """None while it runs, or where the engine no longer knows."""
+        told = self._api.exec_inspect(self._id)
+        return None if told["Running"] else told["ExitCode"]
+
+    def close(self) -> None:
+        """`talk` ends."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _run(api: APIClient, container: str, argv: list[str]) -> bool:
+    """Whether it could be run: a container may be full of processes, or have lost its shell."""
+    from docker.errors import APIError
+
+    try:
+        made = api.exec_create(container, argv)
+        api.exec_start(made["Id"])
+        return api.exec_inspect(made["Id"])["ExitCode"] == 0
+    except APIError:
+        return False

@@ -1,0 +1,258 @@
+"""One API server: how it is found, how it is asked, and what its refusals mean.
+
+The library reads kubeconfigs and service accounts, and knows TLS and tokens; requests and answers are
+plain JSON, since its own models cost more than what they describe. A server that does not answer, or
+not now, is asked a few times, where asking twice is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from afield.errors import AfieldError, Throttled, Unavailable, UsageError
+from afield.options import KubernetesOptions
+from afield.runtimes.kubernetes.objects import Listed, Status
+
+log = logging.getLogger("afield.runtimes.kubernetes.runtime")
+
+REQUEST_S = 30.0
+CONNECT_S = 10.0
+PAGE = "500"
+EXPIRED = 410
+TRIES = 4
+PAUSE_S = 0.3
+TOKEN_S = 60.0  # how long a token is used before it is read, or made, again
+SILENT = (aiohttp.ClientError, OSError)  # TimeoutError is an OSError
+T = TypeVar("T")
+
+
+class Refused(AfieldError):
+    """A 4xx of the API server that is neither 'not now' nor 'too many'."""
+
+    def __init__(self, message: str, status: int, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class Cluster:
+    """Opened by `opened`. `path`s are below the server's address."""
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace
+        self.host: str = client.configuration.host
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def jobs(self, name: str = "") -> str:
+        return f"/apis/batch/v1/namespaces/{self.namespace}/jobs" + (f"/{name}" if name else "")
+
+    def core(self, kind: str, name: str = "") -> str:
+        return f"/api/v1/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    @asynccontextmanager
+    async def asked(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """One request; raises one of SILENT where there is no answer."""
+        rest = self._client.rest_client
+        sent = {"Accept": "application/json", "User-Agent": "afield", **(headers or {})}
+        if body is not None:
+            sent.setdefault("Content-Type", "application/json")
+        if token := (await self._client.configuration.auth_settings()).get("BearerToken"):
+            sent["Authorization"] = token["value"]
+        how: dict[str, Any] = {}
+        if rest.proxy:
+            how |= {"proxy": rest.proxy, "proxy_headers": rest.proxy_headers}
+        if rest.server_hostname:
+            how["server_hostname"] = rest.server_hostname
+        timeout = timeout or aiohttp.ClientTimeout(total=REQUEST_S, sock_connect=CONNECT_S)
+        async with rest.pool_manager.request(
+            method, self.host + path, params=params, data=body, headers=sent, timeout=timeout, **how
+        ) as response:
+            yield response
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: object = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_S,
+    ) -> bytes:
+        """One request; what its refusal means is raised: Throttled, Unavailable or Refused."""
+        sent = None if body is None else msgspec.json.encode(body)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
+        try:
+            async with self.asked(
+                method, path, params=params, body=sent, headers=headers, timeout=timeout
+            ) as response:
+                said = await response.read()
+        except SILENT as error:
+            raise Unavailable(f"{self.host} does not answer: {named(error)}") from error
+        if response.status >= 300:
+            raise refusal(response.status, said, response.headers.get("Retry-After", ""))
+        return said
+
+    async def get(self, path: str, kind: type[T], **how: Any) -> T:
+        said = await patiently(lambda: self.call("GET", path, **how))
+        try:
+            return msgspec.json.decode(said, type=kind)
+        except msgspec.MsgspecError as error:
+            raise Unavailable(f"{self.host}{path} is not what a cluster says: {error}") from error
+
+    async def list(self, path: str, kind: type[T], params: Mapping[str, str]) -> tuple[list[T], str]:
+        """All of them, page by page, and the version they were at.
+
+        A server that forgot the version of the first page (410) is asked for everything in one.
+        """
+        items: list[T] = []
+        more = ""
+        while True:
+            page = {**params, "limit": PAGE, **({"continue": more} if more else {})}
+            try:
+                found = await self.get(path, Listed[kind], params=page)
+            except Refused as error:
+                if error.status != EXPIRED or not more:
+                    raise
+                items = []
+                found = await self.get(path, Listed[kind], params=params)
+            items += found.items or []
+            more = found.metadata.continue_
+            if not more:
+                return items, found.metadata.resource_version
+
+
+async def patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """For what may be asked twice: no answer is not yet a refusal."""
+    for tried in range(1, TRIES):
+        try:
+            return await ask()
+        except Unavailable as error:
+            log.info("%s; asked again", error)
+        await asyncio.sleep(PAUSE_S * 2**tried)
+    return await ask()
+
+
+def refusal(status: int, said: bytes, retry_after: str = "") -> AfieldError:
+    found = status_in(said)
+    message = found.message or said[:500].decode("utf-8", "replace")
+    told = f"the API server answered {status}: {message}"
+    quota = status == 403 and "exceeded quota" in message
+    if status == 429 or quota:
+        return Throttled(told, float(retry_after) if retry_after.isdigit() else None)
+    if status >= 500:
+        return Unavailable(told)
+    return Refused(told, status, found.reason)
+
+
+def status_in(said: bytes) -> Status:
+    """The server's own words; empty where it is not the API server that speaks."""
+    try:
+        found = msgspec.json.decode(said, type=Status)
+    except msgspec.MsgspecError:
+        return Status()
+    return found if found.kind == "Status" else Status()
+
+
+def named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+async def opened(options: KubernetesOptions, token_s: float = TOKEN_S) -> Cluster:
+    """The cluster that the options name. Nothing is sent yet; what cannot be read is a UsageError."""
+    try:
+        from kubernetes_asyncio import client
+    except ImportError as error:
+        said = "the kubernetes runtime needs a library: pip install 'afield[kubernetes]'"
+        raise UsageError(f"{said} ({error})") from error
+    configuration = client.Configuration()
+    configuration.connection_pool_maxsize = 0  # no bound
+    await _configure(configuration, options, token_s)
+    try:
+        return Cluster(client.ApiClient(configuration), options.namespace)
+    except OSError as error:  # certificates that cannot be read
+        raise UsageError(f"the certificates of {configuration.host} cannot be used: {error}") from error
+
+
+def _is_there(kubeconfig: str) -> bool:
+    return any(Path(file).expanduser().is_file() for file in kubeconfig.split(":"))
+
+
+async def _configure(configuration: Any, options: KubernetesOptions, token_s: float) -> None:
+    from kubernetes_asyncio import config
+    from yaml import YAMLError
+
+    # What a kubeconfig that is not one makes the library raise.
+    unreadable = (
+        config.ConfigException,
+        YAMLError,
+        OSError,
+        AssertionError,
+        TypeError,
+        AttributeError,
+        ValueError,
+    )
+    named_file = options.kubeconfig or None
+    if named_file and not _is_there(named_file):
+        raise UsageError(f"there is no kubeconfig {named_file}; leave kubeconfig out for the usual one")
+    try:
+        loader = await config.load_kube_config(
+            config_file=named_file,
+            context=options.context or None,
+            client_configuration=configuration,
+            persist_config=False,
+        )
+    except unreadable as error:
+        if not (options.kubeconfig or options.context):
+            try:
+                config.load_incluster_config(client_configuration=configuration)
+                return
+            except config.ConfigException as inside:
+                raise UsageError(
+                    f"no cluster is known: no kubeconfig ({error}), and this is not a pod ({inside});"
+                    " name a kubeconfig, or set KUBECONFIG"
+                ) from error
+        where = options.kubeconfig or "the usual kubeconfig"
+        context = f", context {options.context!r}" if options.context else ""
+        raise UsageError(f"{where}{context} cannot be used: {error}; kubectl config view shows it") from error
+    configuration.refresh_api_key_hook = _refreshing(loader, unreadable, token_s)
+
+
+def _refreshing(
+    loader: Any, unreadable: tuple[type[BaseException], ...], token_s: float
+) -> Callable[[Any], Awaitable[None]]:
+    """Tokens end, often after minutes: each is read, or made, anew from time to time."""
+    read_at = time.monotonic()
+
+    async def refresh(configuration: Any) -> None:
+        nonlocal read_at
+        if time.monotonic() - read_at < token_s:
+            return
+        read_at = time.monotonic()  # before the first await: others who come now take what there is
+        try:
+            await loader.load_and_set(configuration)
+        except unreadable as error:
+            log.warning("the cluster's token could not be made anew: %s", error)
+
+    return refresh

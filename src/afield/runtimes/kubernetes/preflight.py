@@ -1,0 +1,119 @@
+"""What can be known before the first Job: that there is a cluster, what we may do there, and what is missing.
+
+Each problem is a UsageError that names the value and the remedy. What we may not look at is not judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from afield.errors import Throttled, Unavailable, UsageError
+from afield.options import KubernetesOptions
+from afield.runtimes.kubernetes.api import Cluster, Refused, patiently
+from afield.runtimes.kubernetes.job import job_for
+from afield.runtimes.kubernetes.objects import Review
+
+NEEDED = (
+    *(("batch", "jobs", "", verb) for verb in ("create", "get", "list", "watch", "delete")),
+    *(("", "pods", "", verb) for verb in ("list", "watch")),
+    ("", "pods", "log", "get"),
+    *(("", "pods", "proxy", verb) for verb in ("get", "create")),
+)
+# The name and nothing else: a secret is not ours to read.
+BARE = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
+REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+UNASKABLE = (401, 403, 404)
+
+
+async def check(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
+    if not options.image:
+        raise UsageError("the kubernetes runtime has no image; name one that serves /invocations on its port")
+    try:
+        await _reach(cluster)
+        await _exists(cluster, f"/api/v1/namespaces/{options.namespace}", "namespace", options.namespace)
+        await _allowed(cluster)
+        await _parts(cluster, options)
+        await _accepted(cluster, options, run)
+    except (Unavailable, Throttled) as error:
+        raise UsageError(f"the cluster cannot be used: {error}; is its address right?") from error
+
+
+async def _reach(cluster: Cluster) -> None:
+    try:
+        await patiently(lambda: cluster.call("GET", "/version"))
+    except Refused as error:
+        if error.status == 401:
+            raise UsageError(f"{cluster.host} does not know us: {error}; log in again") from error
+
+
+async def _allowed(cluster: Cluster) -> None:
+    answers = await asyncio.gather(*(_may(cluster, *one) for one in NEEDED))
+    missing = [
+        f"{verb} {resource}{'/' if sub else ''}{sub}"
+        for (_, resource, sub, verb), may in zip(NEEDED, answers, strict=True)
+        if not may
+    ]
+    if missing:
+        raise UsageError(
+            f"in namespace {cluster.namespace!r} we may not: {', '.join(missing)};"
+            " apply the Role in docs/kubernetes.md, or use another service account"
+        )
+
+
+async def _may(cluster: Cluster, group: str, resource: str, sub: str, verb: str) -> bool:
+    attributes = {"namespace": cluster.namespace, "verb": verb, "group": group, "resource": resource}
+    body: dict[str, Any] = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": {**attributes, "subresource": sub}},
+    }
+    try:
+        said = await patiently(lambda: cluster.call("POST", REVIEWS, body=body))
+    except Refused:
+        return True  # not ours to ask; the first Job will tell
+    return msgspec.json.decode(said, type=Review).status.allowed
+
+
+async def _parts(cluster: Cluster, options: KubernetesOptions) -> None:
+    """What the pods will need."""
+    wanted = [
+        (
+            cluster.core("serviceaccounts", options.service_account),
+            "service account",
+            options.service_account,
+        ),
+        (cluster.core("secrets", options.secret), "secret", options.secret),
+        (cluster.core("secrets", options.pull_secret), "pull secret", options.pull_secret),
+        (
+            f"/apis/node.k8s.io/v1/runtimeclasses/{options.runtime_class}",
+            "runtime class",
+            options.runtime_class,
+        ),
+    ]
+    for path, what, name in wanted:
+        if name:
+            await _exists(cluster, path, what, name)
+
+
+async def _exists(cluster: Cluster, path: str, what: str, name: str) -> None:
+    try:
+        await patiently(lambda: cluster.call("GET", path, headers=BARE))
+    except Refused as error:
+        if error.status == 404:
+            where = "" if what in ("namespace", "runtime class") else f" in namespace {cluster.namespace!r}"
+            raise UsageError(f"there is no {what} {name!r}{where}; create it, or name another") from error
+
+
+async def _accepted(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
+    """The server judges a Job like those to come, without making it."""
+    body = job_for(options, run, "check.1")
+    try:
+        await patiently(lambda: cluster.call("POST", cluster.jobs(), params={"dryRun": "All"}, body=body))
+    except Throttled:
+        return  # full for now
+    except Refused as error:
+        if error.status != 409:
+            raise UsageError(f"the cluster would not take our Jobs: {error}") from error

@@ -1,0 +1,215 @@
+"""A nest: the Ray actor that holds the resources of some sessions and runs each in a process of its own.
+
+A Ray worker costs half a second of CPU to start, a fork a few milliseconds: one worker per rollout is not
+affordable, so a nest serves one session after another, each in a fresh process that its warm parent
+forks. All verbs may be repeated, and asked by any process of the cluster. When a nest dies, however it
+dies, its parent's socket ends and with it every session. Needs Linux and afield's base install.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+from msgspec import Raw, Struct
+
+from afield.interfaces.runtime import Phase
+from afield.log_tail import tail
+from afield.runtimes.ray.messages import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Stop, Taken
+
+TAIL_BYTES = 4_000
+REMEMBERED = 1_000
+UNWANTED = ("AFIELD_ADMIN_KEY",)
+_events = msgspec.json.Decoder(Event)
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What a nest is made with."""
+
+    target: str
+    memory_mb: int | None = None
+    log_dir: str = ""
+
+
+class Standing(Struct, frozen=True, kw_only=True):
+    """Whether a nest can serve, and where it is."""
+
+    problem: str = ""
+    where: str = ""
+    threads: tuple[str, ...] = ()
+
+
+class Sitting(Struct, frozen=True, kw_only=True):
+    """A session that is there."""
+
+    session_id: str
+    where: str
+    since: float
+    phase: Phase
+
+
+class _Session:
+    def __init__(self) -> None:
+        self.since = time.time()
+        self.taken: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+
+class Nest:
+    """An asyncio actor; its methods run on one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._sessions: dict[str, _Session] = {}
+        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._start: asyncio.Task[Standing] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._standing: asyncio.Future[Ready] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the actor)
+        self._gone = ""
+        self._where = f"{socket.gethostname()}, worker {os.getpid()}"
+
+    async def ready(self) -> Standing:
+        """Once the agent is loaded, or cannot be."""
+        if self._start is None:
+            self._start = asyncio.create_task(self._begin())
+        return await asyncio.shield(self._start)
+
+    async def launch(self, session_id: str, payload: bytes) -> Taken | Ended:
+        """Once the agent has taken or refused the payload, or died over it."""
+        await self.ready()
+        if known := self._ended.get(session_id):
+            return known
+        session = self._sessions.get(session_id)
+        if session is None:
+            if self._gone or self._writer is None:
+                return Ended(session_id, self._gone or "its nest has not started")
+            session = self._sessions[session_id] = _Session()
+            self._order(Start(session_id, Raw(payload)))
+        await asyncio.wait({session.taken, session.ended}, return_when=asyncio.FIRST_COMPLETED)
+        return session.taken.result() if session.taken.done() else session.ended.result()
+
+    async def ended(self, session_id: str) -> Ended | None:
+        """Once nothing of a session is left; None if it is not known here."""
+        if session := self._sessions.get(session_id):
+            return await asyncio.shield(session.ended)
+        return self._ended.get(session_id)
+
+    async def stop(self, session_id: str) -> bool:
+        """Whether it was here. Once nothing of it is left."""
+        if session_id not in self._sessions:
+            return False
+        self._order(Stop(session_id))
+        await self.ended(session_id)
+        return True
+
+    async def logs(self, session_id: str) -> str:
+        session = self._sessions.get(session_id)
+        if session is not None and session.taken.done():
+            return tail(Path(session.taken.result().log), LOG_BYTES)
+        ended = self._ended.get(session_id)
+        return ended.log if ended else ""
+
+    async def sessions(self) -> list[Sitting]:
+        return [self._sitting(session_id, session) for session_id, session in self._sessions.items()]
+
+    async def over(self) -> str:
+        """Why the warm parent ended, once it has; who waits for it learns of this nest's death as well."""
+        await self.ready()
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
+        return self._gone
+
+    async def close(self) -> None:
+        """Once nothing of any session is left."""
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+        if self._reading is not None:
+            await asyncio.shield(self._reading)
+
+    # --- the warm parent -------------------------------------------------------------------------
+
+    async def _begin(self) -> Standing:
+        ours, theirs = socket.socketpair()
+        settings = self._settings
+        dropping = [part for name in UNWANTED for part in ("-u", name)]
+        command = [
+            "env",
+            *dropping,
+            sys.executable,
+            "-u",
+            "-m",
+            "afield.runtimes.ray.fork_server",
+            settings.target,
+        ]
+        command += [str(theirs.fileno()), "--log-dir", settings.log_dir]
+        if settings.memory_mb:
+            command += ["--memory-mb", str(settings.memory_mb)]
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._standing = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read(reader, process))
+        ready = await self._standing
+        return Standing(problem=ready.problem, where=self._where, threads=ready.threads)
+
+    def _order(self, order: Order) -> None:
+        if self._writer is not None:
+            frame = msgspec.json.encode(order)
+            self._writer.write(FRAME.pack(len(frame)) + frame)
+
+    async def _read(self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (size,) = FRAME.unpack(await reader.readexactly(FRAME.size))
+                self._hear(_events.decode(await reader.readexactly(size)))
+        code = await process.wait()
+        killed = -code if code < 0 else code - 128
+        died = f"signal {killed}" if killed > 0 else f"exit code {code}"
+        self._gone = f"the process that starts sessions ended with {died}; its log ends: {self._own_tail()}"
+        for session_id in list(self._sessions):
+            self._hear(Ended(session_id, self._gone))
+        self._hear(Ready(self._gone))
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Ready):
+            if self._standing is not None and not self._standing.done():
+                self._standing.set_result(event)
+            return
+        session = self._sessions.get(event.session_id)
+        if session is None:
+            return
+        if isinstance(event, Taken):
+            session.taken.set_result(event)
+            return
+        del self._sessions[event.session_id]
+        self._ended[event.session_id] = msgspec.structs.replace(event, log=event.log[-TAIL_BYTES:])
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        session.ended.set_result(event)
+
+    def _sitting(self, session_id: str, session: _Session) -> Sitting:
+        phase, where = Phase.STARTING, self._where
+        if session.taken.done():
+            phase, where = Phase.RUNNING, f"{where}, pid {session.taken.result().pid}"
+        return Sitting(session_id=session_id, where=where, since=session.since, phase=phase)
+
+    def _own_tail(self) -> str:
+        return tail(Path(f"/proc/self/fd/{self._log.fileno()}"), TAIL_BYTES)

@@ -1,0 +1,325 @@
+"""The warm parent of the sessions of one nest: it loads the agent once and forks a process for each session.
+
+`python -m afield.runtimes.ray.fork_server TARGET FD [--memory-mb N] [--log-dir DIR]` speaks to its nest over
+the socket FD. A session ends with all it started, daemons too: every session adopts its own orphans, and
+whatever is adopted by this process is the rest of one that has ended, and is killed. When the socket
+ends, so does everything. What the agent prints goes to a log per session. Threads do not survive a fork:
+those that the agent's module starts when it is imported are named in `Ready`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from afield.errors import Unavailable, UsageError, WireError, boundary
+from afield.process_tree import adopt_orphans, children, end_with_parent, resident_mb, sweep
+from afield.runtimes.ray.messages import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Taken, say
+from afield.sandbox.import_prewarm import prewarm
+from afield.sdk.runner import Runner
+from afield.sdk.serve import load
+from afield.types import Failure, FailureKind, Reason
+
+WATCH_S = 0.1
+MOST_SAID = 1024 * 1024
+_orders = msgspec.json.Decoder(Order)
+
+
+class Session:
+    def __init__(self, session_id: str, pid: int, answers: int, log: str, log_fd: int) -> None:
+        self.id = session_id
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.answers: int | None = answers
+        self.log = log
+        self.log_fd = log_fd
+        self.said = b""
+        self.taken = False
+        self.died = ""
+
+    def kill(self, died: str) -> None:
+        self.died = self.died or died
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        for fd in (self.pidfd, self.log_fd, *([] if self.answers is None else [self.answers])):
+            os.close(fd)
+        self.answers = None
+
+    def tail(self) -> str:
+        size = os.fstat(self.log_fd).st_size
+        start = max(0, size - LOG_BYTES)
+        return os.pread(self.log_fd, size - start, start).decode("utf-8", "replace").strip()
+
+
+class Parent:
+    """Used from one thread: a process with others cannot be forked safely."""
+
+    def __init__(self, runner: Runner, nest: socket.socket, memory_mb: int | None, log_dir: str) -> None:
+        self._runner = runner
+        self._pid = os.getpid()
+        self._nest = nest
+        self._memory_mb = memory_mb
+        self._log_dir = log_dir
+        self._sessions: dict[str, Session] = {}
+        self._spared = set(children(os.getpid()))  # what the agent's module started
+        self._poll = select.poll()
+        self._poll.register(nest, select.POLLIN)
+        self._heard: dict[int, Callable[[], None]] = {}
+        self._buffer = b""
+        self._over = False
+
+    def run(self) -> None:
+        """Until the socket ends."""
+        timeout_ms = WATCH_S * 1000 if self._memory_mb else None
+        while not self._over:
+            for fd, _ in self._poll.poll(timeout_ms):
+                if fd == self._nest.fileno():
+                    self._listen()
+                elif heard := self._heard.get(fd):
+                    heard()
+            if self._memory_mb:
+                self._watch(self._memory_mb)
+        for session in self._sessions.values():
+            session.kill("its nest is gone")
+        self._sessions.clear()
+        self._sweep()
+
+    def _listen(self) -> None:
+        data = self._nest.recv(2**20)
+        self._over = not data
+        self._buffer += data
+        while len(self._buffer) >= FRAME.size:
+            (size,) = FRAME.unpack_from(self._buffer)
+            if len(self._buffer) < FRAME.size + size:
+                return
+            frame, self._buffer = self._buffer[FRAME.size :][:size], self._buffer[FRAME.size + size :]
+            order = _orders.decode(frame)
+            if isinstance(order, Start):
+                self._start(order)
+            elif session := self._sessions.get(order.session_id):
+                session.kill("it was stopped")
+
+    def _say(self, event: Event) -> None:
+        say(self._nest, event)
+
+    # --- a session's life ------------------------------------------------------------------------
+
+    def _start(self, order: Start) -> None:
+        log, log_fd = self._open_log(order.session_id)
+        answers, answer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._nest.close()
+            for other in self._sessions.values():
+                other.close()
+            os.close(answers)
+            _live(self._runner, order, answer, log_fd, self._pid)
+        os.close(answer)
+        session = self._sessions[order.session_id] = Session(order.session_id, pid, answers, log, log_fd)
+        self._hear(answers, lambda: self._answered(session, answers))
+        self._hear(session.pidfd, lambda: self._ended(session))
+
+    def _open_log(self, session_id: str) -> tuple[str, int]:
+        """Where others can read it while it grows, and a descriptor. Without a folder it has no name."""
+        if self._log_dir:
+            path = str(Path(self._log_dir) / f"{session_id}.log")
+            return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        with tempfile.TemporaryFile(buffering=0) as file:
+            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_APPEND)
+        return f"/proc/{os.getpid()}/fd/{fd}", fd
+
+    def _answered(self, session: Session, answers: int) -> None:
+        """That it has its payload, in a line."""
+        data = os.read(answers, 65536)
+        session.said += data
+        if not data:
+            self._deaf(answers)
+            session.answers = None
+            os.close(answers)
+        line, end, _ = session.said.partition(b"\n")
+        if session.taken:
+            session.said = b""  # whatever else an agent writes there
+        elif end or len(session.said) > MOST_SAID:
+            session.taken = True
+            try:
+                taken = msgspec.json.decode(line, type=Taken)
+            except msgspec.MsgspecError:  # an agent can open its parent's files
+                session.kill("it wrote into what is between its process and the one that started it")
+                return
+            taken = msgspec.structs.replace(taken, session_id=session.id)
+            self._say(msgspec.structs.replace(taken, pid=session.pid, log=session.log))
+
+    def _ended(self, session: Session) -> None:
+        _, status = os.waitpid(session.pid, 0)
+        self._deaf(session.pidfd)
+        del self._sessions[session.id]
+        self._sweep()
+        # Nobody is left who could hold the other end.
+        while session.answers is not None:
+            self._answered(session, session.answers)
+        died = session.died or _died(os.waitstatus_to_exitcode(status))
+        self._say(Ended(session.id, died, session.tail()))
+        session.close()
+
+    def _sweep(self) -> None:
+        """Kill what ended sessions left: it is ours now, as the sessions' orphans are theirs."""
+        sweep(self._spared | {session.pid for session in self._sessions.values()})
+
+    def _watch(self, most_mb: int) -> None:
+        for session in self._sessions.values():
+            used_mb = resident_mb(session.pid)
+            if used_mb > most_mb and not session.died:
+                session.kill(f"it was out of memory: it used {used_mb} MB of {most_mb}; raise memory_mb")
+
+    def _hear(self, fd: int, heard: Callable[[], None]) -> None:
+        self._poll.register(fd, select.POLLIN)
+        self._heard[fd] = heard
+
+    def _deaf(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        del self._heard[fd]
+
+
+# --- in the session's process --------------------------------------------------------------------
+
+
+def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -> NoReturn:
+    """A session's whole life. Never returns: what follows in the caller is its parent's."""
+    code = 1
+    try:
+        with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, _print):
+            os.setsid()
+            adopt_orphans()
+            end_with_parent(parent)
+            with Path(os.devnull).open("rb") as nothing:
+                os.dup2(nothing.fileno(), 0)
+            for fd in (1, 2):
+                os.dup2(log_fd, fd)
+            os.close(log_fd)
+            _reseed()
+            _perform(runner, order, answer)
+            code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _perform(runner: Runner, order: Start, answer: int) -> None:
+    """The answer is written, and its pipe closed, before the agent's code runs, which could write there."""
+    refused, busy = "", False
+    begin = threading.Event()
+    try:
+        runner.accept(msgspec.json.decode(order.payload), begin=begin)
+    except WireError as error:
+        refused = str(error)
+    except Unavailable as error:
+        refused, busy = str(error), True
+    _write(answer, msgspec.json.encode(Taken(order.session_id, 0, "", refused, busy)) + b"\n")
+    os.close(answer)
+    begin.set()
+    pause_s = 0.001
+    while runner.active:
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.05)
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _reseed() -> None:
+    """Forked twins draw the same numbers; `random` itself sees to that, others do not."""
+    for name, reseed in (("numpy", lambda m: m.random.seed()), ("torch", lambda m: m.seed())):
+        if module := sys.modules.get(name):
+            reseed(module)
+
+
+def _print(failure: Failure) -> None:
+    sys.stderr.write(f"{failure.traceback}\n")
+
+
+def _died(code: int) -> str:
+    if code == 0:
+        return ""
+    if code > 0:
+        return f"it ended with exit code {code}"
+    name = signal.strsignal(-code)
+    if code == -signal.SIGKILL:
+        return f"it was killed (signal 9, {name}), which the kernel does when memory runs out"
+    return f"it died with signal {-code} ({name})"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m afield.runtimes.ray.fork_server")
+    parser.add_argument("target", help="path/to/file.py:name or package.module:name")
+    parser.add_argument("fd", type=int, help="descriptor of the socket to the nest")
+    parser.add_argument("--memory-mb", type=int, help="most that one session may have resident")
+    parser.add_argument("--log-dir", default="", help="where sessions' logs are kept; nowhere if empty")
+    options = parser.parse_args(argv)
+    if parent := _guarded():
+        os.close(options.fd)
+        return _guard(parent)
+    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("afield").setLevel(logging.INFO)
+    with socket.socket(fileno=options.fd) as nest:
+        os.set_inheritable(options.fd, False)
+        return _serve(nest, options.target, options.memory_mb, options.log_dir)
+
+
+def _guarded() -> int:
+    """Fork: the guard gets its child's id, the child 0.
+
+    A Ray worker that ends kills its children first, before they could end theirs. So that child is only a
+    guard, which ends what is left if the warm parent is killed; the warm parent sees its socket end.
+    """
+    adopt_orphans()
+    return os.fork()
+
+
+def _guard(parent: int) -> int:
+    """Its exit code is the warm parent's, and 128 more than the signal that killed it, as in a shell."""
+    _, status = os.waitpid(parent, 0)
+    sweep()
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str) -> int:
+    try:
+        runner = load(target).runner
+    except UsageError as error:
+        say(nest, Ready(str(error)))
+        return 2
+    assert runner is not None, "load refuses an app without an entrypoint"
+    if log_dir:
+        Path(log_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    prewarm(target.rpartition(":")[0], libraries_only=True)
+    adopt_orphans()
+    gc.freeze()
+    extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+    say(nest, Ready(threads=tuple(extra)))
+    Parent(runner, nest, memory_mb, log_dir).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

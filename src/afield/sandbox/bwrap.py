@@ -1,0 +1,294 @@
+"""The walls around a nest: what of this machine its processes see, as a bubblewrap command.
+
+They see the system's programs, this Python's environment, the agent's file with the modules and packages
+beside it that it imports, and what was mounted, all read-only. They see nothing else: no home, no run
+directory, no store, no verifier, no list of tasks, no device of this machine, no network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.machinery
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.sandbox.import_closure import Closure, import_closure
+from afield.sandbox.program import Program
+
+WORK = "/work"
+# Writable in a cell, each cell's own. What is mounted beneath them stays visible.
+SCRATCH = ("/run", "/tmp", "/var/tmp", WORK)
+IMAGE = "/.image"
+STAGE = "/.stage"
+HIDDEN_PROC = "/.hidden"
+EMPTY = "/.empty"
+OURS = (sys.prefix, sys.base_prefix)
+# A directory with one of these is afield's own state, wherever it lies.
+STATE = ("gateway.sqlite", "hints.sqlite", "ledger.sqlite", "run.json")
+LINKED = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# Programs want these; none has anything secret in it.
+ETC = (
+    *("alternatives", "ca-certificates", "ca-certificates.conf", "fonts", "ld.so.cache", "ld.so.conf"),
+    *("ld.so.conf.d", "localtime", "magic", "mime.types", "nsswitch.conf", "os-release", "pki", "protocols"),
+    *("python3", "services", "shells", "ssl", "terminfo", "timezone"),
+)
+PASSWD = (
+    f"agent:x:1000:1000:agent:{WORK}:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+)
+GROUP = "agent:x:1000:\nnogroup:x:65534:\n"
+HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+RUN = "import sys; sys.path[:] = {path!r}; from afield.sandbox.fork_parent import main; main({fd})"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+UNREADABLE_PROC = (
+    "kallsyms",
+    "kcore",
+    "keys",
+    "kmsg",
+    "latency_stats",
+    "modules",
+    "sched_debug",
+    "timer_list",
+)
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+
+
+class Walls(Struct, frozen=True):
+    """The bubblewrap command of a nest, and what it shows."""
+
+    command: tuple[str, ...]
+    """Ends before the number of the descriptor."""
+    mounted: tuple[str, ...]
+    """The host's paths that are visible."""
+    sealed: tuple[str, ...] = ()
+    """Directories of `mounted` in which no Unix socket can be reached, not even one that is created later."""
+    hidden: tuple[str, ...] = ()
+    """Paths within `mounted` that are covered."""
+
+
+async def walls(program: Program, directory: Path) -> Walls:
+    """Raises UsageError where there is no bubblewrap, or no such agent."""
+    return _walls(program, directory, await asyncio.to_thread(_python_path))
+
+
+def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
+    bubblewrap = shutil.which("bwrap")
+    if bubblewrap is None:
+        raise UsageError(
+            "the sandbox needs bubblewrap, and there is no bwrap on PATH: apt-get install bubblewrap;"
+            ' to run agents as plain processes all the same, set without_bubblewrap = "process"'
+        )
+    agent, more = _agent(program, path)
+    path = [*more, *path]
+    asked = [*OURS, *path, *agent, *program.mounts]
+    shown = _outermost(asked)
+    folders = _folders(agent, shown)
+    sealed = [place for place in shown if Path(place).is_dir() and place not in _outermost(OURS)]
+    for place in program.mounts:
+        if not Path(place).exists():
+            raise UsageError(f"mounts: there is no {place} on this machine")
+    command = [bubblewrap, *_namespaces(), *_system(directory)]
+    for place in folders:
+        command += ["--size", str(2**20), "--tmpfs", place]
+    for place in shown:
+        command += ["--ro-bind", place, place]
+    sockets, states = _walked(sealed)
+    hidden = list(_within((*program.hidden, *states), shown))
+    command += _covered(hidden, sockets)
+    for place in folders:
+        command += ["--remount-ro", place]
+    if program.root:
+        if not Path(program.root).is_dir():
+            raise UsageError(f"image {program.root!r} is no directory with a file system in it")
+        command += ["--ro-bind", str(Path(program.root).resolve()), IMAGE]
+    command += ["--remount-ro", "/", "--chdir", WORK, "--"]
+    command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
+    mounted = _outermost((*shown, *folders))
+    return Walls(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
+
+
+def _folders(agent: Iterable[str], shown: Sequence[str]) -> list[str]:
+    """The folder of an agent's file, in which nothing but its code is to be seen, and nothing written."""
+    file = next((Path(place) for place in agent if Path(place).is_file()), None)
+    if file is None or any(file.parent.is_relative_to(place) for place in ("/usr", *shown)):
+        return []
+    shared = (Path("/etc"), Path("/usr"), Path("/dev"), Path("/proc"), *map(Path, SCRATCH))
+    if any(place.is_relative_to(file.parent) for place in shared):
+        return []
+    return [str(file.parent)]
+
+
+def _covered(hidden: Sequence[str], sockets: Iterable[str]) -> list[str]:
+    command: list[str] = []
+    for place in hidden:
+        if Path(place).is_dir():
+            command += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
+        else:
+            command += ["--ro-bind", "/dev/null", place]
+    for place in sockets:
+        if not any(Path(place).is_relative_to(covered) for covered in hidden):
+            command += ["--ro-bind", "/dev/null", place]
+    return command
+
+
+def environment(program: Program) -> dict[str, str]:
+    """Nothing of ours: what every program expects, and what was asked for."""
+    path = f"{Path(sys.executable).parent}:{PATH}"
+    return {
+        "PATH": path,
+        "HOME": WORK,
+        "LANG": "C.UTF-8",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **program.env,
+    }
+
+
+def _namespaces() -> list[str]:
+    # Root within: the first thing the warm parent does is to mount what cells need, and to give it up.
+    flags = "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try"
+    more = "--die-with-parent --new-session --hostname cell --uid 0 --gid 0"
+    return [*flags.split(), *more.split(), "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETFCAP"]
+
+
+def _system(directory: Path) -> list[str]:
+    command = ["--ro-bind", "/usr", "/usr"]
+    for place in map(Path, LINKED):
+        if place.is_symlink():
+            command += ["--symlink", str(place.readlink()), str(place)]
+        elif place.is_dir():
+            command += ["--ro-bind", str(place), str(place)]
+    for name in ETC:
+        command += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for name, content in (("passwd", PASSWD), ("group", GROUP), ("hosts", HOSTS)):
+        (directory / name).write_text(content)
+        command += ["--ro-bind", str(directory / name), f"/etc/{name}"]
+    command += _special()
+    for place in SCRATCH:
+        command += ["--size", str(256 * 2**20), "--tmpfs", place]
+    return [*command, "--dir", EMPTY, "--dir", IMAGE, "--dir", STAGE, "--dir", f"{HIDDEN_PROC}/proc"]
+
+
+def _special() -> list[str]:
+    command = ["--dev", "/dev", "--proc", "/proc"]
+    covered, unreadable = sensitive(Path("/proc"))
+    for name in covered:
+        command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    for name in unreadable:
+        command += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    # One file system for all cells: what could be written there would reach the others.
+    return [*command, "--remount-ro", "/dev"]
+
+
+def sensitive(proc: Path) -> tuple[list[str], list[str]]:
+    """What of the kernel's own files is made read-only, and what is hidden.
+
+    A cell's user may be root outside, to whom these belong: their modes keep nobody out.
+    """
+    covered, unreadable = [], []
+    for entry in sorted(os.scandir(proc), key=lambda entry: entry.name):
+        if entry.name.isdigit() or entry.is_symlink():
+            continue
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if entry.name in UNREADABLE_PROC or (entry.is_file() and not mode & 0o044):
+            unreadable.append(entry.name)
+        elif entry.is_dir() or mode & 0o222:
+            covered.append(entry.name)
+    return covered, unreadable
+
+
+def _agent(program: Program, path: list[str]) -> tuple[list[str], list[str]]:
+    """Files and packages of the agent, and where modules are found beside `path`."""
+    place = program.script or program.target.rpartition(":")[0]
+    if place.endswith(".py") or program.script:
+        file = Path(place).resolve()
+        if not file.is_file():
+            raise UsageError(f"there is no file {file}")
+        return list(_closure(file, program.hidden).files), []
+    top = place.partition(".")[0]
+    if top and importlib.machinery.PathFinder.find_spec(top, path) is None:
+        # What `python -m` would find: modules of the current directory, but not all that lies there.
+        package, file = Path.cwd() / top, Path.cwd() / f"{top}.py"
+        if package.exists():
+            return [str(package)], [str(Path.cwd())]
+        if file.exists():
+            return list(_closure(file, program.hidden).files), [str(Path.cwd())]
+    return [], []
+
+
+def _closure(file: Path, hidden: Iterable[str]) -> Closure:
+    """Raises UsageError for an agent whose code needs what is kept from it."""
+    closure = import_closure(file)
+    for place in map(Path, hidden):
+        if place.suffix != ".py" or not place.is_relative_to(file.parent):
+            continue
+        if ".".join(place.relative_to(file.parent).with_suffix("").parts) in closure.modules:
+            raise UsageError(
+                f"{file.name} imports {place.name}, the verifier, which no agent sees in a sandbox:"
+                " put what both of them need into a module of its own"
+            )
+    return closure
+
+
+def _python_path() -> list[str]:
+    """Where modules are found, without the folder of whatever happens to run here."""
+    say = "import json, sys; print(json.dumps(sys.path))"
+    run = subprocess.run([sys.executable, "-P", "-c", say], stdout=subprocess.PIPE, check=True)
+    return _existing(json.loads(run.stdout))
+
+
+def _existing(places: Iterable[str]) -> list[str]:
+    return [place for place in places if place and Path(place).exists()]
+
+
+def _outermost(places: Iterable[str]) -> list[str]:
+    """Without what lies within another, or within the system."""
+    kept: list[str] = []
+    for place in sorted({str(shown(Path(p))) for p in places for shown in (Path.resolve, Path.absolute)}):
+        if not any(Path(place).is_relative_to(outer) for outer in ("/usr", *kept)):
+            kept.append(place)
+    return kept
+
+
+def _within(hidden: Iterable[str], mounted: Iterable[str]) -> Iterator[str]:
+    """What of it is visible and not needed, as a whole, by anything that is mounted."""
+    done: list[Path] = []
+    for place in sorted({Path(h).resolve() for h in hidden}):
+        inside = any(place.is_relative_to(outer) for outer in mounted)
+        needed = any(Path(shown).is_relative_to(place) for shown in mounted)
+        if inside and not needed and place.exists() and not any(map(place.is_relative_to, done)):
+            done.append(place)
+            yield str(place)
+
+
+def _walked(folders: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Unix sockets in these folders, and directories with afield's own state.
+
+    Whoever listens at a socket can be reached through a file system that is read-only, too.
+    """
+    sockets: list[str] = []
+    states: list[str] = []
+    for folder in folders:
+        for directory, within, names in os.walk(folder):
+            if directory != folder and any(name in names for name in STATE):
+                states.append(directory)
+                within.clear()
+                continue
+            states += [f"{directory}/{name}" for name in names if name.startswith(STATE)]
+            sockets += [f"{directory}/{name}" for name in names if _is_socket(f"{directory}/{name}")]
+    return sockets, states
+
+
+def _is_socket(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.lstat(path).st_mode)
+    return False

@@ -1,0 +1,75 @@
+"""A fresh place on this machine to run commands in, apart from agents and from us.
+
+Commands see the system read-only, or an image's files with a layer of their own above, and may write to
+`/work` and `/tmp`. They have no network but what was allowed. Everything they started ends with the place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from afield.errors import UsageError
+from afield.interfaces.sandbox import Ran
+from afield.options import SandboxOptions
+from afield.sandbox import socket_directories
+from afield.sandbox.fork_server import Nest
+from afield.sandbox.process import EXEC_S, Cell
+from afield.sandbox.program import Program
+
+PLAIN = SandboxOptions()
+
+
+class CellSandbox:
+    """`image` is a directory with a root filesystem; none is this machine's own system."""
+
+    def __init__(self, image: str = "", options: SandboxOptions = PLAIN) -> None:
+        self._program = Program(root=image, mounts=options.mounts, env=options.env)
+        self._options = options
+        self._allow = tuple(address(text) for text in options.allow)
+        self._stack = AsyncExitStack()
+        self._cell: Cell | None = None
+
+    async def __aenter__(self) -> Self:
+        directory = socket_directories.fresh()
+        nest = Nest(self._program, self._options.limits, directory=directory, log_dir=directory / "logs")
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(nest)
+            self._cell = await nest.start("sandbox", allow=self._allow)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+        self._cell = None
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float = EXEC_S,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> Ran:
+        return await self._place().exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
+
+    async def upload(self, path: str, data: bytes) -> None:
+        await self._place().upload(path, data)
+
+    async def download(self, path: str) -> bytes:
+        return await self._place().download(path)
+
+    def _place(self) -> Cell:
+        if self._cell is None:
+            raise RuntimeError("a sandbox is used inside 'async with'")
+        return self._cell
+
+
+def address(text: str) -> tuple[str, int]:
+    """Of HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"allow: {text!r} must be HOST:PORT")
+    return host.strip("[]"), int(port)

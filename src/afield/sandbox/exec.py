@@ -1,0 +1,203 @@
+"""Commands and files in a running cell, each under a process of its own that sees to its end.
+
+Whatever a command starts stays beneath that process, so after a timeout all of it can be killed. What
+is still running when the command itself has ended goes on, as it would on any machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from afield.sandbox.channel import transmit
+from afield.sandbox.messages import Done, Exec, File, Start
+from afield.sandbox.privileges import confine
+from afield.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
+
+CHUNK = 65_536
+KILL_S = 3.0
+ROUNDS = 50  # at least, however long they take: on a busy machine one may take seconds
+REPORTED = 0
+
+
+class Tasks:
+    """In the first process of a cell."""
+
+    def __init__(self, start: Start, channel: socket.socket) -> None:
+        self._start = start
+        self._channel = channel
+        self._running: dict[int, int] = {}
+
+    def begin(self, task: Exec | File, fds: Sequence[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            transmit(self._channel, Done(id=task.id, problem=f"no process for it: {error}"))
+            return
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if isinstance(task, Exec):
+                self._attend(task, fds)
+            self._carry(task, fds[0])
+        self._running[pid] = task.id
+
+    def ended(self, pid: int, status: int) -> None:
+        task = self._running.pop(pid, None)
+        if task is None or status == REPORTED:
+            return
+        # The command has killed whoever saw to its end: nothing of it may stay.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        transmit(self._channel, Done(id=task, code=128 + signal.SIGKILL))
+
+    def _attend(self, task: Exec, fds: Sequence[int]) -> NoReturn:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        command = os.fork()
+        if command == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            self._become(task, fds)
+        for fd in fds:
+            os.close(fd)
+        deadline = None if task.timeout_s is None else time.monotonic() + task.timeout_s
+        code = _wait(command, deadline)
+        if code is None:
+            _kill_beneath(command)
+        elif code < 0:
+            code = 128 - code
+        transmit(self._channel, Done(id=task.id, code=code, timed_out=code is None))
+        os._exit(REPORTED)
+
+    def _become(self, task: Exec, fds: Sequence[int]) -> NoReturn:
+        try:
+            os.setsid()
+            for fd, to in zip(fds, (0, 1, 2), strict=True):
+                os.dup2(fd, to)
+            if task.cwd:
+                os.chdir(task.cwd)
+            confine(self._start)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            environment = {**os.environ, **self._start.env, **task.env}  # noqa: TID251 - the cell's own
+            os.execvpe(task.argv[0], task.argv, environment)
+        except OSError as error:
+            os.write(2, f"{task.cwd or task.argv[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+    def _carry(self, task: File, pipe: int) -> NoReturn:
+        code = 0
+        confine(self._start)
+        try:
+            (_put if task.put else _get)(task.path, pipe)
+        except OSError as error:
+            code = error.errno or errno.EIO
+        os.close(pipe)
+        transmit(self._channel, Done(id=task.id, code=code))
+        os._exit(REPORTED)
+
+
+def _wait(pid: int, deadline: float | None) -> int | None:
+    """How it ended, or None when it had not by then."""
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        left = 3600.0 if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return None
+        signal.sigtimedwait({signal.SIGCHLD}, left)
+        _bury_others(pid)
+
+
+def _bury_others(pid: int) -> None:
+    """Orphans of the command come to us; they are reaped, and the command itself is left for its waiter."""
+    for child in _parents().get(os.getpid(), ()):
+        if child != pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+
+
+def _kill_beneath(command: int) -> None:
+    """All of it, and none of the others, unless something forks faster than it can be found."""
+    # At once and whole, however many they are: among them we would hardly get a turn to look for each.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(command, signal.SIGKILL)
+    until = time.monotonic() + KILL_S
+    rounds = 0
+    while time.monotonic() < until or rounds < ROUNDS:
+        rounds += 1
+        for pid in _beneath(os.getpid(), max(until, time.monotonic() + KILL_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if _buried():
+            return
+        time.sleep(0.005)
+    os.kill(-1, signal.SIGKILL)
+    until = time.monotonic() + KILL_S
+    rounds = 0
+    while not _buried() and (time.monotonic() < until or rounds < ROUNDS):
+        rounds += 1
+        time.sleep(0.005)
+
+
+def _buried() -> bool:
+    """Whether no child is left; those that have ended are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _beneath(pid: int, until: float) -> list[int]:
+    children, found, todo = _parents(until), [], [pid]
+    while todo:
+        born = children.get(todo.pop(), ())
+        found += born
+        todo += born
+    return found
+
+
+def _parents(until: float = math.inf) -> dict[int, list[int]]:
+    """The children of each process of the cell, as far as there was time to look."""
+    children: dict[int, list[int]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        if time.monotonic() > until:
+            break
+        with contextlib.suppress(OSError):
+            # The name of a process may hold anything, brackets included.
+            parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(process.name))
+    return children
+
+
+def _put(path: str, pipe: int) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o644)
+    while data := os.read(pipe, CHUNK):
+        _write_all(fd, data)
+
+
+def _get(path: str, pipe: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise OSError(errno.EISDIR, "not a plain file")
+    while data := os.read(fd, CHUNK):
+        _write_all(pipe, data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

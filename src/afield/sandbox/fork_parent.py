@@ -1,0 +1,149 @@
+"""The warm parent: inside the walls it imports the program once, then forks a cell each time it is asked.
+
+It gives up all privilege before it imports anything of the agent's. It ends when the keeper is gone. What the
+agent does while it is imported happens here, within the walls, and reaches all cells: what must not be shared
+between sessions is not kept in module variables. What it imports beyond that follows from the agent's source
+alone (see `import_prewarm`); no cell has a say in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from afield.errors import UsageError, boundary
+from afield.sandbox import serving, syscalls
+from afield.sandbox.bwrap import DEVICES, EMPTY, HIDDEN_PROC
+from afield.sandbox.channel import receive, transmit
+from afield.sandbox.import_prewarm import prewarm
+from afield.sandbox.init import live
+from afield.sandbox.messages import Load, Start, Warm
+from afield.sandbox.namespaces import USER
+from afield.sandbox.program import Program
+from afield.types import Failure, FailureKind, Reason
+
+
+def main(fd: int) -> NoReturn:
+    keeper = socket.socket(fileno=fd)
+    received = receive(keeper)
+    if received is None or not isinstance(received.message, Load):
+        os._exit(2)
+    load = received.message
+    try:
+        _seal(load)
+        _give_up_privileges()
+    except OSError as error:
+        transmit(keeper, Warm(problem=f"namespaces cannot be made here: {error}"))
+        os._exit(2)
+    problem, app = _imported(load.program)
+    gc.collect()
+    gc.freeze()
+    transmit(keeper, Warm(problem=problem))
+    if problem:
+        os._exit(2)
+    if place := load.program.script or load.program.target.rpartition(":")[0]:
+        prewarm(place)
+    # Cells are reparented to the first process within the walls, which reaps them.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    _fork_on_demand(keeper, load, app)
+
+
+def _fork_on_demand(keeper: socket.socket, load: Load, app: Any) -> NoReturn:
+    while True:
+        received = receive(keeper)
+        if received is None:
+            os._exit(0)
+        if isinstance(received.message, Start) and os.fork() == 0:
+            keeper.close()
+            channel, log = received.fds
+            live(received.message, load, app, socket.socket(fileno=channel), log)
+        for fd in received.fds:
+            os.close(fd)
+
+
+def _seal(load: Load) -> None:
+    """Mount directories through an overlay: a socket there is another file than the one that is listened at.
+
+    A kernel that cannot do that still covers the sockets which were there at the start; the log says so.
+    """
+    flags = syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_DEV
+    for place in load.sealed:
+        lower = place.replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
+        try:
+            syscalls.mount("overlay", place, "overlay", flags, f"lowerdir={lower}:{EMPTY},userxattr")
+        except OSError as error:
+            sys.stderr.write(f"Unix sockets created below {place} from now on can be reached: {error}\n")
+            continue
+        for covered in load.hidden:
+            if Path(covered).is_relative_to(place):
+                _cover(covered)
+
+
+def _cover(place: str) -> None:
+    if Path(place).is_dir():
+        syscalls.mount(
+            "hidden", place, "tmpfs", syscalls.READ_ONLY | syscalls.NO_SUID | syscalls.NO_DEV, "size=4k"
+        )
+    elif Path(place).exists():
+        syscalls.mount("/dev/null", place, flags=syscalls.BIND)
+
+
+def _give_up_privileges() -> None:
+    # Cells may mount a fresh /proc only where an untouched one exists; it is put out of reach.
+    syscalls.mount(
+        "proc", f"{HIDDEN_PROC}/proc", "proc", syscalls.NO_SUID | syscalls.NO_DEV | syscalls.NO_EXEC
+    )
+    syscalls.mount("none", HIDDEN_PROC, "tmpfs", syscalls.READ_ONLY, "size=4k")
+    # Devices are this machine's own, and a cell's user may be root outside: a mode changed here would be
+    # changed for everybody.
+    for name in DEVICES:
+        syscalls.make_read_only(f"/dev/{name}")
+    syscalls.unshare(syscalls.NEW_USER)
+    syscalls.map_ids(USER, 0)
+    syscalls.drop_privileges()
+
+
+def _imported(program: Program) -> tuple[str, Any]:
+    """What went wrong, if anything did; and the app, if there is one."""
+    failures: list[Failure] = []
+    try:
+        with boundary(FailureKind.TASK, Reason.LAUNCH, failures.append):
+            for name in program.warm:
+                importlib.import_module(name)
+            if program.script:
+                _warm_up(Path(program.script))
+        if failures:
+            return f"{failures[0].traceback}\n{failures[0].message}", None
+        return "", serving.prepared(program.target) if program.target else None
+    except UsageError as error:
+        return str(error), None
+    except SystemExit as error:
+        return f"importing {program.name} ended with {error!r}", None
+
+
+def _warm_up(script: Path) -> None:
+    """Import what the script imports first. What cannot be imported is the script's own business, later."""
+    sys.path.insert(0, str(script.parent))
+    for name in _imports(script):
+        with boundary(FailureKind.TASK, Reason.LAUNCH, lambda _: None):
+            importlib.import_module(name)
+
+
+def _imports(script: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(script.read_bytes(), str(script))
+    except SyntaxError:
+        return
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module

@@ -1,0 +1,301 @@
+"""Nest: a warm parent within walls, from which isolated cells are forked.
+
+`async with` it; nothing of it is left afterwards, nor when this process is killed. Each cell has namespaces
+of its own, sees the system, this Python and the agent's folder read-only, and reaches only the addresses it
+was allowed. Refuses before the first cell what cannot work at all: no bubblewrap, a program that cannot
+be imported, namespaces that this machine does not give.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from afield.errors import InfrastructureFailure, Unavailable, UsageError
+from afield.options import Limits
+from afield.sandbox.bounded_log import Tail
+from afield.sandbox.bwrap import Walls, environment, walls
+from afield.sandbox.channel import Channel, Received, pair
+from afield.sandbox.messages import Address, Done, Gone, Kill, Open, Start, Started, Warm
+from afield.sandbox.process import Cell
+from afield.sandbox.program import PORT, Ended, Program
+from afield.types import Reason
+
+CLOSE_S = 15.0
+NO_NAMESPACES = ("namespaces cannot be made", "new namespace", "user namespace", "setting up uid map")
+REMEDY = (
+    "this machine does not let us make user namespaces: see the settings user.max_user_namespaces,"
+    " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns"
+)
+DIED = "died with its nest"
+
+
+class Nest:
+    """`directory` is for sockets, is made, and is removed in the end; its path must be short, as theirs are.
+
+    Logs are `log_dir/NAME.log` for a cell and `log_dir/nest-PID.log` for the warm parent.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        limits: Limits,
+        *,
+        directory: Path,
+        log_dir: Path,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        self._program = program
+        self._limits = limits
+        self._directory = directory
+        self._log_dir = log_dir
+        self._timeout_s = start_timeout_s
+        self._log = log_dir / f"nest-{os.getpid()}.log"
+        self._ids = itertools.count(1)
+        self._cells: dict[int, Cell] = {}
+        self._starting: dict[int, asyncio.Future[Cell | str]] = {}  # or the problem
+        self._named: dict[int, tuple[str, Path]] = {}
+        self._asked: dict[int, asyncio.Future[Done]] = {}
+        self._channel: Channel | None = None
+        self._keeper: Process | None = None
+        self._warm: asyncio.Future[Warm] | None = None
+        self.limited: frozenset[str] = frozenset()
+
+    async def __aenter__(self) -> Self:
+        """Until the warm parent takes cells. Raises UsageError with what keeps it from that."""
+        self._warm = asyncio.get_running_loop().create_future()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            await self._open(await walls(self._program, self._directory))
+            await self._warmed(self._warm)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _open(self, walled: Walls) -> None:
+        ours, theirs = pair()
+        try:
+            with self._log.open("ab") as log:
+                self._keeper = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", "afield.sandbox.supervisor", str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = Channel(ours, self._told, self._lost)
+        self._channel.send(
+            Open(
+                program=self._program,
+                command=walled.command,
+                mounted=walled.mounted,
+                sealed=walled.sealed,
+                hidden=walled.hidden,
+                env=environment(self._program),
+                directory=str(self._directory),
+                timeout_s=self._timeout_s,
+            )
+        )
+
+    async def _warmed(self, warmed: asyncio.Future[Warm]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                warm = await warmed
+        except TimeoutError:
+            said = f"{self._program.name} was not imported within {self._timeout_s:g} s"
+            raise UsageError(f"{said}; its log ends: {Tail(str(self._log))}") from None
+        if warm.problem:
+            raise UsageError(
+                f"{self._program.name} cannot be run in a sandbox: {self._explained(warm.problem)}"
+            )
+        self.limited = frozenset(warm.limits)
+
+    def _explained(self, problem: str) -> str:
+        said = str(Tail(str(self._log)))
+        if any(sign in said or sign in problem for sign in NO_NAMESPACES):
+            problem += f"; {REMEDY}"
+        return f"{problem}; its log ends: {said}" if said else problem
+
+    @property
+    def alive(self) -> bool:
+        return self._channel is not None and self._channel.open
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        try:
+            if self._keeper is not None:
+                await self._bid_farewell(self._keeper)
+        finally:
+            self._lost()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            if self._log.exists() and self._log.stat().st_size == 0:
+                self._log.unlink()
+
+    async def _bid_farewell(self, keeper: Process) -> None:
+        """It goes when its channel is closed, and takes all cells with it; it cleans up before it does."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await keeper.wait()
+        except TimeoutError:  # what it kept goes with it, though nothing is cleaned up
+            keeper.kill()
+            await keeper.wait()
+        except BaseException:
+            keeper.kill()
+            await keeper.wait()
+            raise
+
+    async def start(
+        self,
+        name: str,
+        *,
+        allow: Sequence[Address] = (),
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+        timeout_s: float | None = None,
+    ) -> Cell:
+        """A new cell, once its port takes connections. It may reach the addresses in `allow`, by these names.
+
+        Raises InfrastructureFailure with the end of its log when it does not come up.
+        """
+        number, log = next(self._ids), self._log_dir / f"{name}.log"
+        doors = tuple(dict.fromkeys(allow))
+        message = Start(
+            id=number,
+            name=name,
+            log=str(log),
+            doors=doors,
+            env=dict(env or {}),
+            limits=limits or self._limits,
+            port=self._port(doors),
+            timeout_s=timeout_s or self._timeout_s,
+        )
+        future = self._starting[number] = asyncio.get_running_loop().create_future()
+        self._named[number] = name, log
+        try:
+            self._send(message)
+            started = await future
+        except asyncio.CancelledError:
+            self._abandon(number)
+            raise
+        finally:
+            del self._starting[number], self._named[number]
+        if isinstance(started, str):
+            said = f"the cell of {name} {started}; its log ends: {Tail(str(log))}"
+            raise InfrastructureFailure(said, Reason.LAUNCH)
+        return started  # which may have ended by now
+
+    def _port(self, doors: Sequence[Address]) -> int:
+        """Where the program serves: not where one of its doors is."""
+        program, taken = self._program, {port for _, port in doors}
+        if program.empty or not program.port:
+            return 0
+        if program.port not in taken:
+            return program.port
+        if not program.target:
+            raise UsageError(
+                f"{program.name} serves port {program.port} itself and may not reach the same port outside;"
+                " let the gateway listen elsewhere (--port)"
+            )
+        return next(port for port in itertools.count(PORT + 1) if port not in taken)
+
+    def _abandon(self, id: int) -> None:
+        with contextlib.suppress(InfrastructureFailure):
+            self._send(Kill(id=id))
+
+    def _send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        try:
+            if self._channel is None:
+                raise RuntimeError("cells are started inside 'async with nest'")
+            self._channel.send(message, fds)
+        except Unavailable as error:
+            said = f"the nest of {self._program.name} has died; its log ends: {Tail(str(self._log))}"
+            raise InfrastructureFailure(said, Reason.DIED) from error
+
+    def _ask(self, make: Any, fds: Sequence[int], **values: object) -> asyncio.Future[Done]:
+        number = next(self._ids)
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._asked.pop(number, None))
+        try:
+            self._send(make(id=number, **values), fds)
+        except (InfrastructureFailure, UsageError):
+            future.cancel()
+            raise
+        return future
+
+    def _told(self, received: Received) -> None:
+        match received.message:
+            case Warm() as warm:
+                if self._warm is not None and not self._warm.done():
+                    self._warm.set_result(warm)
+            case Started() as started:
+                self._risen(started)
+            case Gone() as gone:
+                self._bury(gone)
+            case Done() as done:
+                if (future := self._asked.get(done.id)) and not future.done():
+                    future.set_result(done)
+            case _:
+                pass
+
+    def _risen(self, started: Started) -> None:
+        future = self._starting.get(started.id)
+        if future is None or future.done():
+            return
+        if started.problem or self._channel is None:
+            future.set_result(started.problem or DIED)
+            return
+        name, log = self._named[started.id]
+        cell = self._cells[started.id] = Cell(
+            started.id,
+            name,
+            pid=started.pid,
+            log=log,
+            socket=Path(started.socket),
+            started=time.time(),
+            channel=self._channel,
+            ask=self._ask,
+        )
+        future.set_result(cell)
+
+    def _bury(self, gone: Gone) -> None:
+        if cell := self._cells.pop(gone.id, None):
+            ended = Ended(
+                code=gone.code,
+                signal=gone.signal,
+                oom=gone.oom,
+                said=str(Tail(str(cell.log))),
+                notes=gone.notes,
+            )
+            cell.bury(ended)
+
+    def _lost(self) -> None:
+        """The keeper is gone, and all cells with it."""
+        if self._warm is not None and not self._warm.done():
+            self._warm.set_result(Warm(problem="the keeper of the nest ended"))
+        for future in self._starting.values():
+            if not future.done():
+                future.set_result(DIED)
+        for number, future in list(self._asked.items()):
+            if not future.done():
+                future.set_result(Done(id=number, problem="its nest has died"))
+        for cell in list(self._cells.values()):
+            cell.bury(Ended(said=str(Tail(str(cell.log))), notes=("its nest ended",)))
+        self._cells.clear()

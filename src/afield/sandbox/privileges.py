@@ -1,0 +1,69 @@
+"""What a cell's programs bear: limits, no privilege, a filter on what they may ask of the kernel."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from afield.sandbox import seccomp as calls
+from afield.sandbox.messages import Start
+from afield.sandbox.syscalls import PR_SET_DUMPABLE, drop_privileges, prctl
+
+MB = 2**20
+
+
+def bear(start: Start, *, output: int, listener: socket.socket | None = None) -> None:
+    """In the process that becomes the program. `listener` gets the filter's, to tell what was refused."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, to in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(fd, to)
+    os.close(nothing)
+    os.close(output)
+    os.environ.update(start.env)  # noqa: TID251 - the cell's own, not a setting of ours
+    _reseed()
+    confine(start, listener)
+
+
+def confine(start: Start, listener: socket.socket | None = None) -> None:
+    """For good. `listener`, a socket, is closed."""
+    prctl(PR_SET_DUMPABLE, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _limit(start)
+    drop_privileges()
+    fd = calls.install(listen=listener is not None) if calls.supported() else -1
+    if listener is not None:
+        if fd >= 0:
+            socket.send_fds(listener, [b"."], [fd])
+            os.close(fd)
+        listener.close()
+
+
+def _limit(start: Start) -> None:
+    limits = start.limits
+    _set(resource.RLIMIT_CORE, 0)
+    _set(resource.RLIMIT_FSIZE, limits.disk_mb and limits.disk_mb * MB)
+    _set(resource.RLIMIT_NOFILE, limits.files)
+    _set(resource.RLIMIT_NPROC, limits.pids)
+    if start.rlimit_memory and limits.memory_mb is not None:
+        # Beside what the warm parent had mapped already.
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _set(resource.RLIMIT_AS, mapped + limits.memory_mb * MB)
+
+
+def _set(kind: int, value: int | None) -> None:
+    if value is not None:
+        _, hard = resource.getrlimit(kind)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(kind, (value, value))
+
+
+def _reseed() -> None:
+    """`random` does it by itself after a fork; numpy does not, and all cells would draw the same."""
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()

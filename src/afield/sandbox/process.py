@@ -1,0 +1,165 @@
+"""One isolated place: where it is, how to reach it, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from afield.errors import InfrastructureFailure, Missing, Unavailable
+from afield.interfaces.sandbox import MOST_BYTES, Ran, argv_of, check_path, too_large
+from afield.sandbox.channel import Channel
+from afield.sandbox.messages import Done, Exec, File, Kill
+from afield.sandbox.pipes import bounded, feed, read_all
+from afield.sandbox.program import Ended
+from afield.types import Reason
+
+EXEC_S = 600.0
+FILE_S = 120.0
+# Beyond a command's own time, for ending what it started. A cell that dies says so at once: this is for one
+# that hangs; a busy machine that has hundreds of processes to end takes long, and does not hang.
+GRACE_S = 180.0
+DRAIN_S = 0.5
+
+
+class Asking(Protocol):
+    def __call__(
+        self, make: type[Exec] | type[File], fds: Sequence[int], **values: object
+    ) -> asyncio.Future[Done]: ...
+
+
+class Cell:
+    """`pid` is its first process as seen from here; `started` is wall-clock time.
+
+    `socket` is a path that reaches the program's port from here, for as long as the cell lives: connect to it
+    with `aiohttp.UnixConnector(path=str(cell.socket))` and ask for `http://cell/ping`, or by `connect`.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        name: str,
+        *,
+        pid: int,
+        log: Path,
+        socket: Path,
+        started: float,
+        channel: Channel,
+        ask: Asking,
+    ) -> None:
+        self.id = id
+        self.name = name
+        self.pid = pid
+        self.log = log
+        self.socket = socket
+        self.started = started
+        self._channel = channel
+        self._ask = ask
+        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.done()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the program's port. Raises OSError when nobody is there."""
+        return await asyncio.open_unix_connection(str(self.socket))
+
+    async def ended(self) -> Ended:
+        """Until nothing of it is left. Any number may wait."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """Everything in it, at once. Repeating is harmless; `ended` tells when it is done."""
+        if self.alive:
+            # Where its nest is gone, so is it.
+            with contextlib.suppress(Unavailable):
+                self._channel.send(Kill(id=self.id))
+
+    def bury(self, ended: Ended) -> None:
+        """For its nest: how it ended."""
+        if self.alive:
+            self._ended.set_result(ended)
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float = EXEC_S,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> Ran:
+        """As `seams.sandbox` says. It runs as the program does: same user, limits and network."""
+        argv = tuple(argv_of(command, timeout, cwd, env))
+        (near_in, far_in), (far_out, near_out), (far_err, near_err) = os.pipe(), os.pipe(), os.pipe()
+        values = {"argv": argv, "cwd": cwd or "", "env": dict(env or {}), "timeout_s": timeout}
+        outputs = [bounded(far_out), bounded(far_err)]
+        feeding = asyncio.ensure_future(feed(far_in, stdin))
+        reading = [asyncio.ensure_future(output.read()) for output in outputs]
+        try:
+            done = await self._answer(Exec, [near_in, near_out, near_err], timeout + GRACE_S, values)
+            # What the command left running may keep its output open for ever.
+            await asyncio.wait(reading, timeout=DRAIN_S)
+        finally:
+            for task in (feeding, *reading):
+                task.cancel()
+            await asyncio.gather(feeding, *reading, return_exceptions=True)
+        out, err = outputs
+        return Ran(
+            exit_code=done.code,
+            stdout=out.text,
+            stderr=err.text,
+            timed_out=done.timed_out,
+            truncated=out.truncated or err.truncated,
+        )
+
+    async def upload(self, path: str, data: bytes) -> None:
+        check_path(path)
+        reading, writing = os.pipe()
+        feeding = asyncio.ensure_future(feed(writing, data))
+        try:
+            done = await self._answer(File, [reading], FILE_S, {"path": path, "put": True})
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+        if done.code:
+            said = f"{path} cannot be written in {self.name}: {os.strerror(done.code)}"
+            raise InfrastructureFailure(said, Reason.UPLOAD)
+
+    async def download(self, path: str) -> bytes:
+        check_path(path)
+        reading, writing = os.pipe()
+        content = asyncio.ensure_future(read_all(reading, MOST_BYTES))
+        try:
+            done = await self._answer(File, [writing], FILE_S, {"path": path, "put": False})
+            if content.done() and content.result() is None:
+                raise too_large(path, self.name)
+            if done.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+                raise Missing(f"there is no file {path} in {self.name}")
+            if done.code:
+                said = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
+                raise InfrastructureFailure(said, Reason.UPLOAD)
+            if (whole := await content) is None:
+                raise too_large(path, self.name)
+            return whole
+        finally:
+            content.cancel()
+            await asyncio.gather(content, return_exceptions=True)
+
+    async def _answer(
+        self, make: type[Exec] | type[File], fds: list[int], timeout_s: float, values: Mapping[str, object]
+    ) -> Done:
+        future = self._ask(make, fds, cell=self.id, **values)
+        try:
+            async with asyncio.timeout(timeout_s):
+                done = await future
+        except TimeoutError as error:
+            raise InfrastructureFailure(f"{self.name} does not answer", Reason.DIED) from error
+        if done.problem:
+            raise InfrastructureFailure(f"{self.name}: {done.problem}", Reason.DIED)
+        return done

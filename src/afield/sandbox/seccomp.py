@@ -1,0 +1,156 @@
+"""Which system calls a cell's programs may make: all but those that reach around its walls.
+
+Refused are other namespaces and mounts, tracing, keys, the kernel's own interfaces, and sockets of families
+that no network namespace holds. A refusal is an ordinary error to the caller. With a listener the
+refused calls, and each connect, kill and opening of a file to write, are told to whoever holds it before they
+are answered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+from afield.sandbox.syscalls import ALL_NEW, NEW_CGROUP, NEW_TIME, call
+
+# Names and numbers of the refused, per machine.
+_NUMBERS = {
+    "x86_64": {
+        "ptrace": 101, "syslog": 103, "uselib": 134, "vhangup": 153, "modify_ldt": 154, "pivot_root": 155,
+        "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount": 166,
+        "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172,
+        "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "lookup_dcookie": 212,
+        "clock_settime": 227, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
+        "migrate_pages": 256, "unshare": 272, "move_pages": 279, "perf_event_open": 298,
+        "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305,
+        "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
+        "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    },
+    "aarch64": {
+        "lookup_dcookie": 18, "umount": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58,
+        "quotactl": 60, "acct": 89, "unshare": 97, "kexec_load": 104, "init_module": 105,
+        "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "reboot": 142,
+        "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "add_key": 217,
+        "request_key": 218, "keyctl": 219, "swapon": 224, "swapoff": 225, "migrate_pages": 238,
+        "move_pages": 239, "perf_event_open": 241, "fanotify_init": 262, "name_to_handle_at": 264,
+        "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270,
+        "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "bpf": 280, "userfaultfd": 282,
+        "kexec_file_load": 294,
+    },
+}  # fmt: skip
+_EVERYWHERE = {
+    "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+    "pidfd_getfd": 438, "mount_setattr": 442, "quotactl_fd": 443, "open_tree_attr": 467,
+}  # fmt: skip
+# Callers fall back to what they did before these existed.
+_UNKNOWN = {  # clone3, io_uring_setup, _enter, _register; and io_setup, whose number is one for the machine
+    "x86_64": (435, 425, 426, 427, 206),
+    "aarch64": (435, 425, 426, 427, 0),
+}
+_SPECIAL = {
+    "x86_64": {
+        "open": 2, "ioctl": 16, "socket": 41, "connect": 42, "socketpair": 53, "clone": 56, "kill": 62,
+        "openat": 257,
+    },
+    "aarch64": {
+        "ioctl": 29, "openat": 56, "kill": 129, "socket": 198, "socketpair": 199, "connect": 203,
+        "clone": 220,
+    },
+}  # fmt: skip
+_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+FAMILIES = (1, 2, 10)  # unix, inet, inet6: each is bound to the network namespace
+NETLINK, ROUTE = 16, 0  # of its many protocols, the one that tells a program its own addresses
+TERMINAL = (0x5412, 0x541C)  # TIOCSTI and TIOCLINUX put words into another's mouth
+X32 = 0x40000000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCH, ARGUMENTS = 0, 4, 16
+ALLOW, ERROR, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
+TOLD = ("connect", "kill")
+OPENING = {"open": 1, "openat": 2}  # where their flags are
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
+
+Step = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
+
+
+def refused() -> dict[int, str]:
+    """Numbers and names of what is refused on this machine."""
+    machine = os.uname().machine
+    return {n: name for name, n in (*_NUMBERS[machine].items(), *_EVERYWHERE.items())}
+
+
+def told() -> dict[int, str]:
+    """Numbers and names of calls that are let through, once they were told to the listener."""
+    special = _SPECIAL[os.uname().machine]
+    return {special[name]: name for name in (*TOLD, *OPENING) if name in special}
+
+
+def supported() -> bool:
+    return os.uname().machine in _NUMBERS
+
+
+def install(*, listen: bool) -> int:
+    """From here on, in this process and all it starts. Returns the listener's descriptor, or -1."""
+    steps = _program(os.uname().machine, listen)
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(buffer))
+    number = ctypes.c_long(_SECCOMP[os.uname().machine])
+    if not listen:
+        call("syscall", number, ctypes.c_uint(SET_FILTER), ctypes.c_uint(0), program)
+        return -1
+    try:
+        flags = ctypes.c_uint(NEW_LISTENER | WAIT_KILLABLE)
+        return call("syscall", number, ctypes.c_uint(SET_FILTER), flags, program)
+    except OSError:  # Kernels before 5.19 do not know the second flag.
+        return call("syscall", number, ctypes.c_uint(SET_FILTER), ctypes.c_uint(NEW_LISTENER), program)
+
+
+def _program(machine: str, listen: bool) -> list[Step]:
+    special, no_such = _SPECIAL[machine], _answer(ERROR | errno.ENOSYS)
+    no = _answer(NOTIFY if listen else ERROR | errno.EPERM)
+    steps = [_load(ARCH), (EQUAL, 1, 0, _ARCH[machine]), no_such, _load(NUMBER)]
+    if machine == "x86_64":
+        steps += [(AT_LEAST, 0, 1, X32), no_such]
+    for number in _UNKNOWN[machine]:
+        steps += [(EQUAL, 0, 1, number), no_such]
+    for number in (*_NUMBERS[machine].values(), *_EVERYWHERE.values()):
+        steps += [(EQUAL, 0, 1, number), no]
+    if listen:
+        steps += [step for name in TOLD for step in ((EQUAL, 0, 1, special[name]), no)]
+        for name, flags in OPENING.items():
+            if name in special:
+                steps += _when(special[name], flags, [(ANY_BIT, 0, 1, WRITING), no])
+    steps += _when(special["socket"], 0, _sockets())
+    steps += _when(
+        special["socketpair"], 0, [(EQUAL, 1, 0, FAMILIES[0]), _answer(ERROR | errno.EAFNOSUPPORT)]
+    )
+    others = ALL_NEW | NEW_CGROUP | NEW_TIME
+    steps += _when(special["clone"], 0, [(ANY_BIT, 0, 1, others & ~0xFF), no])
+    injecting = [step for request in TERMINAL for step in ((EQUAL, 0, 1, request), no)]
+    steps += _when(special["ioctl"], 1, injecting)
+    return [*steps, _answer(ALLOW)]
+
+
+def _sockets() -> list[Step]:
+    no = _answer(ERROR | errno.EAFNOSUPPORT)
+    netlink = [_load(ARGUMENTS + 8 * 2), (EQUAL, 0, 1, ROUTE), _answer(ALLOW), no]
+    others = [(EQUAL, len(FAMILIES) - n, 0, family) for n, family in enumerate(FAMILIES)]
+    return [(EQUAL, 0, len(netlink), NETLINK), *netlink, *others, no]
+
+
+def _when(number: int, argument: int, then: list[Step]) -> list[Step]:
+    """Ends with ALLOW where `then` falls through; it judges the lower half of an argument."""
+    inner = [_load(ARGUMENTS + 8 * argument), *then, _answer(ALLOW)]
+    return [(EQUAL, 0, len(inner), number), *inner]
+
+
+def _load(offset: int) -> Step:
+    return (LOAD, 0, 0, offset)
+
+
+def _answer(value: int) -> Step:
+    return (RETURN, 0, 0, value)

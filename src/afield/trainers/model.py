@@ -1,0 +1,315 @@
+"""The model being trained: a Hugging Face causal language model from its directory.
+
+All its weights train, or adapters do (`lora`) while the rest stays as it was loaded. What trains is kept in
+float32; with dtype bfloat16 the arithmetic is bfloat16's (`autocast`). The frozen start that a KL penalty
+needs is the model without its adapters, or else a second copy. Nothing here ever drops out: log-probabilities
+have to be those of the sampler, so a model that computes differently when it trains is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from afield.errors import UsageError
+from afield.interfaces.weight_probe import Witness, write_witness
+from afield.masks import Masks
+from afield.options import LoraOptions
+from afield.precision import in_float32
+from afield.rounding import Arrived, Rounding, dtype_of, write_rounding
+from afield.trainers import lora as adapters
+from afield.trainers.images import ImageReader
+from afield.trainers.micro_batches import LayoutName
+from afield.trainers.model_directory import copy_but_weights, load_model, replaced, write_weights
+from afield.trainers.padded import Padded
+from afield.trainers.publication import (
+    Checkpoint,
+    Shard,
+    as_adapters,
+    as_merged,
+    as_published,
+    names_of,
+    undivided,
+)
+from afield.trainers.tree_attention import ATTENTION, Tree
+from afield.trainers.tree_compat import fit_for_trees, longest_row, settled, unfit_for_padding
+from afield.trainers.weight_probe import witness_of
+from afield.vision import Vision
+
+log = logging.getLogger("afield.trainers")
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class PolicyModel:
+    """`model` is what is called, `trainable` what an optimiser moves. A rank of 0 in `lora` is none.
+
+    `layout` is how it is run: padded where a tree was wanted that the model cannot be run over. Rows may be
+    `context` tokens long, and those over a tree `tree_context`: longer ones outgrow a window of the model's
+    own attention, with which they are run.
+    """
+
+    _start: Any = None
+    _computing: torch.dtype | None = None
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: torch.device,
+        dtype: Dtype = "float32",
+        lora: LoraOptions | None = None,
+        checkpointing: bool = False,
+        reference: bool = False,
+        layout: LayoutName = "tree",
+    ) -> None:
+        self.path = Path(path)
+        self.device = device
+        self.dtype: Dtype = dtype
+        self.lora = lora if lora and lora.rank else None
+        self.layout: LayoutName = layout
+        self.model = self._load()
+        self._checkpoint = None if self.lora else Checkpoint(self.path, self.model)
+        if reference and not self.lora:
+            self._start = self._load().requires_grad_(False)
+        if self.lora:
+            adapters.attach(self.model, self.lora, self.path)
+        if checkpointing:
+            checkpoint(self.model)
+        config = self.model.config.get_text_config()
+        self.vocabulary: int = config.vocab_size
+        self.images, self.no_images = self._load_vision()
+        self.masks = Masks(self.path, self.vocabulary)
+        self.context = longest_row(config, tree=False)
+        self.tree_context = longest_row(config, tree=True)
+        if self.layout == "tree" and self.tree_context != self.context:
+            log.warning(
+                "%s: its attention has a window, so rows of more than %s tokens are padded",
+                self.path,
+                self.tree_context,
+            )
+
+    def _load(self) -> Any:
+        # Weights that never change need no more precision than the arithmetic has.
+        model = load_model(self.path, "cpu", self.dtype if self.lora else "float32")
+        self._attention: str = model.config._attn_implementation
+        if why := unfit_for_padding(model):
+            raise UsageError(
+                f"{self.path}: {type(model).__name__} computes other numbers in a batch than alone: {why};"
+                " the embedded trainer does not support it"
+            )
+        if self.layout == "tree" and (unfit := fit_for_trees(model)):
+            log.warning(
+                "%s: %s cannot be run over a tree (%s); rows are padded instead",
+                self.path,
+                type(model).__name__,
+                unfit,
+            )
+            self.layout = "padded"
+        return model.to(self.device)
+
+    def _load_vision(self) -> tuple[ImageReader | None, str]:
+        """What images are looked at with; or why none can be."""
+        try:
+            vision = Vision.load(self.path)
+        except UsageError as error:
+            return None, str(error)
+        if vision is None:
+            return None, f"{self.path} has no vision part; train the model that saw them"
+        if self.layout == "tree":
+            log.info("%s: rows with images are padded, the others run over a tree", self.path)
+        return ImageReader(vision), ""
+
+    def attend(self, model: Any, layout: Padded | Tree) -> None:
+        """Padded rows have the model's own attention, trees ours; so until the pass has its gradient."""
+        wanted = ATTENTION if isinstance(layout, Tree) else self._attention
+        if model.config._attn_implementation != wanted:
+            model.set_attn_implementation(wanted)
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[Any]:
+        """The model as it was loaded, for as long as the block lasts."""
+        if self.lora:
+            with adapters.switched_off(self.model):
+                yield self.model
+        elif self._start is not None:
+            yield self._start
+        else:
+            raise UsageError("this policy keeps no reference; make it with reference=True")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        dtype = self._computing or dtype_of(self.dtype)
+        if dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    @contextmanager
+    def computing(self, dtype: torch.dtype) -> Iterator[None]:
+        """The model computes as one that was loaded in `dtype`, for as long as the block lasts.
+
+        Products are in `dtype`, and so is what layers add to, which begins with the embeddings.
+        """
+        before, self._computing = self._computing, dtype
+        embeddings = self.model.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda _module, _inputs, output: output.to(dtype))
+        try:
+            with in_float32(self.model) if dtype == torch.float32 else nullcontext():
+                yield
+        finally:
+            hook.remove()
+            self._computing = before
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model, all of it. A policy that is shared out has to gather it first."""
+        return tensor
+
+    def place(self, tensor: Tensor, into: Tensor) -> Tensor:
+        """The part of a whole tensor that belongs `into` one of the model's."""
+        del into
+        return tensor
+
+    def state(self) -> dict[str, Tensor]:
+        """What trains, by name."""
+        return {name: self.whole(tensor) for name, tensor in self._trained().items()}
+
+    def _trained(self) -> dict[str, Tensor]:
+        return adapters.state(self.model) if self.lora else self.model.state_dict()
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        own = self._trained()
+        if wrong := sorted(own.keys() ^ state.keys()):
+            raise UsageError(
+                f"the checkpoint and the model differ in the tensor {wrong[0]!r};"
+                " go on with the model and the adapters that it was saved with"
+            )
+        for name, tensor in state.items():
+            if own[name].shape != tensor.shape:
+                raise UsageError(
+                    f"the checkpoint has {list(tensor.shape)} for {name!r}, the model"
+                    f" {list(own[name].shape)}; go on with the model that it was saved with"
+                )
+        for name, tensor in state.items():
+            own[name].copy_(self.place(tensor, own[name]))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Of the whole model, adapters merged."""
+        if self.lora:
+            return adapters.merged(self.model, self.whole)
+        return {name: self.whole(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def export(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
+        """Write the whole model's directory as an engine loads it. Repeating replaces it.
+
+        Weights are float32, or what `rounding` makes of them; the witness beside them is theirs.
+        """
+        if not rounding.lossy:
+            weights, witness, told = self.weights(), self.witness(), Arrived()
+        else:
+            with self.published(rounding) as told:
+                weights, witness = self._rounded_weights(rounding), self.witness()
+        if self.writes:
+            with replaced(directory) as fresh:
+                copy_but_weights(self.path, fresh)
+                write_weights(self.model, fresh, weights)
+                write_rounding(fresh, rounding)
+                write_witness(fresh, witness)
+        return self.summed(told)
+
+    def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
+        """Write the adapters alone, in peft's format. Repeating replaces the directory."""
+        if not self.lora:
+            raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
+        with as_adapters(self.model, rounding, self.gathered, self.shard) as told:
+            dtype = dtype_of(rounding.dtype)
+            tensors = {name: tensor.to(dtype) for name, tensor in self.state().items()}
+            witness = self.witness()
+        if self.writes:
+            with replaced(directory) as fresh:
+                adapters.write(self.model, fresh, tensors)
+                write_rounding(fresh, rounding)
+                write_witness(fresh, witness)
+        return told
+
+    @contextmanager
+    def published(self, rounding: Rounding) -> Iterator[Arrived]:
+        """The whole model computes with the weights of this version, for as long as the block lasts."""
+        if self._checkpoint is None:
+            with as_merged(self.model, rounding, self.gathered, self.shard) as told:
+                yield told
+        else:
+            with as_published(self.model, rounding, self._checkpoint, self.shard) as told:
+                yield told
+
+    def _rounded_weights(self, rounding: Rounding) -> dict[str, Tensor]:
+        """Inside `published`: the tensors as they are written. Buffers are no weights, and stay."""
+        dtype, tensors = dtype_of(rounding.dtype), self.model.state_dict()
+        weights = names_of(self.model).keys()
+        if self.lora:
+            tensors = adapters.plain(self.model)
+            weights = {name.replace(".base_layer.", ".") for name in weights}
+        return {n: self.whole(t.to(dtype, copy=True) if n in weights else t) for n, t in tensors.items()}
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes what is exported."""
+        return True
+
+    def shard(self, tensor: Tensor) -> Shard:
+        """The part of a tensor of the model that is in this process."""
+        return undivided(tensor)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model, all of it, in every process and on its device."""
+        return tensor
+
+    def summed(self, told: Arrived) -> Arrived:
+        """Over all processes."""
+        return told
+
+    def witness(self) -> Witness:
+        """How engines that have these weights must answer."""
+        with self.autocast():
+            return witness_of(self.model)
+
+
+def checkpoint(model: Any) -> None:
+    """Keep only the input of each layer, and compute the layer again on the way back."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(f"{type(model).__name__} has no layers that can be checkpointed; leave it off")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The library checkpoints only what it believes to be training. What is inside stays as it is, so that
+    # nothing drops out.
+    for layer in layers:
+        layer.training = True
+    if not settled(model):
+        raise UsageError(f"{type(model).__name__} drops out when it is checkpointed; leave it off")
+
+
+def device_of(name: str | None) -> torch.device:
+    """The one that is named, if it is there; else a GPU where there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        told = str(error).partition("\n")[0]
+        raise UsageError(
+            f"device {name!r} cannot be used: {told}; leave it out, or say cpu or cuda"
+        ) from error
+    if device.type == "meta":
+        raise UsageError("device 'meta' computes nothing; leave it out, or say cpu or cuda")
+    return device

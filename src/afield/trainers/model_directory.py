@@ -1,0 +1,98 @@
+"""Model directories in the Hugging Face layout: loaded, copied, written, and put in place whole.
+
+Nothing is ever half there: a directory is written beside its place and then renamed into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from afield.errors import Unavailable, UsageError, boundary
+from afield.model_lock import ALONE
+from afield.types import Failure, FailureKind, Reason
+from afield.vision import sees
+
+WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+)
+
+
+def load_model(path: Path, device: Any, dtype: Literal["float32", "bfloat16"] = "float32") -> Any:
+    import transformers
+
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{path} is not a model directory: it has no config.json")
+    transformers.logging.disable_progress_bar()
+    problems: list[Failure] = []
+    loaded: Any = None
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), ALONE:
+        kind = transformers.AutoModelForImageTextToText if sees(path) else transformers.AutoModelForCausalLM
+        loaded = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
+    if loaded is None:
+        raise UsageError(f"{path} cannot be loaded as a causal language model: {problems[0].message}")
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(f"{path} lacks the tensor {missing[0]!r}; save the whole model there")
+    # No dropout: the rescored log-probabilities have to be the sampler's.
+    return model.to(device).eval()
+
+
+def copy_but_weights(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
+
+
+def write_weights(model: Any, directory: Path, state: Mapping[str, Any]) -> None:
+    """All of `state` in one file. Tied embeddings are written untied, since engines that reload weights in
+    place may update only one of the two."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    shared = Counter(tensor.data_ptr() for tensor in state.values())
+    state = {n: t.clone() if shared[t.data_ptr()] > 1 else t for n, t in state.items()}
+    try:
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    if config.get("tie_word_embeddings", model.config.tie_word_embeddings):
+        path.write_text(json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n")
+
+
+@contextmanager
+def replaced(directory: Path) -> Iterator[Path]:
+    """A fresh directory that takes the place of `directory` when the block, which only writes, ends well."""
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file; name a directory, or move the file away")
+    try:
+        with _replaced(directory) as fresh:
+            yield fresh
+    except (OSError, RuntimeError) as error:  # the second is what torch makes of a disk that is full
+        raise Unavailable(f"{directory} cannot be written: {error}; is there room on the disk?") from error
+
+
+@contextmanager
+def _replaced(directory: Path) -> Iterator[Path]:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir()
+        yield fresh
+        if directory.exists():
+            directory.rename(Path(scratch) / "old")
+        fresh.rename(directory)

@@ -1,0 +1,112 @@
+"""Whether a model computes over a forest what it computes over rows, found out by trying.
+
+Some architectures ignore the attention that is put into them, or do more in it than a forest allows
+(windows, soft caps, states that run along the row). A few tokens that branch show it: they are run as rows
+with the model's own attention, and as a forest with ours. One that computes something else each time it is
+asked, such as one with dropout that cannot be switched off, is no policy at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from afield.errors import boundary
+from afield.trainers.packing import pack
+from afield.trainers.tree_attention import Tree, watch
+from afield.types import Failure, FailureKind, Reason
+
+# A stem that three sequences share, one of them to its end, and one that shares nothing.
+BRANCHES = ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 3, 7, 8), (9, 10, 11, 12, 13))
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative error of all logits
+
+
+def fit_for_trees(model: Any) -> str:
+    """Put our attention into `model`; or leave it as it is, and say why that cannot be."""
+    own = model.config._attn_implementation
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = [[(7 + 11 * i) % vocabulary for i in row] for row in BRANCHES]
+    off = _distance(model, rows)
+    if isinstance(off, float) and off <= CLOSE[model.dtype]:
+        return ""
+    model.set_attn_implementation(own)
+    return off if isinstance(off, str) else f"its logits are off by {off:.1e} there"
+
+
+def _distance(model: Any, rows: list[list[int]]) -> float | str:
+    """The relative error of all logits; or what is wrong besides."""
+    problems: list[Failure] = []
+    with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), torch.enable_grad():
+        alone = [_row(model, row) for row in rows]
+        expected = torch.cat([logits.detach() for logits in alone])
+        packed = pack(rows)
+        watch(model)
+        tree = Tree(packed, model.device)
+        got = tree.logits(model, torch.arange(len(packed.ids), device=model.device)).float()
+        if lost := sorted(_reached(model, *alone) - _reached(model, got)):
+            return f"its weight {lost[0]} gets no gradient there"
+        places = torch.tensor([place for path in packed.paths for place in path], device=model.device)
+        return float((got.detach()[places] - expected).norm() / expected.norm())
+    return problems[0].message
+
+
+def _reached(model: Any, *outputs: Tensor) -> set[str]:
+    """The names of the weights that a gradient of `outputs` would reach."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: set[Any] = set()
+    ahead: list[Any] = [output.grad_fn for output in outputs]
+    found: set[str] = set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) in names:
+            found.add(names[id(leaf)])
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
+@torch.no_grad()
+def unfit_for_padding(model: Any) -> str:
+    """Why rows cannot be run beside each other, or nothing."""
+    config = model.config.get_text_config()
+    if (kept := getattr(config, "index_topk", None)) is not None:
+        return f"its attention chooses {kept} tokens of a row, padding among them (index_topk)"
+    rows = [[(7 + 11 * i) % config.vocab_size for i in range(length)] for length in (24, 9, 15)]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
+    padded = model(input_ids=ids, use_cache=False).logits.float()
+    expected = torch.cat([_row(model, row) for row in rows])
+    got = torch.cat([logits[: len(row)] for logits, row in zip(padded, rows, strict=True)])
+    off = float((got - expected).norm() / expected.norm())
+    return "" if off <= CLOSE[model.dtype] else f"its logits are off by {off:.1e} beside a longer row"
+
+
+def _row(model: Any, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
+
+
+def longest_row(config: Any, *, tree: bool) -> int | None:
+    """Up to which length a row's tokens get the same numbers however it is run; None is no limit."""
+    limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    settings = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    # Beyond it, these stretch all positions by the longest row they are run beside.
+    shifting = [part for part in settings if part.get("rope_type") in {"dynamic", "longrope"}]
+    limits += [part.get("original_max_position_embeddings") for part in shifting]
+    layers = getattr(config, "layer_types", None)
+    if tree and (layers is None or "sliding_attention" in layers):
+        limits.append(getattr(config, "sliding_window", None))
+    if tree and "chunked_attention" in (layers or ()):
+        limits.append(getattr(config, "attention_chunk_size", None))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+@torch.no_grad()
+def settled(model: Any) -> bool:
+    """Whether it computes the same again."""
+    ids = [(7 + 11 * i) % model.config.get_text_config().vocab_size for i in range(6)]
+    return torch.equal(_row(model, ids), _row(model, ids))

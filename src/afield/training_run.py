@@ -1,0 +1,393 @@
+"""A training run, put together: gateway, agents, and the two halves that meet in the ledger.
+
+One process does all of it, or one collects and another learns, given a gateway that both can reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import Struct, structs
+
+from afield import factory
+from afield.errors import AfieldError, Unavailable, UsageError, first_cause
+from afield.interfaces import Gateway, Publisher, Runtime, Trainer, Transport
+from afield.orchestrator.availability import named
+from afield.orchestrator.config import Watcher
+from afield.orchestrator.groups import Collector
+from afield.orchestrator.rollout import Conductor
+from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.scheduler import Gatherer, Schedule, Validation, our_weights
+from afield.orchestrator.training_loop import Learner, Recipe, StepLine, mean_metrics
+from afield.ratelimit import SharedLimiter
+from afield.settings import TrainConfig, agent_environment
+from afield.types import Finished, Sampling, Task
+
+log = logging.getLogger("afield.loop")
+FIRST_ANSWER_S = 20.0
+T = TypeVar("T")
+
+
+class GatewayChild:
+    """A gateway with its engine in a process of its own.
+
+    It watches its standard input: it ends when we do, even after a kill -9.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    async def died(self) -> Unavailable:
+        code = await self._process.wait()
+        return Unavailable(f"the gateway ended with code {code}; see {self._log}, then go on with --resume")
+
+    async def ready(self) -> dict[str, str]:
+        """Its address and admin key, once it serves."""
+        assert self._process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), factory.START_TIMEOUT_S)
+        except TimeoutError as error:
+            raise Unavailable(f"no gateway after {factory.START_TIMEOUT_S:g} s; see {self._log}") from error
+        if not line:
+            text = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
+            empty = f"{self._log} is empty; is there room on the disk?"
+            raise UsageError("the gateway did not start:\n" + "\n".join((text or empty).splitlines()[-5:]))
+        return json.loads(line)
+
+
+@asynccontextmanager
+async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[GatewayChild]:
+    command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
+    command += [
+        "--model",
+        config.model,
+        "--engine",
+        config.engine,
+        "--port",
+        str(config.gateway_port),
+        "--store",
+        str(run.gateway),
+    ]
+    command += ["--slots", str(config.engine_slots), "--seed", str(config.seed)]
+    command += ["--engine-dtype", config.engine_dtype]
+    command += ["--host", config.gateway_host, "--max-rewards", str(config.max_rewards)]
+    command += ["--max-submission-mb", str(config.max_submission_mb)]
+    command += ["--keep-sessions-h", str(config.keep_sessions_h or 0)]
+    command += ["--durable"] if config.durable else []
+    command += ["--path-keys"] if config.path_keys else []
+    if config.gateway_url:
+        command += ["--public-url", config.gateway_url]
+    environment = agent_environment()
+    if config.delivery == "gateway":
+        spec = config.outcomes if "://" in config.outcomes else f"files://{run.outcomes}"
+        environment["AFIELD_OUTCOMES"] = spec
+    if config.engine_ledger:
+        command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
+    run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log_path = run.logs / "gateway.log"
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield GatewayChild(process, log_path)
+    finally:
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), 10)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+    if process.stdin:
+        process.stdin.close()
+
+
+class Part(StrEnum):
+    """Which halves of a run this process does."""
+
+    ALL = "all"
+    COLLECT = "collect"
+    LEARN = "learn"
+
+
+class Places(Struct, frozen=True):
+    """Where agents run and, apart from them, their verifiers; and how outcomes come back."""
+
+    agents: Runtime
+    verifiers: Runtime | None
+    carrier: Transport
+
+    @property
+    def all(self) -> list[Runtime]:
+        return [self.agents, *([self.verifiers] if self.verifiers else [])]
+
+
+class Parts:
+    """What both halves of a run share."""
+
+    def __init__(
+        self, config: TrainConfig, run: RunDir, tasks: Sequence[Task], stack: AsyncExitStack
+    ) -> None:
+        factory.check_trust(config, tasks)
+        self.config = config
+        self.run = run
+        self.stack = stack
+        self.plan = factory.plan(config, run)
+        self.window = factory.window(config, tasks)
+        self.schedule = Schedule(tasks, self.plan.exp_id, config.seed, config.shuffle)
+        self.ledger = stack.enter_context(Ledger(run.ledger, durable=run.durable))
+        self.spool = Spool(run.spool, durable=run.durable)
+
+    async def conductor(self, gateway: Gateway, places: Places, watcher: Watcher) -> Conductor:
+        limiter = factory.limiter(self.config)
+        if isinstance(limiter, SharedLimiter):
+            self.stack.callback(limiter.close)
+            limiter.check()
+        conductor = Conductor(
+            self.plan,
+            gateway=gateway,
+            runtime=places.agents,
+            transport=places.carrier,
+            ledger=self.ledger,
+            spool=self.spool,
+            watcher=watcher,
+            limiter=limiter,
+            verifiers=places.verifiers,
+        )
+        return await self.stack.enter_async_context(conductor)
+
+    async def gatherer(
+        self, gateway: Gateway, places: Places, watcher: Watcher, val: Sequence[Task]
+    ) -> Gatherer:
+        conductor = await self.conductor(gateway, places, watcher)
+        return Gatherer(
+            self.window,
+            self.schedule,
+            collector=Collector(self.plan, conductor, self.spool),
+            ledger=self.ledger,
+            spool=self.spool,
+            validation=validation(self.config, self.run, val),
+        )
+
+    async def gather(self, gatherer: Gatherer, gateway: Gateway, carrier: Transport) -> None:
+        await our_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
+        await gatherer.run()
+        try:
+            async with asyncio.timeout(self.plan.call_timeout_s):
+                self.ledger.late = len(await carrier.late(self.plan.exp_id))
+        except (AfieldError, OSError, RuntimeError) as error:
+            # All is collected; the other half may still be learning from it.
+            log.warning("outcomes that came late were not counted: %s", named(error))
+
+    def learner(
+        self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None], engine_dtype: str
+    ) -> Learner:
+        return Learner(
+            self.window,
+            structs.replace(recipe(self.config), engine_dtype=engine_dtype),
+            epoch_of=self.schedule.epoch,
+            trainer=trainer,
+            gateway=gateway,
+            ledger=self.ledger,
+            spool=self.spool,
+            run=self.run,
+            on_step=on_step,
+        )
+
+
+@asynccontextmanager
+async def training(
+    config: TrainConfig,
+    run: RunDir,
+    tasks: Sequence[Task],
+    watcher: Watcher,
+    on_step: Callable[[StepLine], None],
+    *,
+    part: Part = Part.ALL,
+    admin_key: str | None = None,
+    val_tasks: Sequence[Task] = (),
+) -> AsyncIterator[Training]:
+    """Everything a training run consists of, started; and ended again, in the reverse order."""
+    async with AsyncExitStack() as stack:
+        parts = Parts(config, run, tasks, stack)
+        # All are slow to start and do so at the same time; agents end before their gateway does.
+        places = child = None
+        if not config.gateway:
+            child = await stack.enter_async_context(gateway_child(config, run))
+        if part is not Part.LEARN:
+            carrier = await stack.enter_async_context(factory.transport(config, run))
+            places = Places(
+                factory.runtime(config, run, carrier), factory.verifiers(config, run, carrier), carrier
+            )
+            for place in places.all:
+                await stack.enter_async_context(place)
+        # What keeps agents from starting is told at once, not when the gateway is there. A trainer that has
+        # begun to load cannot be stopped, and would have to be waited for.
+        checks = [asyncio.create_task(place.check()) for place in places.all] if places else []
+        learning = asyncio.create_task(_trainer(config, checks)) if part is not Part.COLLECT else None
+        stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
+        gateway = await stack.enter_async_context(
+            await meanwhile(gateway_of(config, child, admin_key), *map(_done, checks))
+        )
+        if config.gateway:
+            await answers(config, run, admin_key)
+        halves: list[Callable[[], Coroutine[None, None, None]]] = []
+        if places:
+            gatherer = await parts.gatherer(gateway, places, watcher, val_tasks)
+            halves.append(lambda: parts.gather(gatherer, gateway, places.carrier))
+        if learning:
+            trainer = await learning
+            warn_of_length(config, await gateway.context(), trainer.context)
+            dtype = "float32"
+            if isinstance(trainer, Publisher):
+                told = await gateway.engine_dtype()
+                dtype = factory.published_dtype(config.engine_dtype, told, Path(config.model))
+            halves.append(parts.learner(gateway, trainer, on_step, dtype).run)
+        yield Training(halves, child)
+
+
+async def meanwhile(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
+    """What is wanted, if no check fails; the first one that does is the error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            made = group.create_task(wanted)
+            for check in checks:
+                group.create_task(check)
+    except BaseExceptionGroup as errors:
+        raise first_cause(errors) from errors
+    return made.result()
+
+
+async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
+    """A client of our own gateway, or of one that others run: that one may go away and come back."""
+    made = factory.load("gateway.client:HttpGateway")
+    if child is not None:
+        told = await child.ready()
+        return made(told["local_url"], told["admin_key"])
+    if not admin_key:
+        raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
+    return made(config.gateway, admin_key, patience_s=config.patience_s)
+
+
+async def answers(config: TrainConfig, run: RunDir, admin_key: str | None) -> None:
+    """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
+    made = factory.load("gateway.client:HttpGateway")
+    patience_s = config.patience_s if run.began else min(config.patience_s, FIRST_ANSWER_S)
+    delivers = config.delivery == "gateway"
+    async with made(config.gateway, admin_key, patience_s=patience_s, delivers=delivers) as gateway:
+        await gateway.version()
+
+
+def warn_of_length(config: TrainConfig, sampled: int | None, trained: int | None) -> None:
+    """What an engine may sample and the trainer cannot train is said before the first rollout."""
+    longest = min((limit for limit in (sampled, config.max_context) if limit is not None), default=None)
+    if config.freeze_weights or trained is None or longest is None:
+        return
+    if longest > trained:
+        log.warning(
+            "the engine takes rows of %d tokens, the trainer %d: longer ones will be sampled and not trained;"
+            " set max_context = %d",
+            longest,
+            trained,
+            trained,
+        )
+
+
+def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Validation | None:
+    if not tasks:
+        return None
+
+    def report(step: int, finished: list[Finished]) -> None:
+        rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
+        spans = [s for f in finished for t in f.trajectories for s in t.versions]
+        line = {
+            "step": step,
+            "versions": [min(s.low for s in spans), max(s.high for s in spans)] if spans else None,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "rollouts": len(finished),
+            "failed": len(finished) - len(rewards),
+            "agent": mean_metrics(finished),
+        }
+        run.write_validation(line, finished)
+
+    return Validation(
+        tasks=tasks,
+        every=config.val_every,
+        sampling=Sampling(temperature=config.val_temperature, max_tokens=config.max_tokens),
+        report=report,
+        reported=lambda step: any(line["step"] == step for line in run.read_validation()),
+    )
+
+
+async def _trainer(config: TrainConfig, checks: Sequence[asyncio.Task[None]]) -> Trainer:
+    for check in checks:
+        await asyncio.shield(check)
+    return await asyncio.to_thread(factory.trainer, config)
+
+
+async def _done(task: asyncio.Task[T]) -> T:
+    return await task
+
+
+async def _settle(*tasks: asyncio.Task[Any]) -> None:
+    """What became of them no longer matters. A thread cannot be stopped: it ends before its loop does."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Training:
+    """A training run that is set up. It ends when its halves are done, or when its gateway ends."""
+
+    def __init__(
+        self, halves: Sequence[Callable[[], Coroutine[None, None, None]]], child: GatewayChild | None
+    ) -> None:
+        self._halves = halves
+        self._child = child
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch())
+                async with asyncio.TaskGroup() as working:
+                    for half in self._halves:
+                        working.create_task(half())
+                watching.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    async def _watch(self) -> None:
+        if self._child is not None:
+            raise await self._child.died()
+
+
+def recipe(config: TrainConfig) -> Recipe:
+    return Recipe(
+        policy=Path(config.model).name,
+        stale=config.on_stale,
+        keep_weights=config.keep_weights,
+        keep_rollouts_gb=config.keep_rollouts_gb,
+        frozen=config.freeze_weights,
+    )

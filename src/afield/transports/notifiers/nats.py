@@ -1,0 +1,150 @@
+"""Hints through NATS JetStream: a stream of work, one durable pull consumer per experiment.
+
+The stream and the one for dead letters (`NAME-dead`) are made when they are missing; they keep a message
+for two weeks at most. A message that is acknowledged is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Self
+
+from afield.errors import Unavailable, UsageError
+from afield.sdk.hints import CONNECT_S, Place, nats_library, shown
+from afield.transports.notifiers.base import LEASE_S, Leased
+
+LEAST_S = 0.1
+MORE_S = 1.0
+BATCH = 256
+FORTNIGHT_S = 14 * 86_400
+REASON = "Afield-Reason"
+
+
+class NatsNotifier:
+    """`url` is `nats://HOST:PORT`, with `?name=NAME` for the stream (default `afield`)."""
+
+    def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
+        self.place = Place.of(url)
+        self._lease_s = lease_s
+        self._nats: Any = None
+        self._connection: Any = None
+        self._pulls: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        self._nats = nats_library()
+        try:
+            async with asyncio.timeout(2 * CONNECT_S):
+                self._connection = await self._nats.connect(
+                    self.place.url, connect_timeout=CONNECT_S, max_reconnect_attempts=-1, error_cb=_ignore
+                )
+            async with self._asking():
+                await self._make_streams()
+        except (OSError, TimeoutError, self._nats.errors.Error) as error:
+            raise Unavailable(f"{shown(self.place.url)}: {error!r}; is nats-server running there?") from error
+        except Unavailable:
+            await self._connection.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+            self._pulls.clear()
+
+    def address(self, exp_id: str) -> dict[str, Any]:
+        return {"hint_url": self.place.hint_url()}
+
+    async def send(self, exp_id: str, body: bytes) -> None:
+        async with self._asking() as stream:
+            await stream.publish(self.place.subject(exp_id), body, timeout=CONNECT_S)
+
+    async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
+        async with self._asking():
+            pull = await self._pull(exp_id)
+            try:
+                # A pull for several would linger until all of them came.
+                messages = await pull.fetch(1, timeout=max(LEAST_S, wait_s))
+                if more := min(BATCH, messages[0].metadata.num_pending):
+                    messages += await pull.fetch(more, timeout=MORE_S)
+            except TimeoutError:
+                messages = []
+        return [
+            Leased(exp_id=exp_id, body=one.data, receipt=one, times=one.metadata.num_delivered)
+            for one in messages
+        ]
+
+    async def extend(self, leased: Leased, seconds: float) -> None:
+        async with self._asking():
+            if seconds < self._lease_s:
+                await leased.receipt.nak(delay=seconds)
+            else:
+                await leased.receipt.in_progress()
+
+    async def ack(self, leased: Sequence[Leased]) -> None:
+        async with self._asking():
+            for one in leased:
+                with contextlib.suppress(self._nats.errors.MsgAlreadyAckdError):
+                    await one.receipt.ack()
+
+    async def dead(self, letter: Leased, reason: str) -> None:
+        headers = {REASON: reason[:200].encode("ascii", "replace").decode().replace("\n", " ")}
+        async with self._asking() as stream:
+            await stream.publish(self.place.subject(letter.exp_id, "dead"), letter.body, headers=headers)
+            await letter.receipt.term()
+
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[Any]:
+        if self._connection is None:
+            raise UsageError("a transport is used before 'async with' or after it")
+        if not self._connection.is_connected:
+            raise Unavailable(f"{shown(self.place.url)} does not answer; is nats-server running there?")
+        try:
+            yield self._connection.jetstream(timeout=CONNECT_S)
+        except (self._nats.errors.Error, TimeoutError, OSError) as error:
+            # A server that lost its streams gets them anew.
+            self._pulls.clear()
+            raise Unavailable(f"{shown(self.place.url)}: {error!r}") from error
+
+    async def _pull(self, exp_id: str) -> Any:
+        if exp_id not in self._pulls:
+            await self._make_streams()
+            from nats.js.api import AckPolicy, ConsumerConfig
+
+            subject = self.place.subject(exp_id)
+            config = ConsumerConfig(
+                ack_policy=AckPolicy.EXPLICIT, ack_wait=self._lease_s, max_deliver=-1, max_ack_pending=100_000
+            )
+            self._pulls[exp_id] = await self._connection.jetstream().pull_subscribe(
+                subject, durable=subject.replace(".", "-"), stream=self.place.name, config=config
+            )
+        return self._pulls[exp_id]
+
+    async def _make_streams(self) -> None:
+        from nats.js.api import RetentionPolicy, StreamConfig
+
+        name = self.place.name
+        wanted = [
+            StreamConfig(
+                name=name,
+                subjects=[f"{name}.hints.*"],
+                retention=RetentionPolicy.WORK_QUEUE,
+                max_age=FORTNIGHT_S,
+            ),
+            StreamConfig(name=f"{name}-dead", subjects=[f"{name}.dead.*"], max_age=FORTNIGHT_S),
+        ]
+        stream = self._connection.jetstream(timeout=CONNECT_S)
+        for config in wanted:
+            try:
+                await stream.add_stream(config)
+            except self._nats.js.errors.BadRequestError as error:
+                raise UsageError(
+                    f"the stream {config.name!r} at {shown(self.place.url)} is set up otherwise ({error});"
+                    " choose another with ?name=NAME"
+                ) from error
+
+
+async def _ignore(error: Exception) -> None:
+    """Lost connections show where something is asked; the client reconnects by itself."""

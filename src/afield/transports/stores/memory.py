@@ -1,0 +1,79 @@
+"""Outcomes and hints in this process's memory, for tests and notebooks; used from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any, Self
+
+from afield.transports.notifiers.base import LEASE_S, Leased
+from afield.transports.stores.base import MemoryStore
+from afield.transports.transport import StoreTransport
+
+
+class MemoryNotifier:
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self.lease_s = lease_s
+        self._queues: dict[str, dict[int, tuple[bytes, float, int]]] = {}
+        self._numbers = itertools.count()
+        self._sent = asyncio.Event()
+        self.dead_letters: list[tuple[Leased, str]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        pass
+
+    def address(self, exp_id: str) -> dict[str, Any]:
+        return {}
+
+    async def send(self, exp_id: str, body: bytes) -> None:
+        self._queues.setdefault(exp_id, {})[next(self._numbers)] = body, 0.0, 0
+        self._sent.set()
+
+    async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + wait_s
+        while not (leased := self._lease(exp_id, loop.time())) and loop.time() < end:
+            self._sent.clear()
+            free = min((until for _, until, _ in self._queues.get(exp_id, {}).values()), default=end)
+            try:
+                async with asyncio.timeout_at(min(end, free)):
+                    await self._sent.wait()
+            except TimeoutError:
+                pass
+        return leased
+
+    def _lease(self, exp_id: str, now: float) -> list[Leased]:
+        queue = self._queues.get(exp_id, {})
+        free = [(n, body, times + 1) for n, (body, until, times) in queue.items() if until <= now]
+        queue.update({n: (body, now + self.lease_s, times) for n, body, times in free})
+        return [Leased(exp_id=exp_id, body=body, receipt=n, times=times) for n, body, times in free]
+
+    async def extend(self, leased: Leased, seconds: float) -> None:
+        queue = self._queues[leased.exp_id]
+        if leased.receipt in queue:
+            queue[leased.receipt] = leased.body, asyncio.get_running_loop().time() + seconds, leased.times
+
+    async def ack(self, leased: Sequence[Leased]) -> None:
+        for one in leased:
+            self._queues[one.exp_id].pop(one.receipt, None)
+
+    async def clear(self, exp_id: str, bodies: Sequence[bytes]) -> None:
+        queue = self._queues.get(exp_id, {})
+        for n in [n for n, (body, _, _) in queue.items() if body in bodies]:
+            del queue[n]
+
+    async def bodies(self, exp_id: str) -> list[bytes]:
+        return [body for body, _, _ in self._queues.get(exp_id, {}).values()]
+
+    async def dead(self, letter: Leased, reason: str) -> None:
+        self.dead_letters.append((letter, reason))
+        await self.ack([letter])
+
+
+class MemoryTransport(StoreTransport):
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(), MemoryNotifier())
