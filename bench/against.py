@@ -27,7 +27,7 @@ from bars import RESULTS, ROOT, commit
 from loads import Bench
 from workload import Workload
 
-from servers import ADMIN, free_port, running, upstream
+from support.servers import ADMIN, free_port, running, upstream
 
 SECONDS = 0.4  # short, so that both see the same machine
 ROUNDS = {"small": 40, "stream": 40, "turns": 5}

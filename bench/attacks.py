@@ -234,7 +234,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
     from afield.options import Limits
     from afield.runtimes.process import ProcessRuntime
     from afield.sandbox import socket_directories
-    from afield.sandbox.fork_server import Nest
+    from afield.sandbox.fork_server import ForkServer
     from afield.sandbox.program import Program
 
     if os.geteuid() != 0:
@@ -247,7 +247,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
         await runtime.check()
         cells = socket_directories.fresh()
         if shutil.which("bwrap"):
-            nest = Nest(Program(), Limits(), directory=cells, log_dir=world.project / "logs")
+            nest = ForkServer(Program(), Limits(), directory=cells, log_dir=world.project / "logs")
             await stack.enter_async_context(nest)
         with served(world, agent) as address:
             targets = Targets(
@@ -285,7 +285,7 @@ def open_servers(world: World, report: Report) -> None:
         "--store",
         str(world.top / "open"),
     ]
-    for name, words in (("emulator", ["acr"]), ("gateway", ["gateway", *model])):
+    for name, words in (("emulator", ["agentcore-local"]), ("gateway", ["gateway", *model])):
         command = [sys.executable, "-m", "afield", *words, "--host", "0.0.0.0", "--port", "0"]
         try:
             done = subprocess.run(

@@ -36,7 +36,7 @@ ASKED = 150  # times, 0.2 s apart
 WAITS_S = 1.2  # a kill comes up to this much after its point
 CONFIG = """[train]
 exp_id = "{exp}"
-deadline_s = 90.0
+attempt_timeout_s = 90.0
 retries_infrastructure = 20
 keep_weights = 3
 """
@@ -116,7 +116,7 @@ class World:
         return Part(kind, name, command, place=self.place, environment=environment, rng=rng, ends=ends)
 
     def _gateway_command(self, port: int) -> list[object]:
-        engine = ("--engine", f"scripted={self.place / 'script.jsonl'}", "--engine-ledger", self.ledger)
+        engine = ("--engine", f"scripted={self.place / 'script.jsonl'}", "--record-engine-calls", self.ledger)
         store = ["--store", self.place / "gateway", "--port", port, "--json"]
         if self.size.deliver == "gateway":
             store += ["--outcomes", f"files://{self.outcomes}"]

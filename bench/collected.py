@@ -75,7 +75,7 @@ def _said(told: dict[str, Any], calm: dict[str, Any], name: str) -> tuple[str, s
 
 
 def _delivery(told: dict[str, Any]) -> str:
-    sweep = f"slowest below {told['sweep_s']:g}, the sweep's interval"
+    sweep = f"slowest below {told['poll_interval_s']:g}, the sweep's interval"
     rows = [
         ("with messages", told["rollouts"], told["median_s"], f"{told['p99_s']} (p99)", "median below 0.5"),
         ("every message dropped", told["dropped"], told["dropped_median_s"], told["dropped_max_s"], sweep),

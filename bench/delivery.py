@@ -4,7 +4,8 @@
 
 Real RolloutClient, gateway, boto3 and moto server. Agents stay after they have delivered, so that neither
 their end nor anything but the queue's message (or, with every message dropped, the sweep) can tell of it.
-Ends with {"median_s", "p99_s", "dropped_median_s", "dropped_max_s", "sweep_s"}; status 1 if a bar is missed.
+Ends with {"median_s", "p99_s", "dropped_median_s", "dropped_max_s", "poll_interval_s"}; status 1 if a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import servers
 from afield import wire
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk import outcomes, s3_store
@@ -35,7 +35,8 @@ from afield.transports.notifiers.sqs import SqsNotifier
 from afield.transports.stores.s3 import S3Outcomes
 from afield.transports.transport import StoreTransport
 from afield.wire import Hint, Invocation, OutcomeRecord
-from client_places import Place, place
+from support import servers
+from support.client_gateway import Place, place
 
 SWEEP_S = 5.0
 BAR_S = 0.5
@@ -82,7 +83,7 @@ def measure(there: Place, bucket: str, endpoint: str, count: int, *, drop: bool)
         exp_id=exp_id,
         run=exp_id,
         concurrency=16,
-        sweep_s=SWEEP_S if drop else 60.0,
+        poll_interval_s=SWEEP_S if drop else 60.0,
     )
     with client:
         futures = [client.submit({"id": str(n), "seconds": draw.uniform(0.1, longest)}) for n in range(count)]
@@ -116,7 +117,7 @@ def main() -> int:
         "dropped": len(dropped),
         "dropped_median_s": round(statistics.median(dropped), 4),
         "dropped_max_s": round(dropped[-1], 4),
-        "sweep_s": SWEEP_S,
+        "poll_interval_s": SWEEP_S,
     }
     if not args.json:
         print(f"from commit to future, S3 + SQS: median {result['median_s']} s, p99 {result['p99_s']} s")

@@ -16,9 +16,9 @@ from engine_load import FAILURES, Load, peak_gib, prompts, timed, wait
 from torch import Tensor
 
 from afield.engines.torch import decode_kernels
-from afield.engines.torch.cuda_graphs import Shape, Steps
+from afield.engines.torch.cuda_graphs import CudaGraphRunner, Shape
 from afield.engines.torch.decoder import Ask, Decoder, Request, Sampled
-from afield.engines.torch.kv_cache import Slots
+from afield.engines.torch.kv_cache import KVCache
 
 
 class Answer:
@@ -50,9 +50,9 @@ def fit(model: Any, ways: str = "") -> decode_kernels.Fit:
     return fitted
 
 
-def make_decoder(model: Any, load: Load, ways: decode_kernels.Ways | None) -> Decoder:
+def make_decoder(model: Any, load: Load, ways: decode_kernels.DecodeKernels | None) -> Decoder:
     context = load.prompt + load.new + 64
-    slots = Slots(model.config.num_hidden_layers, load.requests, context, model.dtype, model.device, ways)
+    slots = KVCache(model.config.num_hidden_layers, load.requests, context, model.dtype, model.device, ways)
     return Decoder(
         model,
         slots,
@@ -60,7 +60,7 @@ def make_decoder(model: Any, load: Load, ways: decode_kernels.Ways | None) -> De
         max_context=context,
         prefill_tokens=load.prefill_tokens,
         weights=list(model.parameters()),
-        steps=Steps(model, slots, load.requests),
+        steps=CudaGraphRunner(model, slots, load.requests),
     )
 
 
@@ -118,7 +118,7 @@ def named(shape: Shape) -> str:
     return f"{shape.rows}x{shape.length}{' gathered' if shape.gathered else ''}"
 
 
-def device_ms(steps: Steps) -> dict[str, float]:
+def device_ms(steps: CudaGraphRunner) -> dict[str, float]:
     """What one recorded step takes on the device alone, replayed as it is."""
     took: dict[str, float] = {}
     for shape in [*steps.launched]:
@@ -174,7 +174,7 @@ def attention_us(model: Any, load: Load) -> dict[str, Any]:
     return {"us": took, "read_mb": round(read / 1e6)}
 
 
-def profiled(model: Any, load: Load, ways: decode_kernels.Ways | None) -> list[str]:
+def profiled(model: Any, load: Load, ways: decode_kernels.DecodeKernels | None) -> list[str]:
     """Where the device's time goes in one decode step, by kernel."""
     decoder = make_decoder(model, load, ways)
     for n, prompt in enumerate(prompts(load, model.config.vocab_size, 1)):

@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-import virtual_time
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import FailureKind
+from support import virtual_time
 from support.fault_cases import METHODS, every_case, problems
 from support.faults import Fault, Kind, Script, Scripts
 from support.simulated_run import Parts, Result, every_rollout, run

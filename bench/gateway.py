@@ -27,7 +27,7 @@ from page import write
 from turns import WINDOWS, Conversations
 from workload import ANSWER, Workload
 
-from servers import NAMES, PINS, Server, serving, upstream
+from support.servers import NAMES, PINS, Server, serving, upstream
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

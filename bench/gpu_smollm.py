@@ -35,9 +35,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from afield.gateway.client import HttpGateway
-from afield.interfaces.gateway import Record, SessionSpec
+from afield.interfaces.gateway import SessionRecord, SessionSpec
 from afield.trainers.grpo import GRPO
-from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Split, Task
+from afield.types import Group, Outcome, Policy, Rollout, RolloutResult, Sampling, Split, Task
 
 HOME = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "models"
 MODEL = HOME / "smollm2-135m-instruct"
@@ -107,7 +107,7 @@ class Collector:
     def __init__(self, gateway: HttpGateway, http: aiohttp.ClientSession, sampling: Sampling) -> None:
         self._gateway, self._http, self._sampling = gateway, http, sampling
 
-    async def rollout(self, name: str, shop: Shop) -> tuple[float, Record]:
+    async def rollout(self, name: str, shop: Shop) -> tuple[float, SessionRecord]:
         ticket = await self._gateway.open(SessionSpec(id=f"{name}.1", sampling=self._sampling))
         reward = await visit(self._http, ticket.openai_base_url, ticket.api_key, shop)
         return reward, await self._gateway.finalize(f"{name}.1")
@@ -116,7 +116,7 @@ class Collector:
         names = [f"{name}-{n}" for n in range(size)]
         ended = await asyncio.gather(*(self.rollout(one, shop) for one in names))
         finished = [
-            Finished(
+            RolloutResult(
                 rollout=Rollout(id=one, exp_id="smollm", group_id=name, task=Task(shop.item, {})),
                 outcome=Outcome(rollout_id=one, attempt=1, reward=reward + n / 1000),
                 trajectories=record.trajectories,
@@ -154,7 +154,7 @@ async def gateway(model: Path, slots: int, dtype: str, scratch: Path) -> AsyncIt
             text = await asyncio.to_thread((scratch / "gateway.log").read_text, errors="replace")
             raise SystemExit(f"the gateway did not start:\n{text[-4000:]}")
         told = json.loads(line)
-        async with HttpGateway(told["local_url"], told["admin_key"], patience_s=60.0) as client:
+        async with HttpGateway(told["local_url"], told["admin_key"], unavailable_timeout_s=60.0) as client:
             yield client
     finally:
         if process.returncode is None:

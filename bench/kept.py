@@ -7,10 +7,10 @@ import json
 import math
 from typing import Any
 
-from client import connect
 from workload import Workload
 
-from servers import ADMIN, Server
+from client import connect
+from support.servers import ADMIN, Server
 
 
 async def kept(server: Server, work: Workload, path: str) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from client import connect, drive, post
 from kept import kept
 from turns import Conversations, turn_costs
 from workload import TURNS, Workload
 
-from servers import Server
+from client import connect, drive, post
+from support.servers import Server
 
 TALKS = 16  # long conversations at once
 CONNECTIONS = 64  # for CPU per call

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from worlds import world  # pyright: ignore[reportMissingImports]
+from support.random_sessions import world  # pyright: ignore[reportMissingImports]
 
 BATCH = 250
 

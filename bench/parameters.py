@@ -17,7 +17,7 @@ from bars import ROOT
 
 sys.path.append(str(ROOT / "tests"))
 
-from random_requests import run
+from support.random_requests import run
 
 
 def main(words: list[str] | None = None) -> int:

@@ -44,20 +44,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import AfieldError
-from afield.interfaces.engine import Call, Chunk, Engine
+from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.options import LoraOptions
 from afield.rounding import Arrived, Rounding, arrived
-from afield.trainers.diagnostics import Audit
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
 from afield.trajectories import linear
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import (
-    Finished,
     FinishReason,
     Group,
     Outcome,
     Rollout,
+    RolloutResult,
     Sampling,
     Split,
     Task,
@@ -159,7 +159,7 @@ class Reply(NamedTuple):
 
 
 async def ask(engine: Engine, name: str, prompt: tuple[int, ...], tokens: int) -> Reply:
-    call = Call(
+    call = GenerateRequest(
         id=name, session_id=name, prompt_ids=prompt, sampling=Sampling(), max_tokens=tokens, stop_ids=()
     )
     async with aclosing(engine.generate(call)) as stream:
@@ -177,9 +177,9 @@ async def sample(engine: Engine, name: str, prompt: tuple[int, ...], count: int,
 
 def group_of(name: str, replies: Sequence[Reply], version: int = 0) -> Group:
     """A reply is worth more the more different tokens it has."""
-    finished: list[Finished] = []
+    finished: list[RolloutResult] = []
     for n, reply in enumerate(replies):
-        forest = Forest()
+        forest = TurnTree()
         forest.add(
             Turn(
                 id=f"{name}-{n}",
@@ -198,7 +198,9 @@ def group_of(name: str, replies: Sequence[Reply], version: int = 0) -> Group:
         rollout = Rollout(id=f"{name}-{n}", exp_id="publish", group_id=name, task=Task(name, {}))
         reward = len(set(reply.ids)) / len(reply.ids) + n / 1000
         outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=reward)
-        finished.append(Finished(rollout=rollout, outcome=outcome, trajectories=linear(forest).trajectories))
+        finished.append(
+            RolloutResult(rollout=rollout, outcome=outcome, trajectories=linear(forest).trajectories)
+        )
     return Group(id=name, task_id=name, epoch=0, split=Split.TRAIN, finished=tuple(finished))
 
 
@@ -237,7 +239,7 @@ def reached(served: Served, directory: Path, start: Path, trainer: GRPO) -> floa
 def compared(trainer: GRPO, published: Path, replies: Sequence[Reply]) -> tuple[float, float]:
     """How far sampler and trainer are apart, and the control, both about these tokens."""
     rows = trainer.batch([group_of("measured", replies)]).rows
-    audit = Audit()
+    audit = BatchDiagnostics()
     trainer.updates.score(rows, audit)
     control = GRPO(published, lr=0.0, device=str(trainer.device)).updates.control(rows, torch.bfloat16)
     assert control is not None

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from workload import Workload
 
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import Asked
+from afield.gateway.dialects.base import RawRequest
 from afield.gateway.message_cache import Memo
 from afield.gateway.request_cache import Recall
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 
 
 def reading_us(work: Workload, turns: tuple[int, ...] = (8, 128)) -> dict[str, float]:
@@ -28,9 +28,9 @@ def reading_us(work: Workload, turns: tuple[int, ...] = (8, 128)) -> dict[str, f
 
 def _once(before: bytes, body: bytes) -> float:
     """A body whose client sent all but its end the last time."""
-    memo, forest = Memo(), Forest()
-    first, _ = chat.decode(Asked("/v1/chat/completions", before, {}, {}, {}, memo))
-    asked = Asked("/v1/chat/completions", body, {}, {}, {}, memo)
+    memo, forest = Memo(), TurnTree()
+    first, _ = chat.decode(RawRequest("/v1/chat/completions", before, {}, {}, {}, memo))
+    asked = RawRequest("/v1/chat/completions", body, {}, {}, {}, memo)
 
     def read() -> None:
         recall = Recall()

@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import containers
 from afield.errors import Unavailable
 from afield.interfaces import Runtime
 from afield.options import SandboxOptions
@@ -38,6 +37,7 @@ from afield.types import Attempt
 from agents.invoking import payload
 from agents.places import ACTING
 from agents.sink import Sink
+from support import podman as containers
 
 HERE = Path(__file__).resolve().parent
 AFIELD = [sys.executable, "-m", "afield"]
@@ -176,8 +176,8 @@ def train(place: Path, name: str, sessions: int, *, waves: int, wait_s: float) -
     command = [*AFIELD, "train", f"{AGENT}:agent", "--json", "--run", name, "--runtime", "sandbox"]
     command += ["--tasks", str(tasks), "--model", str(POLICY), "--engine", f"scripted={script}"]
     command += ["--freeze-weights", "--steps", str(waves), "--tasks-per-step", str(sessions // 2)]
-    command += ["--rollouts", "2", "--concurrency", str(sessions), "--deadline-s", "600"]
-    command += ["--set", "start_s=300", "--set", "sandbox.limits.memory_mb=256"]
+    command += ["--rollouts", "2", "--concurrency", str(sessions), "--attempt-timeout-s", "600"]
+    command += ["--set", "launch_timeout_s=300", "--set", "sandbox.limits.memory_mb=256"]
     log = (place / f"{name}.log").open("wb")
     environ = {**os.environ, "AFIELD_RUNS": str(place / "runs")}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ)

@@ -1,6 +1,7 @@
 """How close to a limit on session starts rollouts are launched: `python bench/throttle.py [--json]`.
 
-`afield acr` starts at most 25 sessions a second (a token bucket of one second's worth; stops are counted
+`afield agentcore-local` starts at most 25 sessions a second (a token bucket of one second's worth; stops are
+counted
 apart), each with a cold start of 10 s. The product's own conductor, limiter and AgentCore runtime launch
 1,000 rollouts of an agent that does nothing but deliver. The server counts: `rate_per_s` is the session
 starts after the first, over the time from the first to the last; `throttled` the part of all its calls that
@@ -28,15 +29,15 @@ from chaos_script import write_script
 
 from afield.gateway.client import HttpGateway
 from afield.options import AgentCoreOptions
-from afield.orchestrator.config import Plan
+from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_state import Ledger
-from afield.ratelimit import LocalLimiter, Pace
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_state import RunState
+from afield.ratelimit import LocalLimiter, RateLimits
 from afield.runtimes.agentcore.runtime import AgentCoreRuntime
 from afield.transports.stores.files import FilesTransport
-from afield.types import Finished, Outcome, Rollout, Task
+from afield.types import Outcome, Rollout, RolloutResult, Task
 
 BENCH = Path(__file__).resolve().parent
 POLICY = BENCH.parent / "src" / "afield" / "demo" / "policy"
@@ -55,7 +56,7 @@ class Quiet:
         if outcome.failure:
             print(f"{outcome.session_id}: {outcome.failure.message[:500]}", file=sys.stderr, flush=True)
 
-    def rollout_finished(self, finished: Finished) -> None: ...
+    def rollout_finished(self, finished: RolloutResult) -> None: ...
 
 
 @asynccontextmanager
@@ -101,7 +102,7 @@ async def measure(args: argparse.Namespace, place: Path) -> dict[str, Any]:
         )
         where = ("--image", f"{IMAGE}={BENCH / 'throttle_agent.py'}:run", "--allow", host, "--port", 0)
         quiet = ("--logs", place / "sessions", "--isolation", args.isolation)
-        acr = await enter(part(place / "acr.log", "acr", *where, *limits, *quiet))
+        acr = await enter(part(place / "acr.log", "agentcore-local", *where, *limits, *quiet))
         async with asyncio.timeout(LIMIT_S + 2 * args.rollouts / args.limit):
             launched = await launch(args, place, up["url"], acr["url"])
         async with aiohttp.ClientSession() as http, http.get(f"{acr['url']}/_acr/stats") as answer:
@@ -119,14 +120,16 @@ async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_ur
         stop_rate=args.limit,
         cold_start_s=args.cold_start,
     )
-    plan = Plan(
+    plan = RolloutConfig(
         exp_id=EXP,
         model_id="policy",
         concurrency=args.rollouts,
         deliver="gateway",
-        deadlines=Deadlines(run_s=90.0, teardown_s=60.0),
+        deadlines=Deadlines(attempt_timeout_s=90.0, teardown_timeout_s=60.0),
     )
-    pace = Pace(rate_per_s=options.rate, stop_per_s=options.stop_rate, start_s=options.cold_start_s)
+    pace = RateLimits(
+        rate_per_s=options.rate, stop_per_s=options.stop_rate, cold_start_s=options.cold_start_s
+    )
     runtime = AgentCoreRuntime(options, name=EXP, ledger=place / "sessions.sqlite")
     async with (
         HttpGateway(gateway_url, ADMIN) as gateway,
@@ -134,14 +137,14 @@ async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_ur
         runtime,
     ):
         await runtime.check()
-        with Ledger(place / "ledger.sqlite") as ledger:
-            conductor = Conductor(
+        with RunState(place / "ledger.sqlite") as ledger:
+            conductor = RolloutRunner(
                 plan,
                 gateway=gateway,
                 runtime=runtime,
                 transport=transport,
                 ledger=ledger,
-                spool=Spool(place / "spool"),
+                spool=RolloutStore(place / "spool"),
                 watcher=Quiet(),
                 limiter=LocalLimiter(pace),
             )

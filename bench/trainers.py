@@ -67,9 +67,9 @@ def trl(bars: Bars) -> dict[str, Any]:
 def gradients(bars: Bars) -> dict[str, Any]:
     """Per turn, merged, as a tree; and through TRL's loss."""
     sys.path.append(str(ROOT / "tests"))
-    from trl_env import trl_environment, trl_python
+    from support.trl_env import trl_environment, trl_python
 
-    ours = tested("tests/test_gradients.py")
+    ours = tested("tests/trainers/test_gradients.py")
     shown(bars, "gradients per turn, merged and of the tree", ours, "relative_error", EXACT)
     suite = ("tests/real/trl_suite.py", "-k", "same_gradient", "--timeout", 300, "-W", "default")
     theirs = tested(*suite, python=trl_python(), environment=trl_environment())
@@ -113,7 +113,7 @@ def gpu(bars: Bars, cwd: Path) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         raise Absent("it needs a CUDA device, and there is none here")
-    shown(bars, "steps on the device are those on a CPU", tested("tests/test_cuda.py"))
+    shown(bars, "steps on the device are those on a CPU", tested("tests/trainers/test_cuda.py"))
     tree = last_line([sys.executable, "bench/tree.py", "--json", "--exact"], ROOT)
     engine = last_line([sys.executable, "bench/engine.py", "--json"], ROOT)
     with_vllm = ["--vllm", "start"] if find_spec("vllm") else []

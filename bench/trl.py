@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from trl_env import trl_environment, trl_python  # noqa: E402
+from support.trl_env import trl_environment, trl_python  # noqa: E402
 
 RUN_S = 1500
 

@@ -6,10 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-from client import Connection, connect, post
 from workload import Workload
 
-from servers import Server
+from client import Connection, connect, post
+from support.servers import Server
 
 WINDOWS = {8: (5, 12), 32: (29, 36), 64: (61, 68), 96: (93, 100), 128: (121, 128)}
 

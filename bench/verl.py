@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
+from support.verl_env import verl_python  # noqa: E402
 from verl_cpu import launching  # noqa: E402
-from verl_env import verl_python  # noqa: E402
 
 RISE = 0.2
 TASKS, ROLLOUTS, UPDATES = 8, 16, 2

@@ -1,4 +1,4 @@
-"""Record what a running SGLang server answers to our client, for `tests/test_engine_sglang.py` to replay.
+"""Record what a running SGLang server answers to our client, for `tests/engines/test_sglang.py` to replay.
 
     python scripts/record_sglang.py http://127.0.0.1:30000 other-weights tests/fixtures/sglang/cumulative.json
 
@@ -21,7 +21,7 @@ from msgspec import structs
 
 from afield.engines.probe import probe
 from afield.engines.sglang.engine import SglangEngine
-from afield.interfaces.engine import Call
+from afield.interfaces.engine import GenerateRequest
 from afield.types import Sampling
 
 TOLD = {"version", "max_req_input_len", "incremental_streaming_output", "weight_version"}
@@ -53,8 +53,8 @@ class Recorder:
         return passed
 
 
-def a_call(*, stream: bool, **changes: Any) -> Call:
-    call = Call(
+def a_call(*, stream: bool, **changes: Any) -> GenerateRequest:
+    call = GenerateRequest(
         id="recorded",
         session_id="recorded",
         prompt_ids=(1,),
@@ -66,7 +66,7 @@ def a_call(*, stream: bool, **changes: Any) -> Call:
     return structs.replace(call, **changes)
 
 
-async def ids(engine: SglangEngine, call: Call) -> list[int]:
+async def ids(engine: SglangEngine, call: GenerateRequest) -> list[int]:
     return [token async for chunk in engine.generate(call) for token in chunk.token_ids]
 
 

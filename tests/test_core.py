@@ -21,7 +21,7 @@ from afield.types import (
     TurnRange,
     VersionSpan,
 )
-from strategies import group, outcome
+from support.strategies import group, outcome
 
 INFRA = FailureKind.INFRASTRUCTURE
 POLICY = FailureKind.POLICY

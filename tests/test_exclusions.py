@@ -20,16 +20,16 @@ from afield.gateway import side_calls
 from afield.gateway.model_request import ModelRequest
 from afield.integrations.verl import settings as verl_settings
 from afield.options import SessionPolicies, policies_of
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import train_config
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan
-from batch_groups import Maker
-from client_places import place, yes
-from gateways import ADMIN
-from invariants import Seen
-from scenes import Client, answering, knock, said
-from speaking import Heard, read
+from support.client_gateway import place, yes
+from support.dialect_clients import Heard, read
+from support.dialect_session import Client, answering, knock, said
+from support.gateways import ADMIN
+from support.invariants import Seen
+from support.random_groups import Maker
 
 pytestmark = pytest.mark.anyio
 DECLARED = {"x-afield-side-call": "1"}
@@ -228,14 +228,14 @@ def test_only_versions_that_were_looked_at_count(user_agent: str, is_side: bool)
 
 def test_a_fingerprint_counts_only_where_the_session_excludes_known_side_requests() -> None:
     turn = _turns(FINGERPRINTS[0].reason)
-    assert side_calls.withheld(turn, {}, "exclude") == {"t1": FINGERPRINTS[0].reason}
-    assert side_calls.withheld(turn, {}, "declared") == {}
-    assert side_calls.withheld(turn, {}, "train") == {}
+    assert side_calls.excluded_turns(turn, {}, "exclude") == {"t1": FINGERPRINTS[0].reason}
+    assert side_calls.excluded_turns(turn, {}, "declared") == {}
+    assert side_calls.excluded_turns(turn, {}, "train") == {}
 
 
 def test_tags_that_were_guesses_exclude_nothing() -> None:
     for tag in ("side:title", "side:probe", "side:small-model"):
-        assert side_calls.withheld(_turns(tag), {}, "exclude") == {}
+        assert side_calls.excluded_turns(_turns(tag), {}, "exclude") == {}
 
 
 def _turns(tag: str) -> list[Turn]:
@@ -284,8 +284,8 @@ def test_no_excluded_side_call_has_a_trained_descendant(seed: int) -> None:
         for turn in Maker(seed, None).forest().turns
     ]
     recorded = {turn.id: "undelivered" for turn in turns if random.random() < 0.2}
-    left_out = side_calls.withheld(turns, recorded, "exclude")
-    tagged = Forest(turns)
+    left_out = side_calls.excluded_turns(turns, recorded, "exclude")
+    tagged = TurnTree(turns)
     trained = {
         r.id for row in trajectories.linear(tagged, left_out | recorded).trajectories for r in row.turns
     }
@@ -316,7 +316,7 @@ def as_given(holder: SessionPolicies) -> dict[str, Any]:
 
 def test_a_run_hands_its_policies_to_its_sessions(tmp_path: Path) -> None:
     config = train_config(None, {"agent": "a.py:a", "model": "m", **POLICIES})
-    assert as_given(factory.plan(config, RunDir(tmp_path / "run"))) == POLICIES
+    assert as_given(factory.plan(config, RunDirectory(tmp_path / "run"))) == POLICIES
 
 
 def test_the_command_line_and_a_file_set_policies(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from afield.errors import UsageError
 from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Store
 from afield.interfaces import SessionSpec
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
 from afield.private_files import private_directory, private_file
-from gateways import running
-from other_user import needs_other_user, open_folder, readable_files
+from support.gateways import running
+from support.other_user import needs_other_user, open_folder, readable_files
 
 pytestmark = pytest.mark.anyio
 
@@ -73,9 +73,9 @@ def test_a_folder_of_other_things_keeps_its_mode(shared_place: Path) -> None:
 
 @needs_other_user
 async def test_another_user_reads_nothing_of_a_gateway_or_a_run(shared_place: Path) -> None:
-    run = RunDir(shared_place / "runs" / "one")
+    run = RunDirectory(shared_place / "runs" / "one")
     async with Store(shared_place / "store" / "gateway.sqlite"):
-        with run.locked("collect"), Ledger(run.ledger):
+        with run.locked("collect"), RunState(run.ledger):
             (shared_place / "shared.txt").write_text("for all")
             assert readable_files(shared_place) == [str(shared_place / "shared.txt")]
 

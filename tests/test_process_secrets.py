@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gateways import POLICY
-from isolation import arguments_of_all
-from processes import command, write_tasks
+from support.gateways import POLICY
+from support.processes import command, write_tasks
+from support.sandboxes import arguments_of_all
 
 KEY = "-".join(("afa", "told", "to", "nobody", "else"))
 

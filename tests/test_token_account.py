@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from tests.cli.test_new_user import LINE
+from tests.test_exclusions import DECLARED, chat, user
 
 from afield.cli import show
 from afield.cli.live_chart import Screen, describe
@@ -16,29 +18,27 @@ from afield.cli.report import account_of, told_tokens
 from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import Asked, Tally
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import train_config
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished
 from afield.trajectories import linear
-from afield.types import Exclusion, Finished, Split
-from client_places import place
-from gateways import ADMIN
-from grouping import finished, forest, group
-from scenes import answering, said
-from speaking import knock
-from test_exclusions import DECLARED, chat, user
-from test_new_user import LINE
+from afield.types import Exclusion, RolloutResult, Split
+from support.client_gateway import place
+from support.dialect_clients import knock
+from support.dialect_session import answering, said
+from support.gateways import ADMIN
+from support.training_groups import finished, forest, group
 
 pytestmark = pytest.mark.anyio
 
 
-def rolled(name: str, reward: float | None, *excluded: Exclusion) -> Finished:
+def rolled(name: str, reward: float | None, *excluded: Exclusion) -> RolloutResult:
     grown = forest(int(name))
     made = structs.replace(finished(name, reward, linear(grown).trajectories), turns=tuple(grown.turns))
     return structs.replace(made, excluded=excluded)
 
 
-def owned(*some: Finished) -> int:
+def owned(*some: RolloutResult) -> int:
     return sum(row.owned for one in some for row in one.trajectories)
 
 
@@ -113,7 +113,7 @@ def test_the_line_of_a_step_has_excluded_tokens_by_reason_and_their_share() -> N
 
 def screen_of(tmp_path: Path) -> Screen:
     values = {"agent": "agent.py:agent", "model": "model", "tasks": "tasks.jsonl", "steps": 3}
-    return Screen(train_config(None, values), RunDir(tmp_path / "runs" / "first"), to_stderr=False)
+    return Screen(train_config(None, values), RunDirectory(tmp_path / "runs" / "first"), to_stderr=False)
 
 
 def test_a_run_that_excludes_much_says_so_once_while_it_runs(

@@ -22,18 +22,17 @@ from afield.batches.groups import from_groups
 from afield.engines.torch.engine import TorchEngine
 from afield.errors import UsageError
 from afield.integrations.trl import rows as trl_rows
-from afield.interfaces import Record
-from afield.interfaces.engine import Call
+from afield.interfaces import SessionRecord
+from afield.interfaces.engine import GenerateRequest
 from afield.options import LoraOptions
 from afield.orchestrator.rollout import finished_of
-from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.rollout_store import RolloutStore
 from afield.trainers.datum import data_from
-from afield.trainers.diagnostics import Audit
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
-from afield.turn_tree import Forest, chain
+from afield.turn_tree import TurnTree, chain
 from afield.types import (
-    Finished,
     FinishReason,
     Group,
     Image,
@@ -42,6 +41,7 @@ from afield.types import (
     Message,
     Outcome,
     Rollout,
+    RolloutResult,
     Sampling,
     Split,
     Task,
@@ -50,9 +50,9 @@ from afield.types import (
     VersionSpan,
 )
 from afield.vision import Vision
-from gateways import Running, running
-from tiny_model import build_tiny_model
-from tiny_vision_model import FAMILIES, build_tiny_vision_model, png
+from support.gateways import Running, running
+from support.tiny_model import build_tiny_model
+from support.tiny_vision_model import FAMILIES, build_tiny_vision_model, png
 
 pytestmark = pytest.mark.anyio
 RED, BLUE, WIDE = png("red"), png((0, 30, 200)), png((10, 200, 30), (32, 16))
@@ -97,18 +97,18 @@ def chat(*parts: str | bytes) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def finished(record: Record, name: str = "r", reward: float = 1.0) -> Finished:
+def finished(record: SessionRecord, name: str = "r", reward: float = 1.0) -> RolloutResult:
     rollout = Rollout(id=name, exp_id="x", group_id="g", task=Task("task", {}))
     return finished_of(rollout, Outcome(rollout_id=name, attempt=1, reward=reward), record, 1)
 
 
-def group(*members: Finished) -> Group:
+def group(*members: RolloutResult) -> Group:
     return Group(id="g", task_id="task", epoch=0, split=Split.TRAIN, finished=members)
 
 
 def apart(trainer: GRPO, groups: list[Group]) -> float:
     """How far the trainer's log-probabilities are from the sampler's, for the worst token."""
-    audit = Audit()
+    audit = BatchDiagnostics()
     trainer.updates.score(trainer.batch(groups).rows, audit)
     assert audit.tokens["diff"]
     return audit.worst.by
@@ -129,7 +129,7 @@ async def test_the_engine_samples_with_images_as_the_model_itself_sees_them(
         assert (await engine.info()).images
 
         async def sampled(ids: list[int], *images: bytes) -> list[int]:
-            call = Call(
+            call = GenerateRequest(
                 id=f"{ids} {images}",
                 session_id="s",
                 prompt_ids=tuple(ids),
@@ -174,7 +174,7 @@ async def test_a_placeholder_that_the_model_sampled_itself_stands_for_nothing(mo
     vision = Vision.load(model)
     assert vision is not None
     mark = vision.image_id
-    call = Call(
+    call = GenerateRequest(
         id="c",
         session_id="s",
         prompt_ids=(5, mark, 9, mark, 7),
@@ -202,8 +202,8 @@ async def test_a_placeholder_that_the_model_sampled_itself_stands_for_nothing(mo
         sampling=Sampling(),
         messages=(Message(role="user", images=(ImageRef(span.digest, 0),)),),
     )
-    made = trajectories.linear(Forest([turn]))
-    record = Record(trajectories=made.trajectories, excluded=(), turns=(turn,), images=call.images)
+    made = trajectories.linear(TurnTree([turn]))
+    record = SessionRecord(trajectories=made.trajectories, excluded=(), turns=(turn,), images=call.images)
     assert apart(GRPO(model, lr=1e-3), [group(finished(record))]) < 1e-4
 
 
@@ -226,7 +226,7 @@ async def test_a_conversation_with_images_is_recorded_and_rescored_exactly(
     assert [one.data for one in record.images if one.digest == image(WIDE).digest] == [WIDE]
     assert max(len(row.images) for row in record.trajectories) == 4
     # A trainer elsewhere gets what was kept, pixels and all.
-    spool = Spool(tmp_path / "spool")
+    spool = RolloutStore(tmp_path / "spool")
     spool.put(finished(record))
     trainer = GRPO(model, lr=1e-3)
     assert apart(trainer, [group(spool.get("r"))]) < 1e-4
@@ -371,7 +371,7 @@ async def test_stored_responses_show_their_images(up: Running) -> None:
 
 
 async def test_every_dialect_has_images_rescored_exactly(up: Running, model: Path) -> None:
-    records: dict[str, Record] = {}
+    records: dict[str, SessionRecord] = {}
     for n, (name, (path, body)) in enumerate(REQUESTS.items(), 1):
         session = f"r{n}.1"
         await up.agent(session)
@@ -440,9 +440,9 @@ async def test_an_image_at_a_url_is_refused_by_an_engine_that_fetches_nothing(up
 # --- training --------------------------------------------------------------------------------------
 
 
-async def two(up: Running) -> list[Finished]:
+async def two(up: Running) -> list[RolloutResult]:
     """Two rollouts of one task, one better than the other."""
-    made: list[Finished] = []
+    made: list[RolloutResult] = []
     for n, reward in enumerate((1.0, 0.0)):
         agent = await up.agent(f"r{n}.1")
         await agent.chat.completions.create(model="m", messages=[chat("Colour?", RED)], max_tokens=6)  # pyright: ignore
@@ -485,7 +485,7 @@ async def test_an_adapter_is_merged_into_a_checkpoint_with_older_names(
     trainer.publish(tmp_path / "adapter", version=1, dtype="float32")
     async with TorchEngine(models[family]) as engine:
         await engine.load(1, str(tmp_path / "adapter"))
-        call = Call(
+        call = GenerateRequest(
             id="c", session_id="s", prompt_ids=(5, 6, 7), sampling=Sampling(), max_tokens=3, stop_ids=()
         )
         chunks = [chunk async for chunk in engine.generate(call)]

@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.training_loop import StepLine
 from afield.transports.stores.files import FilesTransport
 from sim.parts import SimulatedTrainer
@@ -35,7 +35,7 @@ class Sample(Struct, frozen=True):
 def watched(setting: Setting) -> tuple[Result, list[Sample]]:
     samples: list[Sample] = []
 
-    def note(line: StepLine, record: RunDir, trainer: SimulatedTrainer) -> None:
+    def note(line: StepLine, record: RunDirectory, trainer: SimulatedTrainer) -> None:
         trainer.steps.clear()  # the bench's own records are not what is measured
         record.rollouts(line.step).unlink()
         gc.collect()

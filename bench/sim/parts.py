@@ -16,21 +16,21 @@ from typing import Any, Self
 from msgspec import Struct, field
 
 from afield import trajectories, wire
-from afield.errors import Conflict, Missing, Unavailable
+from afield.errors import Conflict, NotFound, Unavailable
 from afield.interfaces import (
     Capabilities,
     Exit,
-    Live,
     Phase,
-    Record,
+    SessionCredentials,
+    SessionRecord,
     SessionSpec,
     SessionState,
-    SessionTicket,
+    SessionStatus,
     StepReport,
     Transport,
 )
 from afield.runtimes.attempt_table import Attempts, broken
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import (
     Attempt,
     FinishReason,
@@ -90,13 +90,13 @@ class SimulatedGateway:
             status = TurnStatus.ABORTED if dying else TurnStatus.COMMITTED
             session.turns.append(_turn(session, session_id, tokens, versions, status))
 
-    async def open(self, spec: SessionSpec) -> SessionTicket:
+    async def open(self, spec: SessionSpec) -> SessionCredentials:
         assert spec.id is not None
         known = self._sessions.setdefault(spec.id, Session(spec, active=self._loop.time()))
         if known.spec != spec:
             raise Conflict(f"session {spec.id} was opened with another spec")
         base = f"http://gateway.invalid/s/{spec.id}"
-        return SessionTicket(
+        return SessionCredentials(
             id=spec.id, api_key=f"key-{spec.id}", base_url=base, openai_base_url=f"{base}/v1"
         )
 
@@ -136,13 +136,15 @@ class SimulatedGateway:
             for call in list(session.calls):
                 call.cancel()
 
-    async def finalize(self, session_id: str) -> Record:
+    async def finalize(self, session_id: str) -> SessionRecord:
         session = self._session(session_id)
         if session.phase == "open":
             self._end(session_id, "completed")
         withheld = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
-        made = trajectories.linear(Forest(session.turns), withheld)
-        return Record(trajectories=made.trajectories, excluded=made.excluded, turns=tuple(session.turns))
+        made = trajectories.linear(TurnTree(session.turns), withheld)
+        return SessionRecord(
+            trajectories=made.trajectories, excluded=made.excluded, turns=tuple(session.turns)
+        )
 
     async def submission(self, session_id: str) -> None:
         """Its agents give their own rewards."""
@@ -155,7 +157,7 @@ class SimulatedGateway:
 
     def _session(self, session_id: str) -> Session:
         if session_id not in self._sessions:
-            raise Missing(f"no session {session_id}")
+            raise NotFound(f"no session {session_id}")
         return self._sessions[session_id]
 
     def _end(self, session_id: str, phase: str) -> None:
@@ -227,12 +229,12 @@ class SimulatedRuntime:
     async def wait(self, attempt: Attempt) -> Exit:
         return await self._attempts.exit(attempt.session_id)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         running = self._attempts.running(attempt.session_id)
-        return Live(session_id=attempt.session_id, phase=Phase.RUNNING if running else Phase.UNKNOWN)
+        return SessionStatus(session_id=attempt.session_id, phase=Phase.RUNNING if running else Phase.UNKNOWN)
 
-    async def list(self) -> list[Live]:
-        return [Live(session_id=session_id, phase=Phase.RUNNING) for session_id in self._attempts]
+    async def list(self) -> list[SessionStatus]:
+        return [SessionStatus(session_id=session_id, phase=Phase.RUNNING) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
         return ""

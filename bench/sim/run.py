@@ -10,23 +10,23 @@ from pathlib import Path
 from msgspec import Struct
 
 from afield.interfaces import Transport
-from afield.orchestrator.config import Plan
-from afield.orchestrator.groups import Collector
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.run_state import Ledger
-from afield.orchestrator.scheduler import Gatherer, Schedule
-from afield.orchestrator.staleness import Mode, Window
-from afield.orchestrator.training_loop import Learner, Recipe, StepLine
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
+from afield.orchestrator.scheduler import GroupScheduler, Schedule
+from afield.orchestrator.staleness import Mode, StalenessWindow
+from afield.orchestrator.training_loop import LoopConfig, StepLine, TrainingLoop
 from afield.transports.stores.memory import MemoryTransport
-from afield.types import FailureKind, Finished, Outcome, Rollout, Task
+from afield.types import FailureKind, Outcome, Rollout, RolloutResult, Task
 from sim.engine import Engine
 from sim.life import Habits
 from sim.parts import SimulatedGateway, SimulatedRuntime, SimulatedTrainer, Step
-from virtual_time import VirtualLoop, run
+from support.virtual_time import VirtualLoop, run
 
-OnStep = Callable[[StepLine, RunDir, SimulatedTrainer], None]
+OnStep = Callable[[StepLine, RunDirectory, SimulatedTrainer], None]
 RUNNING_PER_CALL = 1.7  # a rollout is at its tools for 35 % of its life, at full speed
 
 
@@ -105,7 +105,7 @@ class Counting:
         failure = outcome.failure
         self.cut += failure is not None and not will_retry and failure.kind is FailureKind.INFRASTRUCTURE
 
-    def rollout_finished(self, finished: Finished) -> None: ...
+    def rollout_finished(self, finished: RolloutResult) -> None: ...
 
 
 def simulate(
@@ -115,10 +115,10 @@ def simulate(
     on_step: OnStep = lambda *_: None,
 ) -> Result:
     with tempfile.TemporaryDirectory(prefix="afield-") as directory:
-        return run(_simulate(setting, RunDir(Path(directory)), transport(Path(directory)), on_step))
+        return run(_simulate(setting, RunDirectory(Path(directory)), transport(Path(directory)), on_step))
 
 
-async def _simulate(setting: Setting, record: RunDir, transport: Transport, on_step: OnStep) -> Result:
+async def _simulate(setting: Setting, record: RunDirectory, transport: Transport, on_step: OnStep) -> Result:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     engine = Engine(setting.total, setting.each)
@@ -126,16 +126,16 @@ async def _simulate(setting: Setting, record: RunDir, transport: Transport, on_s
     runtime = SimulatedRuntime(setting.habits, setting.seed, gateway, transport)
     trainer = SimulatedTrainer(setting.step_s, engine, loop.spend)
     counting = Counting()
-    plan, spool, schedule = plan_of(setting), Spool(record.spool), schedule_of(setting)
-    window = Window(
+    plan, spool, schedule = plan_of(setting), RolloutStore(record.spool), schedule_of(setting)
+    window = StalenessWindow(
         mode=setting.mode, groups=setting.groups, batch=setting.batch, staleness=setting.staleness
     )
-    with Ledger(record.ledger) as ledger:
+    with RunState(record.ledger) as ledger:
         parts = {"gateway": gateway, "runtime": runtime, "transport": transport}
-        conductor = Conductor(plan, **parts, ledger=ledger, spool=spool, watcher=counting)
-        learner = Learner(
+        conductor = RolloutRunner(plan, **parts, ledger=ledger, spool=spool, watcher=counting)
+        learner = TrainingLoop(
             window,
-            Recipe(policy="policy"),
+            LoopConfig(policy="policy"),
             epoch_of=schedule.epoch,
             trainer=trainer,
             gateway=gateway,
@@ -145,8 +145,8 @@ async def _simulate(setting: Setting, record: RunDir, transport: Transport, on_s
             on_step=lambda line: on_step(line, record, trainer),
         )
         async with transport, runtime, conductor:
-            collector = Collector(plan, conductor, spool)
-            gatherer = Gatherer(window, schedule, collector=collector, ledger=ledger, spool=spool)
+            collector = GroupRunner(plan, conductor, spool)
+            gatherer = GroupScheduler(window, schedule, collector=collector, ledger=ledger, spool=spool)
             async with asyncio.TaskGroup() as halves:
                 halves.create_task(gatherer.run())
                 halves.create_task(learner.run())
@@ -158,8 +158,8 @@ def schedule_of(setting: Setting) -> Schedule:
     return Schedule([Task(f"t{n}", {}) for n in range(setting.groups)], "sim", setting.seed)
 
 
-def plan_of(setting: Setting) -> Plan:
-    return Plan(
+def plan_of(setting: Setting) -> RolloutConfig:
+    return RolloutConfig(
         exp_id="sim",
         model_id="policy",
         rollouts=setting.rollouts,

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--name", default="best-of")
     given = parser.parse_args()
     with afield.RolloutClient.open(
-        agent=shopper, gateway=given.gateway, exp_id=given.name, run_s=60
+        agent=shopper, gateway=given.gateway, exp_id=given.name, attempt_timeout_s=60
     ) as client:
         for group in client.run_groups(QUESTIONS, rollouts=given.rollouts, timeout=600):
             rewards = [f.outcome.reward for f in group.finished if f.outcome.reward is not None]

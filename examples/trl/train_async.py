@@ -51,7 +51,7 @@ def main() -> None:
         tasks=shop.tasks(given.seed, 4 * given.steps + 16),
         advantage="dr_grpo",
         max_calls=8,
-        deadline_s=60.0,
+        attempt_timeout_s=60.0,
     )
     AsyncGRPOTrainer(model=MODEL, args=args, **rollouts.doors).train()
 

@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, get_args
 
 from afield.errors import UsageError
-from afield.types import Finished, Group
+from afield.types import Group, RolloutResult
 
-How = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+AdvantageEstimator = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
+]
 Returns = Mapping[str, Mapping[str, float]]  # rollout id, turn id
 Earned = dict[str, float | dict[str, float]]  # by rollout: one for all of it, or one for each turn
 _WHOLE = ""  # stands for all turns
@@ -30,7 +32,7 @@ def rewards_of(group: Group, floor: float = 0.0) -> dict[str, float]:
 
 def compute_advantages(
     groups: Iterable[Group],
-    how: How = "grpo",
+    how: AdvantageEstimator = "grpo",
     *,
     floor: float = 0.0,
     returns: Returns | None = None,
@@ -92,10 +94,12 @@ class _Stake(NamedTuple):
 
 
 def _advantages(
-    groups: Iterable[Group], how: How, floor: float, returns: Returns | None, eps: float
+    groups: Iterable[Group], how: AdvantageEstimator, floor: float, returns: Returns | None, eps: float
 ) -> dict[str, _Stake]:
-    if how not in get_args(How):
-        raise UsageError(f"unknown advantage {how!r}; choose one of: {', '.join(get_args(How))}")
+    if how not in get_args(AdvantageEstimator):
+        raise UsageError(
+            f"unknown advantage {how!r}; choose one of: {', '.join(get_args(AdvantageEstimator))}"
+        )
     batch: dict[str, _Stake] = {}
     for group in groups:
         stakes = _stakes(group.finished, floor, returns)
@@ -116,7 +120,7 @@ def _advantages(
     return batch
 
 
-def _stakes(finished: Iterable[Finished], floor: float, returns: Returns | None) -> dict[str, _Stake]:
+def _stakes(finished: Iterable[RolloutResult], floor: float, returns: Returns | None) -> dict[str, _Stake]:
     """Of the rollouts that carry a reward."""
     stakes: dict[str, _Stake] = {}
     for one in finished:
@@ -133,7 +137,9 @@ def _stakes(finished: Iterable[Finished], floor: float, returns: Returns | None)
     return stakes
 
 
-def _baselines(how: How, stakes: dict[str, _Stake], greedy: list[float]) -> dict[str, float] | None:
+def _baselines(
+    how: AdvantageEstimator, stakes: dict[str, _Stake], greedy: list[float]
+) -> dict[str, float] | None:
     """What each rollout is compared with; None where there is nothing to learn from comparing."""
     if how == "reinforce_plus_plus":
         return dict.fromkeys(stakes, 0.0)

@@ -17,15 +17,17 @@ from afield import factory
 from afield.client import RolloutClient
 from afield.errors import UsageError
 from afield.interfaces import Runtime, Transport
-from afield.orchestrator.config import Plan, Watcher
+from afield.orchestrator.config import RolloutConfig, RolloutObserver
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.run_directory import RunDir
-from afield.ratelimit import Pace
+from afield.orchestrator.run_directory import RunDirectory
+from afield.ratelimit import RateLimits
 from afield.settings import Environment, TrainConfig, converted, located
 
 Agent = str | Callable[..., Any]
 LATE = Deadlines.__struct_fields__
-PLANNED = tuple(name for name in Plan.__struct_fields__ if name not in ("exp_id", "model_id", "deadlines"))
+PLANNED = tuple(
+    name for name in RolloutConfig.__struct_fields__ if name not in ("exp_id", "model_id", "deadlines")
+)
 
 
 def client(
@@ -39,14 +41,15 @@ def client(
     directory: str | Path | None = None,
     model_id: str = "policy",
     workers: int = 2,
-    fresh_process: bool = False,
-    pace: Pace | None = None,
+    process_per_rollout: bool = False,
+    pace: RateLimits | None = None,
     limiter_file: str | Path | None = None,
-    watcher: Watcher | None = None,
+    watcher: RolloutObserver | None = None,
     options: Mapping[str, Any] | None = None,
     **values: Any,
 ) -> RolloutClient:
-    """`values` are fields of `Plan` (concurrency, retries, sampling) and of `Deadlines` (run_s, life_s);
+    """`values` are fields of `RolloutConfig` (concurrency, retries, sampling) and of `Deadlines`
+    (attempt_timeout_s, rollout_timeout_s);
     `options` what the runtime is told, such as {"limits": {"memory_mb": 512}} for a sandbox.
 
     An agent that is a function of this program runs in its threads; one that is named, in processes of
@@ -61,8 +64,12 @@ def client(
     if not str(gateway).startswith(("http://", "https://")):
         raise UsageError(f"gateway {gateway!r} must be its address, such as http://127.0.0.1:8400")
     exp_id = exp_id or f"exp-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
-    run = RunDir(Path(directory) if directory else environment.runs / exp_id)
-    how = {"workers": workers, "fresh_process": fresh_process, "deliver": values.get("deliver", "auto")}
+    run = RunDirectory(Path(directory) if directory else environment.runs / exp_id)
+    how = {
+        "workers": workers,
+        "process_per_rollout": process_per_rollout,
+        "deliver": values.get("deliver", "auto"),
+    }
     config = _config(agent, runtime, transport, options, how)
     plan = _plan(exp_id, model_id, {**values, "deliver": config.delivery})
     carrier, agents = _parts(agent, config, run)
@@ -79,7 +86,7 @@ def client(
     )
 
 
-def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> Plan:
+def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> RolloutConfig:
     known = (*PLANNED, *LATE)
     for name in values:
         if name not in known:
@@ -89,7 +96,7 @@ def _plan(exp_id: str, model_id: str, values: dict[str, Any]) -> Plan:
     planned = {name: value for name, value in values.items() if name in PLANNED}
     deadlines = converted({name: values[name] for name in LATE if name in values}, Deadlines, "open")
     named = {"exp_id": exp_id, "model_id": model_id, "deadlines": deadlines}
-    return converted(planned | named, Plan, "open")
+    return converted(planned | named, RolloutConfig, "open")
 
 
 def _config(
@@ -116,7 +123,7 @@ def _config(
     return config
 
 
-def _parts(agent: Agent | None, config: TrainConfig, run: RunDir) -> tuple[Transport, Runtime]:
+def _parts(agent: Agent | None, config: TrainConfig, run: RunDirectory) -> tuple[Transport, Runtime]:
     carrier = factory.transport(config, run)
     if not callable(agent):
         return carrier, factory.runtime(config, run, carrier)

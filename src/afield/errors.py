@@ -49,7 +49,7 @@ class Conflict(AfieldError):
     """The first answer stands; this one differs."""
 
 
-class Missing(AfieldError):
+class NotFound(AfieldError):
     """Nothing is known under this id."""
 
 
@@ -61,7 +61,7 @@ class Outage(Unavailable):
     """A part of the run answers nobody, for longer than patience allows: no rollout's own trouble."""
 
 
-class Throttled(AfieldError):
+class RateLimited(AfieldError):
     """Too many calls for the other side. `retry_after_s` is what it asked for, if it did."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
@@ -69,7 +69,7 @@ class Throttled(AfieldError):
         self.retry_after_s = retry_after_s
 
 
-class Fruitless(AfieldError):
+class NoRewards(AfieldError):
     """Rollout after rollout without a reward: going on would only burn time."""
 
 

@@ -127,7 +127,8 @@ class ContainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class AgentCoreOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Agents on AWS Bedrock AgentCore. `arn` is a runtime that exists; or one named `agent_name` is created,
-    or updated, from `container_uri` and `role_arn`. `endpoint_url` is a compatible server (`afield acr`).
+    or updated, from `container_uri` and `role_arn`. `endpoint_url` is a compatible server (`afield
+    agentcore-local`).
     `rate` counts session starts, `stop_rate` stops, each per second; `sessions` those alive at once.
     """
 
@@ -182,12 +183,12 @@ class KubernetesOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     non_root: bool = False
     port: int = 8080
     ttl_s: int = 300
-    deadline_s: int = 3600
+    job_deadline_s: int = 3600
     unschedulable_s: float = 60.0
 
     def __post_init__(self) -> None:
         _check_env(self.env)
-        for name, least in (("port", 1), ("ttl_s", 0), ("deadline_s", 1), ("unschedulable_s", 0)):
+        for name, least in (("port", 1), ("ttl_s", 0), ("job_deadline_s", 1), ("unschedulable_s", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
 
@@ -226,7 +227,7 @@ class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError("rank = 0 trains every weight; give the others with a rank, such as 16")
 
 
-class LearnOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the embedded trainer learns; docs/training.md explains each.
 
     `clip` [low, high] bounds the ratio to 1 - low and 1 + high; empty is what is usual for the loss.

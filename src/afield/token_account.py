@@ -15,7 +15,7 @@ from typing import Self
 from msgspec import Struct, field
 
 from afield.exclusions import REASONS, UntrainedReason
-from afield.types import FailureKind, Finished
+from afield.types import FailureKind, RolloutResult
 
 LIMIT = 0.05
 """The share of sampled tokens above which a run says that it excludes them."""
@@ -99,7 +99,7 @@ class ExclusionWatch:
         return warning
 
 
-def of_finished(finished: Iterable[Finished]) -> TokenAccount:
+def of_finished(finished: Iterable[RolloutResult]) -> TokenAccount:
     """Of rollouts before a trainer has seen them: whatever carries a reward counts as trained."""
     trained = 0
     excluded: Counter[str] = Counter()
@@ -115,7 +115,7 @@ def of_finished(finished: Iterable[Finished]) -> TokenAccount:
     return TokenAccount(trained=trained, excluded=+excluded, untrained=+untrained)
 
 
-def failure_reason(finished: Finished) -> UntrainedReason | None:
+def failure_reason(finished: RolloutResult) -> UntrainedReason | None:
     """Why a rollout carries no reward; None if it carries one. A policy failure does: the floor."""
     failure = finished.outcome.failure
     if finished.outcome.reward_or_floor(0.0) is not None or failure is None:

@@ -22,17 +22,17 @@ from afield import factory
 from afield.errors import AfieldError, Unavailable, UsageError, first_cause
 from afield.interfaces import Gateway, Publisher, Runtime, Trainer, Transport
 from afield.orchestrator.availability import named
-from afield.orchestrator.config import Watcher
-from afield.orchestrator.groups import Collector
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.run_state import Ledger
-from afield.orchestrator.scheduler import Gatherer, Schedule, Validation, our_weights
-from afield.orchestrator.training_loop import Learner, Recipe, StepLine, mean_metrics
+from afield.orchestrator.config import RolloutObserver
+from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
+from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, our_weights
+from afield.orchestrator.training_loop import LoopConfig, StepLine, TrainingLoop, mean_metrics
 from afield.ratelimit import SharedLimiter
 from afield.settings import TrainConfig, agent_environment
-from afield.types import Finished, Sampling, Task
+from afield.types import RolloutResult, Sampling, Task
 
 log = logging.getLogger("afield.loop")
 FIRST_ANSWER_S = 20.0
@@ -68,7 +68,7 @@ class GatewayChild:
 
 
 @asynccontextmanager
-async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[GatewayChild]:
+async def gateway_child(config: TrainConfig, run: RunDirectory) -> AsyncIterator[GatewayChild]:
     command = [sys.executable, "-m", "afield", "gateway", "--json", "--exit-with-parent"]
     command += [
         "--model",
@@ -93,8 +93,8 @@ async def gateway_child(config: TrainConfig, run: RunDir) -> AsyncIterator[Gatew
     if config.delivery == "gateway":
         spec = config.outcomes if "://" in config.outcomes else f"files://{run.outcomes}"
         environment["AFIELD_OUTCOMES"] = spec
-    if config.engine_ledger:
-        command += ["--engine-ledger", str(run.path / "engine-ledger.jsonl")]
+    if config.record_engine_calls:
+        command += ["--record-engine-calls", str(run.path / "engine-calls.jsonl")]
     run.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_path = run.logs / "gateway.log"
     with log_path.open("ab") as log:
@@ -148,7 +148,7 @@ class Parts:
     """What both halves of a run share."""
 
     def __init__(
-        self, config: TrainConfig, run: RunDir, tasks: Sequence[Task], stack: AsyncExitStack
+        self, config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], stack: AsyncExitStack
     ) -> None:
         factory.check_trust(config, tasks)
         self.config = config
@@ -157,15 +157,15 @@ class Parts:
         self.plan = factory.plan(config, run)
         self.window = factory.window(config, tasks)
         self.schedule = Schedule(tasks, self.plan.exp_id, config.seed, config.shuffle)
-        self.ledger = stack.enter_context(Ledger(run.ledger, durable=run.durable))
-        self.spool = Spool(run.spool, durable=run.durable)
+        self.ledger = stack.enter_context(RunState(run.ledger, durable=run.durable))
+        self.spool = RolloutStore(run.spool, durable=run.durable)
 
-    async def conductor(self, gateway: Gateway, places: Places, watcher: Watcher) -> Conductor:
+    async def conductor(self, gateway: Gateway, places: Places, watcher: RolloutObserver) -> RolloutRunner:
         limiter = factory.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
             limiter.check()
-        conductor = Conductor(
+        conductor = RolloutRunner(
             self.plan,
             gateway=gateway,
             runtime=places.agents,
@@ -179,19 +179,19 @@ class Parts:
         return await self.stack.enter_async_context(conductor)
 
     async def gatherer(
-        self, gateway: Gateway, places: Places, watcher: Watcher, val: Sequence[Task]
-    ) -> Gatherer:
+        self, gateway: Gateway, places: Places, watcher: RolloutObserver, val: Sequence[Task]
+    ) -> GroupScheduler:
         conductor = await self.conductor(gateway, places, watcher)
-        return Gatherer(
+        return GroupScheduler(
             self.window,
             self.schedule,
-            collector=Collector(self.plan, conductor, self.spool),
+            collector=GroupRunner(self.plan, conductor, self.spool),
             ledger=self.ledger,
             spool=self.spool,
             validation=validation(self.config, self.run, val),
         )
 
-    async def gather(self, gatherer: Gatherer, gateway: Gateway, carrier: Transport) -> None:
+    async def gather(self, gatherer: GroupScheduler, gateway: Gateway, carrier: Transport) -> None:
         await our_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
         await gatherer.run()
         try:
@@ -203,8 +203,8 @@ class Parts:
 
     def learner(
         self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None], engine_dtype: str
-    ) -> Learner:
-        return Learner(
+    ) -> TrainingLoop:
+        return TrainingLoop(
             self.window,
             structs.replace(recipe(self.config), engine_dtype=engine_dtype),
             epoch_of=self.schedule.epoch,
@@ -220,15 +220,15 @@ class Parts:
 @asynccontextmanager
 async def training(
     config: TrainConfig,
-    run: RunDir,
+    run: RunDirectory,
     tasks: Sequence[Task],
-    watcher: Watcher,
+    watcher: RolloutObserver,
     on_step: Callable[[StepLine], None],
     *,
     part: Part = Part.ALL,
     admin_key: str | None = None,
     val_tasks: Sequence[Task] = (),
-) -> AsyncIterator[Training]:
+) -> AsyncIterator[TrainingRun]:
     """Everything a training run consists of, started; and ended again, in the reverse order."""
     async with AsyncExitStack() as stack:
         parts = Parts(config, run, tasks, stack)
@@ -265,7 +265,7 @@ async def training(
                 told = await gateway.engine_dtype()
                 dtype = factory.published_dtype(config.engine_dtype, told, Path(config.model))
             halves.append(parts.learner(gateway, trainer, on_step, dtype).run)
-        yield Training(halves, child)
+        yield TrainingRun(halves, child)
 
 
 async def meanwhile(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
@@ -288,15 +288,19 @@ async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key:
         return made(told["local_url"], told["admin_key"])
     if not admin_key:
         raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
-    return made(config.gateway, admin_key, patience_s=config.patience_s)
+    return made(config.gateway, admin_key, unavailable_timeout_s=config.unavailable_timeout_s)
 
 
-async def answers(config: TrainConfig, run: RunDir, admin_key: str | None) -> None:
+async def answers(config: TrainConfig, run: RunDirectory, admin_key: str | None) -> None:
     """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
     made = factory.load("gateway.client:HttpGateway")
-    patience_s = config.patience_s if run.began else min(config.patience_s, FIRST_ANSWER_S)
+    unavailable_timeout_s = (
+        config.unavailable_timeout_s if run.began else min(config.unavailable_timeout_s, FIRST_ANSWER_S)
+    )
     delivers = config.delivery == "gateway"
-    async with made(config.gateway, admin_key, patience_s=patience_s, delivers=delivers) as gateway:
+    async with made(
+        config.gateway, admin_key, unavailable_timeout_s=unavailable_timeout_s, delivers=delivers
+    ) as gateway:
         await gateway.version()
 
 
@@ -315,11 +319,11 @@ def warn_of_length(config: TrainConfig, sampled: int | None, trained: int | None
         )
 
 
-def validation(config: TrainConfig, run: RunDir, tasks: Sequence[Task]) -> Validation | None:
+def validation(config: TrainConfig, run: RunDirectory, tasks: Sequence[Task]) -> Validation | None:
     if not tasks:
         return None
 
-    def report(step: int, finished: list[Finished]) -> None:
+    def report(step: int, finished: list[RolloutResult]) -> None:
         rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
         spans = [s for f in finished for t in f.trajectories for s in t.versions]
         line = {
@@ -358,7 +362,7 @@ async def _settle(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Training:
+class TrainingRun:
     """A training run that is set up. It ends when its halves are done, or when its gateway ends."""
 
     def __init__(
@@ -383,8 +387,8 @@ class Training:
             raise await self._child.died()
 
 
-def recipe(config: TrainConfig) -> Recipe:
-    return Recipe(
+def recipe(config: TrainConfig) -> LoopConfig:
+    return LoopConfig(
         policy=Path(config.model).name,
         stale=config.on_stale,
         keep_weights=config.keep_weights,

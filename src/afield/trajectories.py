@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from afield.exclusions import check_reason
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import Exclusion, ImageSpan, Trajectory, Turn, TurnRange, TurnStatus, VersionSpan
 
 Withheld = Mapping[str, str]  # turn id to the reason it is kept out of the loss
@@ -33,14 +33,14 @@ def why_excluded(turn: Turn, withheld: Withheld) -> str | None:
     return withheld.get(turn.id)
 
 
-def exclusions(forest: Forest, withheld: Withheld = NOTHING) -> tuple[Exclusion, ...]:
+def exclusions(forest: TurnTree, withheld: Withheld = NOTHING) -> tuple[Exclusion, ...]:
     reasons = ((turn, why_excluded(turn, withheld)) for turn in forest.turns)
     return tuple(
         Exclusion(turn.id, len(turn.token_ids), check_reason(reason)) for turn, reason in reasons if reason
     )
 
 
-def linear(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:
+def linear(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
     trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
     inner: set[str] = set()
     for turn in trained:
@@ -59,7 +59,7 @@ def linear(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:
     return _assemble(rows, exclusions(forest, withheld))
 
 
-def per_turn(forest: Forest, withheld: Withheld = NOTHING) -> Assembled:
+def per_turn(forest: TurnTree, withheld: Withheld = NOTHING) -> Assembled:
     """Each turn with its whole prompt as context: what an engine saw, call by call."""
     trained = [turn for turn in forest.turns if turn.token_ids and not why_excluded(turn, withheld)]
     rows = [(forest.path(turn.id), {turn.id}) for turn in trained]
@@ -112,7 +112,7 @@ def _row(path: list[Turn], mine: set[str], total: int) -> Trajectory:
     )
 
 
-def tree(forest: Forest, withheld: Withheld = NOTHING) -> list[dict[str, Any]]:
+def tree(forest: TurnTree, withheld: Withheld = NOTHING) -> list[dict[str, Any]]:
     """The nodes, each with the ids it adds to its parent's. `versions` counts from the node's own start."""
     nodes: list[dict[str, Any]] = []
     for turn in forest.turns:

@@ -44,7 +44,7 @@ def listed(turns: Sequence[str]) -> str:
     return ", ".join(turns[:8]) + (", ..." if len(turns) > 8 else "") or "none"
 
 
-class Forest:
+class TurnTree:
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[str, Turn] = {}
         self._by_digest: dict[str, list[str]] = {}

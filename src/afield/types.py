@@ -478,7 +478,7 @@ class Exclusion(Struct, frozen=True):
 # --- groups --------------------------------------------------------------------------------------
 
 
-class Finished(Struct, frozen=True, kw_only=True):
+class RolloutResult(Struct, frozen=True, kw_only=True):
     """A rollout with what came of it: its last attempt's outcome, what that trains, and the turns to read.
 
     `images` are those that its trajectories have, each once.
@@ -504,8 +504,8 @@ class Group(Struct, frozen=True, kw_only=True):
     task_id: str
     epoch: int
     split: Split
-    finished: tuple[Finished, ...]
-    baseline: Finished | None = None
+    finished: tuple[RolloutResult, ...]
+    baseline: RolloutResult | None = None
 
     def __post_init__(self) -> None:
         ids = [f.rollout.id for f in self.finished]

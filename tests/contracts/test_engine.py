@@ -10,18 +10,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from afield.engines.recording import Ledger
+from afield.engines.recording import RecordingEngine
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.sglang.engine import SglangEngine
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import Conflict, Unavailable
-from afield.gateway.engine_pool import Pool
-from afield.interfaces.engine import Call, Chunk, Engine
+from afield.gateway.engine_pool import EnginePool
+from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.types import FinishReason, Sampling
-from fake_sglang import FakeSglang, serving_sglang
-from fake_vllm import FakeVllm, serving
-from tiny_model import build_tiny_model, reseed
+from support.fake_sglang import FakeSglang, serving_sglang
+from support.fake_vllm import FakeVllm, serving
+from support.tiny_model import build_tiny_model, reseed
 
 pytestmark = pytest.mark.anyio
 BOUND_S = 60
@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [first, reseed(first, root / "v1", 1), reseed(first, root / "v2", 2)]
 
 
-def nonsense(call: Call) -> Scripted:
+def nonsense(call: GenerateRequest) -> Scripted:
     """Depends on the prompt only, like a greedy model."""
     start = sum(call.prompt_ids)
     return Scripted(token_ids=tuple((start + 7 * n) % 400 for n in range(200)), chunks=(1, 3, 2))
@@ -64,9 +64,9 @@ async def make_engine(name: str, models: list[Path], stack: AsyncExitStack) -> E
     if name == "torch":
         return TorchEngine(models[0], max_slots=4)
     if name == "ledger over torch":
-        return Ledger(TorchEngine(models[0], max_slots=4))
+        return RecordingEngine(TorchEngine(models[0], max_slots=4))
     if name == "pool of two":
-        return Pool({worker: TorchEngine(models[0], max_slots=4) for worker in "ab"})
+        return EnginePool({worker: TorchEngine(models[0], max_slots=4) for worker in "ab"})
     scripted = ScriptedEngine(nonsense, max_context=128, vocab_size=400)
     if name.startswith("vllm"):
         fake = FakeVllm(scripted, scale_out=name == "vllm")
@@ -77,8 +77,8 @@ async def make_engine(name: str, models: list[Path], stack: AsyncExitStack) -> E
     return scripted
 
 
-def a_call(**changes: object) -> Call:
-    call = Call(
+def a_call(**changes: object) -> GenerateRequest:
+    call = GenerateRequest(
         id="call-1",
         session_id="rollout.1",
         prompt_ids=tuple(range(20, 40)),
@@ -89,7 +89,7 @@ def a_call(**changes: object) -> Call:
     return msgspec.structs.replace(call, **changes)
 
 
-async def answer(engine: Engine, call: Call) -> list[Chunk]:
+async def answer(engine: Engine, call: GenerateRequest) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(call)]
 
 

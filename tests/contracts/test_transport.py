@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_contract import AgentsContract, Backend, TransportContract, waiting
+from tests.contracts.transport_contract import AgentsContract, Backend, TransportContract, waiting
 
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
@@ -28,7 +28,7 @@ from afield.transports.stores.s3 import S3Outcomes
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt
 from agents.invoking import EXP, invocation, record
-from small_s3 import Refusal, SmallS3, small_s3
+from support.small_s3 import Refusal, SmallS3, small_s3
 
 pytestmark = pytest.mark.anyio
 

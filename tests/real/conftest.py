@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-import servers
 from afield.errors import Unavailable
+from support import servers
 
 Get = Callable[[str], servers.Server]
 

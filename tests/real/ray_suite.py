@@ -16,21 +16,21 @@ import anyio
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from tests.contracts.runtime_contract import RuntimeContract, controller
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, UsageError
 from afield.interfaces.runtime import Phase
-from afield.orchestrator.groups import Collector, GroupWish
-from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.groups import GroupRunner, GroupSpec
+from afield.orchestrator.run_state import RunState
 from afield.runtimes.ray.handle import AWAY_S
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason, Task
 from agents.places import ACTING, AGENTS, BOUND_S, Place, Spec, alive, until
 from agents.sink import Sink
-from collecting import YES, Bench
-from contracts.runtime_contract import RuntimeContract, controller
-from gateways import running
-from ray_env import made
+from support.gateways import running
+from support.in_process_collection import YES, Bench
+from support.ray_env import made
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 NODE = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
@@ -158,17 +158,17 @@ async def test_rollouts_of_a_lost_node_finish_on_the_other(cluster: Cluster, tmp
     transport = FilesTransport(tmp_path / "outcomes")
     engine = ScriptedEngine(lambda _: YES)
     async with running(engine, tmp_path / "gateway") as up, transport, runtime:
-        with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        with RunState(tmp_path / "ledger.sqlite") as ledger:
             bench = Bench(tmp_path, up, transport, ledger, runtime)
             lost_one = tmp_path / "lost"
             task = Task("t", {"marks": str(marks), "until": str(lost_one)})
             async with (
-                bench.conducting(rollouts=8, start_s=300.0) as (plan, conductor),
+                bench.conducting(rollouts=8, launch_timeout_s=300.0) as (plan, conductor),
                 anyio.create_task_group() as group,
             ):
                 group.start_soon(_lose_one, cluster, marks, bench, lost_one)
-                collector = Collector(plan, conductor, bench.spool)
-                (grouped,) = await collector.collect([GroupWish("exp-e0-t", task, 0)])
+                collector = GroupRunner(plan, conductor, bench.spool)
+                (grouped,) = await collector.collect([GroupSpec("exp-e0-t", task, 0)])
     assert [f.outcome.reward for f in grouped.finished] == [1.0] * 8
     lost = [outcome.failure for outcome, retried in bench.seen.ended if outcome.failure and retried]
     assert len(lost) == 4

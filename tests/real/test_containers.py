@@ -14,9 +14,9 @@ from uuid import uuid4
 import anyio
 import msgspec
 import pytest
+from tests.contracts.runtime_contract import RuntimeContract, controller
 
-import containers
-from afield.errors import InfrastructureFailure, Missing, Unavailable, UsageError
+from afield.errors import InfrastructureFailure, NotFound, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.interfaces.sandbox import MOST_BYTES
 from afield.options import Limits
@@ -27,7 +27,7 @@ from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import BOUND_S, Place, Spec
 from agents.sink import Sink
-from contracts.runtime_contract import RuntimeContract, controller
+from support import podman as containers
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 # Out of the group, out of the session, nobody's child.
@@ -377,7 +377,7 @@ async def test_files_go_in_and_come_out(here: Here) -> None:
         assert await sandbox.download("/tmp/a/b/c.bin") == data
         await sandbox.upload("/tmp/empty", b"")
         assert await sandbox.download("/tmp/empty") == b""
-        with pytest.raises(Missing, match="/tmp/none"):
+        with pytest.raises(NotFound, match="/tmp/none"):
             await sandbox.download("/tmp/none")
 
 
@@ -387,7 +387,7 @@ async def test_what_is_no_plain_file_or_has_no_end_is_not_waited_for(here: Here)
         for path in ("/tmp/pipe", "/tmp"):
             with pytest.raises(InfrastructureFailure, match="no plain file"):
                 await sandbox.upload(path, b"x" * 100_000)
-            with pytest.raises(Missing):
+            with pytest.raises(NotFound):
                 await sandbox.download(path)
         with pytest.raises(InfrastructureFailure, match="holes in the sandbox has more than 1000000 bytes"):
             await sandbox.download("/tmp/holes")

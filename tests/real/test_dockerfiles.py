@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import containers
-from processes import afield, summary
-from servers import CACHE, Server
+from support import podman as containers
+from support.processes import afield, summary
+from support.servers import CACHE, Server
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parent.parent.parent

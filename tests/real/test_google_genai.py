@@ -16,7 +16,7 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
 from afield.settings import Environment
-from gateways import POLICY, running, vocabulary
+from support.gateways import POLICY, running, vocabulary
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 CLIENT = Path(__file__).parent / "genai_client.py"

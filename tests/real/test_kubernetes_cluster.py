@@ -46,7 +46,7 @@ def run() -> str:
 @pytest.fixture
 def make(run: str, tmp_path: Path) -> Make:
     def make(**more: Any) -> KubernetesRuntime:
-        given = {"image": IMAGE, "deadline_s": 600, "ttl_s": 60, **more}
+        given = {"image": IMAGE, "attempt_timeout_s": 600, "ttl_s": 60, **more}
         options = KubernetesOptions(kubeconfig=KUBECONFIG, namespace=NAMESPACE, **given)
         return KubernetesRuntime(options, name=run, log_dir=tmp_path / "logs", start_timeout_s=START_S)
 

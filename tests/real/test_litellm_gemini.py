@@ -13,8 +13,8 @@ from afield.conformance.pins import PYTHON
 from afield.engines.scripted import ScriptedEngine
 from afield.interfaces import SessionSpec
 from afield.settings import Environment
-from gateways import running
-from scenes import calls, said
+from support.dialect_session import calls, said
+from support.gateways import running
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(1800)]
 AGENT = Path(__file__).with_name("litellm_gemini_agent.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from afield.errors import Unavailable
-from ray_env import ROOT, ray_python
+from support.ray_env import ROOT, ray_python
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SUITE = Path(__file__).parent / "ray_suite.py"

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from vllm_server import CACHE
+from tests.real.vllm_server import CACHE
 
 from afield.conformance import pins
 from afield.conformance.environments import python_environment

@@ -16,13 +16,13 @@ from afield.options import LoraOptions
 from afield.trainers.fsdp.trainer import Sharded
 from afield.trainers.grpo import GRPO
 from afield.trajectories import linear
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import (
-    Finished,
     FinishReason,
     Group,
     Outcome,
     Rollout,
+    RolloutResult,
     Sampling,
     Split,
     Task,
@@ -30,7 +30,7 @@ from afield.types import (
     TurnStatus,
     VersionSpan,
 )
-from tiny_model import build_tiny_model
+from support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.real  # a dozen processes that each load torch
 SETTINGS = {"lr": 1e-3, "eps": 1e-4, "device": "cpu"}
@@ -49,9 +49,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("sharded") / "model", hidden=32, tied=True)
 
 
-def forest(rng: random.Random, stem: tuple[int, ...]) -> Forest:
+def forest(rng: random.Random, stem: tuple[int, ...]) -> TurnTree:
     """Two turns after a prompt all share, and a third that branches from the first."""
-    made = Forest()
+    made = TurnTree()
     for n, parent in enumerate((None, "t0", "t0")):
         sampled = tuple(rng.randrange(300) for _ in range(rng.randint(2, 5)))
         made.add(
@@ -80,7 +80,7 @@ def group(name: str, seed: int, rollouts: int = 5) -> Group:
         rollout = Rollout(id=f"{name}-{n}", exp_id="exp", group_id=name, task=Task("task", {}))
         outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=float(n % 3))
         rows = linear(forest(rng, stem)).trajectories
-        finished.append(Finished(rollout=rollout, outcome=outcome, trajectories=rows))
+        finished.append(RolloutResult(rollout=rollout, outcome=outcome, trajectories=rows))
     return Group(id=name, task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(finished))
 
 

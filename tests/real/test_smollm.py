@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from afield.engines.torch.engine import TorchEngine
-from afield.interfaces.gateway import Record
+from afield.interfaces.gateway import SessionRecord
 from afield.trainers.grpo import GRPO
-from afield.types import Finished, Group, Outcome, Policy, Rollout, Sampling, Split, Task, Trajectory
-from gateways import Running, running
+from afield.types import Group, Outcome, Policy, Rollout, RolloutResult, Sampling, Split, Task, Trajectory
+from support.gateways import Running, running
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(1800)]
 log = logging.getLogger("afield.tests")
@@ -105,16 +105,16 @@ async def shopkeeper(client: openai.AsyncOpenAI, item: str) -> Visit:
     return Visit(right / CALLS + 1 / (10 + sum(map(len, said))), found)
 
 
-async def rollout(up: Running, n: int) -> tuple[Visit, Record]:
+async def rollout(up: Running, n: int) -> tuple[Visit, SessionRecord]:
     client = await up.agent(f"r{n}.1", sampling=Sampling(max_tokens=24, temperature=0.7))
     visit = await shopkeeper(client, "lamp")
     return visit, await up.client.finalize(f"r{n}.1")
 
 
-def to_group(collected: list[tuple[Visit, Record]]) -> Group:
+def to_group(collected: list[tuple[Visit, SessionRecord]]) -> Group:
     """Most visits go alike: a little of each one's own tells their rewards apart, for a gradient."""
     finished = [
-        Finished(
+        RolloutResult(
             rollout=Rollout(id=f"r{n}", exp_id="exp", group_id="g", task=Task("lamp", {})),
             outcome=Outcome(rollout_id=f"r{n}", attempt=1, reward=visit.reward + n / 100),
             trajectories=record.trajectories,

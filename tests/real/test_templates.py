@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from afield.chat import ChatTokens, TemplateRefusal
+from afield.chat import ChatTokenizer, TemplateRefusal
 from afield.chat.sample_conversations import TOOL, conversations
 from afield.chat.turn_suffix import ANCHOR
 from afield.settings import Environment
-from client_requests import replayed
+from support.client_requests import replayed
 from templates.models import write_template
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -46,28 +46,28 @@ STOPS = {
 }
 # family: tool format, tier of a tool's result, tier of a user's message, as the template has them
 EXPECTED = {
-    "cohere": (None, None, "T2"),
-    "cohere2": (None, None, "T2"),
-    "deepseekv3": (None, None, "T2"),
-    "gemma3": (None, None, "T2"),
-    "glm4moe": ("glm", "T1", "T1"),
-    "gptoss": ("harmony", "T2", None),
-    "lfm2_2_5": (None, "T2", "T2"),
-    "llama3": (None, None, "T2"),
-    "llama3_1": ("llama_json", "T2", "T2"),
-    "llama3_2": ("llama_json", "T2", "T2"),
-    "nemotron_3_nano": ("qwen_xml", "T2", "T2"),
-    "nemotron_3_super": ("qwen_xml", "T2", "T2"),
-    "nemotron_3_ultra": ("qwen_xml", "T2", "T2"),
-    "phi3_5": (None, None, "T2"),
-    "qwen2_5": ("hermes", "T2", "T2"),
-    "qwen3": ("hermes", "T2", "T2"),
-    "qwen3_5_nothink": ("qwen_xml", "T2", "T2"),
-    "qwen3_5_think": ("qwen_xml", "T2", "T2"),
-    "qwen3_6": ("qwen_xml", "T2", "T2"),
-    "qwen3_8": ("qwen_xml", "T2", "T2"),
-    "qwen3_instruct_2507": ("hermes", "T2", "T2"),
-    "qwen3_vl": ("hermes", "T2", "T2"),
+    "cohere": (None, None, "append"),
+    "cohere2": (None, None, "append"),
+    "deepseekv3": (None, None, "append"),
+    "gemma3": (None, None, "append"),
+    "glm4moe": ("glm", "bridge", "bridge"),
+    "gptoss": ("harmony", "append", None),
+    "lfm2_2_5": (None, "append", "append"),
+    "llama3": (None, None, "append"),
+    "llama3_1": ("llama_json", "append", "append"),
+    "llama3_2": ("llama_json", "append", "append"),
+    "nemotron_3_nano": ("qwen_xml", "append", "append"),
+    "nemotron_3_super": ("qwen_xml", "append", "append"),
+    "nemotron_3_ultra": ("qwen_xml", "append", "append"),
+    "phi3_5": (None, None, "append"),
+    "qwen2_5": ("hermes", "append", "append"),
+    "qwen3": ("hermes", "append", "append"),
+    "qwen3_5_nothink": ("qwen_xml", "append", "append"),
+    "qwen3_5_think": ("qwen_xml", "append", "append"),
+    "qwen3_6": ("qwen_xml", "append", "append"),
+    "qwen3_8": ("qwen_xml", "append", "append"),
+    "qwen3_instruct_2507": ("hermes", "append", "append"),
+    "qwen3_vl": ("hermes", "append", "append"),
 }
 
 
@@ -89,9 +89,9 @@ def templates() -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokens]:
+def models(templates: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTokenizer]:
     made = {family: write(templates, family, tmp_path_factory.mktemp(family)) for family in EXPECTED}
-    return {family: ChatTokens.load(path, rules=False) for family, path in made.items()}
+    return {family: ChatTokenizer.load(path, rules=False) for family, path in made.items()}
 
 
 def write(templates: Path, family: str, directory: Path) -> Path:
@@ -104,7 +104,7 @@ def write(templates: Path, family: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_what_a_family_does_is_found_out(models: dict[str, ChatTokens], family: str) -> None:
+def test_what_a_family_does_is_found_out(models: dict[str, ChatTokenizer], family: str) -> None:
     found = models[family].certificate
     assert (found.tool_format, found.appends["tool"], found.appends["user"]) == EXPECTED[family]
     assert not found.unsafe
@@ -112,7 +112,7 @@ def test_what_a_family_does_is_found_out(models: dict[str, ChatTokens], family: 
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_is_appended_is_the_end_of_the_whole_rendering(
-    models: dict[str, ChatTokens], family: str
+    models: dict[str, ChatTokenizer], family: str
 ) -> None:
     tokens, checked = models[family], 0
     for pattern, tier in tokens.certificate.appends.items():
@@ -158,7 +158,7 @@ def test_every_client_is_answered_on_every_template_and_every_tool_call_can_be_r
     assert set(NEEDED) <= set(names)
     for family in names:
         model = write(templates, family, tmp_path / family)
-        certificate = ChatTokens.load(model).certificate
+        certificate = ChatTokenizer.load(model).certificate
         assert certificate.tool_format is not None, family
         if family in NEEDED:
             assert set(certificate.rules) - {"developer-as-system"} == NEEDED[family], family
@@ -170,7 +170,7 @@ def test_every_client_is_answered_on_every_template_and_every_tool_call_can_be_r
 def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
     templates: Path, family: str, tmp_path: Path
 ) -> None:
-    tokens, checked = ChatTokens.load(write(templates, family, tmp_path)), 0
+    tokens, checked = ChatTokenizer.load(write(templates, family, tmp_path)), 0
     for pattern, tier in tokens.certificate.appends.items():
         for history, new in conversations(pattern, named=True) if tier else ():
             for tools in ((), (TOOL,)):
@@ -178,7 +178,7 @@ def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
     assert checked > 0
 
 
-def appends_exactly(tokens: ChatTokens, history: list, new: list, tools: tuple) -> bool:
+def appends_exactly(tokens: ChatTokenizer, history: list, new: list, tools: tuple) -> bool:
     try:
         whole = tokens.render([*history, *new], tools)
     except TemplateRefusal:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import servers
 from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
 from afield.runtimes.remote import ServedRuntime
@@ -25,8 +24,9 @@ from afield.transports.stores.memory import MemoryNotifier
 from afield.transports.stores.s3 import S3Outcomes
 from afield.transports.transport import StoreTransport
 from afield.types import FailureKind
-from client_places import place
-from ports import free_ports
+from support import servers
+from support.client_gateway import place
+from support.ports import free_ports
 
 pytestmark = pytest.mark.real
 TOOLKIT = "agentcore-rl-toolkit[server]==0.2.0"
@@ -92,7 +92,7 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     runtime = ServedRuntime([agent_url], poll_s=0.2)
     with (
         place(tmp_path, path_keys=True) as there,
-        there.client(runtime=runtime, transport=transport, sweep_s=0.5, exp_id="toolkit") as client,
+        there.client(runtime=runtime, transport=transport, poll_interval_s=0.5, exp_id="toolkit") as client,
     ):
         good = client.submit({"question": "Is it so?"}, input_id="a b/ü")
         broken = client.submit({"question": "raise"}, input_id="broken")

@@ -15,8 +15,15 @@ from typing import Any, TypeVar
 
 import anyio
 import pytest
+from tests.contracts.transport_contract import (
+    AgentsContract,
+    Backend,
+    TransportContract,
+    every_hint,
+    hint,
+    waiting,
+)
 
-import servers
 from afield import wire
 from afield.errors import Unavailable
 from afield.interfaces.transport import Waiting
@@ -30,15 +37,8 @@ from afield.transports.stores.s3 import S3Outcomes
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt
 from agents.invoking import EXP, invocation, record
-from contracts.transport_contract import (
-    AgentsContract,
-    Backend,
-    TransportContract,
-    every_hint,
-    hint,
-    waiting,
-)
-from ports import free_ports
+from support import servers
+from support.ports import free_ports
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 REGION = "us-east-1"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from afield.errors import Unavailable
-from trl_env import ROOT, trl_environment, trl_python
+from support.trl_env import ROOT, trl_environment, trl_python
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SUITE = Path(__file__).parent / "trl_suite.py"

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from afield.engines.torch.engine import TorchEngine
 from afield.errors import Unavailable
-from gateways import POLICY, Running, running
+from support.gateways import POLICY, Running, running
+from support.verl_env import ROOT, verl_environment, verl_python
 from verl_cpu import launching
-from verl_env import ROOT, verl_environment, verl_python
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio, pytest.mark.timeout(1800)]
 RUN_S = 1700

@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from afield.advantages import How
-from verl_env import figures
+from afield.advantages import AdvantageEstimator
+from support.verl_env import figures
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SCRIPT = Path(__file__).parent / "verl_algos.py"
@@ -19,7 +19,7 @@ def apart() -> dict[str, float]:
     return figures(SCRIPT)
 
 
-@pytest.mark.parametrize("how", get_args(How))
+@pytest.mark.parametrize("how", get_args(AdvantageEstimator))
 def test_advantages_are_those_of_verl(apart: dict[str, float], how: str) -> None:
     assert apart[how] < 1e-6
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from afield.errors import Unavailable
-from verl_env import ROOT, verl_environment, verl_python
+from support.verl_env import ROOT, verl_environment, verl_python
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_env import figures
+from support.verl_env import figures
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SCRIPT = Path(__file__).parent / "verl_losses.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from processes import afield
-from tiny_vision_model import build_tiny_vision_model
+from support.processes import afield
+from support.tiny_vision_model import build_tiny_vision_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 AGENT = """

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_server import serving_vllm, with_torchvision
+from tests.real.vllm_server import serving_vllm, with_torchvision
 
 from afield.engines.vllm.engine import VllmEngine
 from afield.orchestrator.rollout import finished_of
-from afield.trainers.diagnostics import Audit
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.grpo import GRPO
 from afield.types import Group, Outcome, Rollout, Split, Task
-from gateways import running
-from tiny_vision_model import build_tiny_vision_model, png
+from support.gateways import running
+from support.tiny_vision_model import build_tiny_vision_model, png
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 RED, BLUE = png("red"), png((0, 30, 200), (24, 16))
@@ -63,7 +63,7 @@ async def test_a_conversation_with_images_is_rescored_exactly(
             members.append(finished_of(rollout, outcome, record, 1))
     group = Group(id="g", task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(members))
     trainer = GRPO(model, lr=1e-3)
-    audit = Audit()
+    audit = BatchDiagnostics()
     trainer.updates.score(trainer.batch([group]).rows, audit)
     assert audit.tokens["diff"] and audit.worst.by < 1e-4
     assert trainer.step([group]).rollouts == 2

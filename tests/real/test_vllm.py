@@ -22,17 +22,17 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
+from tests.real.vllm_server import serving_vllm
 from transformers import AutoModelForCausalLM
-from vllm_server import serving_vllm
 
 from afield.engines.probe import checked, probe
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
-from afield.gateway.engine_pool import Pool
-from afield.interfaces import Call, Chunk, Engine, SessionSpec
+from afield.gateway.engine_pool import EnginePool
+from afield.interfaces import Chunk, Engine, GenerateRequest, SessionSpec
 from afield.types import FinishReason, Message, Sampling, VersionSpan
-from gateways import POLICY, Running, running
-from speaking import DIALECTS, Ask, read, write
+from support.dialect_clients import DIALECTS, Ask, read, write
+from support.gateways import POLICY, Running, running
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 BOUND_S = 600
@@ -110,15 +110,15 @@ def scores(weights: list[Path]) -> Scores:
 
 def a_call(
     n: int = 60, *, stream: bool = True, temperature: float = 0.0, length: int = 200, **more: Any
-) -> Call:
+) -> GenerateRequest:
     prompt = tuple(4 + (7 * i) % 600 for i in range(length))
     sampling = Sampling(temperature=temperature, **more)
-    return Call(
+    return GenerateRequest(
         id="c", session_id="s", prompt_ids=prompt, sampling=sampling, max_tokens=n, stop_ids=(), stream=stream
     )
 
 
-async def answer(engine: Engine, call: Call) -> list[Chunk]:
+async def answer(engine: Engine, call: GenerateRequest) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(call)]
 
 
@@ -349,7 +349,7 @@ async def test_a_call_goes_on_in_another_engine_when_the_server_is_cut_off(
             "vllm": VllmEngine(url, vocab_size=656),
             "torch": TorchEngine(weights[0]),
         }
-        async with Pool(workers) as pool:
+        async with EnginePool(workers) as pool:
             wire.fuse = 20_000  # a hundred tokens at most; the answer has many times that
             seen = await answer(pool, a_call(600))
             numbers = pool.stats()
@@ -380,7 +380,7 @@ async def under_way(engine: Engine, temperature: float, many: int) -> AsyncItera
         yield answers
 
 
-async def into(seen: list[Chunk], engine: Engine, call: Call) -> None:
+async def into(seen: list[Chunk], engine: Engine, call: GenerateRequest) -> None:
     async for chunk in engine.generate(call):
         seen.append(chunk)  # noqa: PERF401 (others look while it grows)
 
@@ -412,7 +412,7 @@ async def test_a_pause_stills_the_server_and_calls_end_as_if_undisturbed(
     undisturbed = ids(await answer(engine, a_call(LONG)))
     for many in CROWDS:
         async with (
-            Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
+            EnginePool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
             under_way(pool, 0.0, many) as answers,
         ):
             await pool.pause(in_flight)
@@ -432,7 +432,7 @@ async def test_answers_the_server_aborts_are_resumed(engine: VllmEngine, server:
     for many in (*CROWDS, *CROWDS):  # a busy machine may need another try
         async with (
             aiohttp.ClientSession() as http,
-            Pool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
+            EnginePool({"vllm": VllmEngine(server, vocab_size=656)}) as pool,
             under_way(pool, 0.0, many) as answers,
         ):
             await pool.pause("keep")
@@ -450,7 +450,7 @@ async def test_answers_the_server_aborts_are_resumed(engine: VllmEngine, server:
 async def test_new_weights_take_over_in_mid_answer_and_every_token_scores_with_its_own(
     server: str, weights: list[Path], scores: Scores
 ) -> None:
-    async with Pool({"vllm": VllmEngine(server, vocab_size=656)}, check=checked) as pool:
+    async with EnginePool({"vllm": VllmEngine(server, vocab_size=656)}, check=checked) as pool:
         for many in CROWDS:
             first = (await pool.info()).version
             async with under_way(pool, 1.0, many) as answers:

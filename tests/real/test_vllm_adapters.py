@@ -13,20 +13,20 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.real.vllm_server import serving_vllm
 from transformers import AutoModelForCausalLM
-from vllm_server import serving_vllm
 
 from afield.engines.probe import checked
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import UsageError
-from afield.gateway.engine_pool import Pool
-from afield.interfaces import Call, Chunk, Engine
+from afield.gateway.engine_pool import EnginePool
+from afield.interfaces import Chunk, Engine, GenerateRequest
 from afield.interfaces.weight_probe import read_witness
 from afield.options import LoraOptions
 from afield.trainers.model import PolicyModel
 from afield.types import FinishReason, Sampling
-from gateways import POLICY
+from support.gateways import POLICY
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 VERSIONS = 5
@@ -59,8 +59,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def a_call(*, stream: bool, n: int = LONG) -> Call:
-    return Call(
+def a_call(*, stream: bool, n: int = LONG) -> GenerateRequest:
+    return GenerateRequest(
         id="c",
         session_id="s",
         prompt_ids=tuple(4 + (7 * i) % 600 for i in range(50)),
@@ -71,7 +71,7 @@ def a_call(*, stream: bool, n: int = LONG) -> Call:
     )
 
 
-async def answer(engine: Engine, call: Call) -> list[Chunk]:
+async def answer(engine: Engine, call: GenerateRequest) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(call)]
 
 
@@ -107,7 +107,7 @@ async def test_adapters_are_published_under_load_and_every_token_is_of_the_versi
         wrapped: Any = peft.PeftModel.from_pretrained(by_version[version], str(adapters[version]))
         by_version[version] = wrapped.merge_and_unload().eval()
     workers: dict[str, Engine] = {"vllm": VllmEngine(server, vocab_size=656)}
-    async with asyncio.timeout(BOUND_S), Pool(workers, check=checked) as pool:
+    async with asyncio.timeout(BOUND_S), EnginePool(workers, check=checked) as pool:
         async with asyncio.TaskGroup() as group:
             calls = []
             for version in range(VERSIONS):
@@ -157,7 +157,7 @@ async def test_the_embedded_engine_and_vllm_give_an_adapter_the_same_probabiliti
     server: str, adapters: list[Path]
 ) -> None:
     """Greedy, after the same adapter: the one has it merged, the other beside."""
-    call = Call(
+    call = GenerateRequest(
         id="c",
         session_id="s",
         prompt_ids=(5, 6, 7, 8),

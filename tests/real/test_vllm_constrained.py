@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_server import serving_vllm
+from tests.real.vllm_server import serving_vllm
 
 from afield.engines.vllm.engine import VllmEngine
 from afield.types import Sampling
-from constrained import ask_everything, recorded, rescored, trained
-from gateways import running
-from tiny_model import build_tiny_model
+from support.constrained import ask_everything, recorded, rescored, trained
+from support.gateways import running
+from support.tiny_model import build_tiny_model
 
 pytestmark = [pytest.mark.real, pytest.mark.anyio]
 

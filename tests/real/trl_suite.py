@@ -33,7 +33,7 @@ from afield import demo
 from afield.advantages import compute_advantages
 from afield.demo import shop
 from afield.engines.torch.weights import read_model
-from afield.errors import Fruitless, Unavailable, UsageError
+from afield.errors import NoRewards, Unavailable, UsageError
 from afield.integrations.trl import Rollouts, SyncRollouts
 from afield.integrations.trl.rows import Lengths, Recipe, rows
 from afield.integrations.trl.sync import check_version
@@ -44,16 +44,16 @@ from afield.trainers.micro_batches import log_probabilities, to_passes
 from afield.trainers.model_directory import load_model
 from afield.trainers.tree_attention import watch
 from afield.trajectories import linear
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import (
     Failure,
     FailureKind,
-    Finished,
     FinishReason,
     Group,
     Outcome,
     Reason,
     Rollout,
+    RolloutResult,
     Sampling,
     Split,
     Task,
@@ -95,16 +95,16 @@ def arguments(out: Path, **more: Any) -> AsyncGRPOConfig:
 
 
 def rollouts_of(folder: Path, agent: str, **more: Any) -> Rollouts:
-    how = {"model": POLICY, "tasks": shop.tasks(0, 8), "directory": folder / "run", "deadline_s": 60.0}
+    how = {"model": POLICY, "tasks": shop.tasks(0, 8), "directory": folder / "run", "attempt_timeout_s": 60.0}
     return Rollouts(arguments(folder / "out"), agent=agent, **{**how, **more})
 
 
 # --- recorded rollouts ---------------------------------------------------------------------------
 
 
-def branching(rng: random.Random, turns: int, vocabulary: int, version: int) -> Forest:
+def branching(rng: random.Random, turns: int, vocabulary: int, version: int) -> TurnTree:
     """A conversation of random ids whose turns go on from any earlier one."""
-    made = Forest()
+    made = TurnTree()
     for n in range(turns):
         parent = rng.choice(made.turns).id if n else None
         sampled = tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, 6)))
@@ -129,14 +129,14 @@ def branching(rng: random.Random, turns: int, vocabulary: int, version: int) -> 
 def recorded(seed: int, *, sizes: tuple[int, ...] = (3, 1, 6, 4), name: str = "g") -> Group:
     """The last one broke. The same prompt begins all rollouts of a real group; here they share nothing."""
     rng = random.Random(seed)
-    finished: list[Finished] = []
+    finished: list[RolloutResult] = []
     for k, turns in enumerate((*sizes, 2)):
         failure = Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "gone") if k == len(sizes) else None
         rollout = Rollout(id=f"{name}-r{k}", exp_id="exp", group_id=name, task=Task("t", {}))
         reward = None if failure else rng.random()
         outcome = Outcome(rollout_id=rollout.id, attempt=1, reward=reward, failure=failure)
         trajectories = linear(branching(rng, turns, 90, version=5 + k)).trajectories
-        finished.append(Finished(rollout=rollout, outcome=outcome, trajectories=trajectories))
+        finished.append(RolloutResult(rollout=rollout, outcome=outcome, trajectories=trajectories))
     return Group(id=name, task_id="t", epoch=0, split=Split.TRAIN, finished=tuple(finished))
 
 
@@ -396,7 +396,7 @@ def test_rollouts_that_never_get_a_reward_end_the_training_with_the_reason(
     started: Callable[..., Rollouts],
 ) -> None:
     worker = started(f"{HERE / 'trl_agents.py'}:broken", retries_task=0).worker
-    with pytest.raises(Fruitless, match="the shop burnt down"):
+    with pytest.raises(NoRewards, match="the shop burnt down"):
         told(worker, 300)
 
 

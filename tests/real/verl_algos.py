@@ -18,16 +18,16 @@ from verl.trainer.ppo import core_algos
 from afield.advantages import compute_advantages
 from afield.batches.groups import from_groups
 from afield.batches.tensors import from_tensordict, to_tensordict
-from afield.types import Finished, Group, Outcome, Rollout, Split, Task
-from batch_groups import Maker
+from afield.types import Group, Outcome, Rollout, RolloutResult, Split, Task
+from support.random_groups import Maker
 
 SIZES = (2, 3, 5, 8)
 GREEDY = 0.25
 
 
-def finished(id: str, group_id: str, reward: float) -> Finished:
+def finished(id: str, group_id: str, reward: float) -> RolloutResult:
     rollout = Rollout(id=id, exp_id="exp", group_id=group_id, task=Task("t", {}))
-    return Finished(rollout=rollout, outcome=Outcome(rollout_id=id, attempt=1, reward=reward))
+    return RolloutResult(rollout=rollout, outcome=Outcome(rollout_id=id, attempt=1, reward=reward))
 
 
 def groups_of(rewards: list[list[float]]) -> list[Group]:

@@ -15,6 +15,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from msgspec import structs
 from tensordict import TensorDict
+from tests.real.verl_rollouts import POLICY, finished, veRL_config
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics
@@ -29,7 +30,6 @@ from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
-from verl_rollouts import POLICY, finished, veRL_config
 
 from afield.errors import UsageError
 from afield.integrations.verl import agent_loop, dataset, manager, rows, settings
@@ -302,8 +302,8 @@ def test_the_manager_is_called_as_veRL_calls_its_own() -> None:
 
 
 def test_the_loop_is_one_of_veRLs() -> None:
-    assert issubclass(agent_loop.Loop, AgentLoopBase)
-    assert list(inspect.signature(agent_loop.Loop.run).parameters)[1] == "sampling_params"
+    assert issubclass(agent_loop.AgentLoop, AgentLoopBase)
+    assert list(inspect.signature(agent_loop.AgentLoop.run).parameters)[1] == "sampling_params"
 
 
 def test_what_is_written_on_command_lines_is_understood_by_Hydra() -> None:

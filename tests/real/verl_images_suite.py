@@ -19,10 +19,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from afield import trajectories
 from afield.engines.torch.engine import TorchEngine
 from afield.integrations.verl import agent_loop, rows
-from afield.interfaces.engine import Call
-from afield.turn_tree import Forest
+from afield.interfaces.engine import GenerateRequest
+from afield.turn_tree import TurnTree
 from afield.types import (
-    Finished,
     FinishReason,
     Image,
     ImageRef,
@@ -30,6 +29,7 @@ from afield.types import (
     Message,
     Outcome,
     Rollout,
+    RolloutResult,
     Sampling,
     Task,
     Turn,
@@ -37,7 +37,7 @@ from afield.types import (
     VersionSpan,
 )
 from afield.vision import Vision
-from tiny_vision_model import build_tiny_vision_model, png
+from support.tiny_vision_model import build_tiny_vision_model, png
 
 pytestmark = pytest.mark.real
 PROMPT = {"uid": "u", "global_steps": 4, "index": 0, "raw_prompt": [{"role": "user", "content": "hi"}]}
@@ -57,7 +57,7 @@ async def sampled(model: Path, image_id: int) -> list[Turn]:
         async def turn(
             name: str, parent: Turn | None, before: list[int], delta: list[int], shown: int
         ) -> Turn:
-            call = Call(
+            call = GenerateRequest(
                 id=name,
                 session_id="s",
                 prompt_ids=(*before, *delta),
@@ -107,10 +107,10 @@ def made(
     assert vision is not None
     turns = asyncio.run(sampled(model, vision.image_id))
     rollout = Rollout(id="r", exp_id="x", group_id="g", task=Task("task", {}))
-    whole = Finished(
+    whole = RolloutResult(
         rollout=rollout,
         outcome=Outcome(rollout_id="r", attempt=1, reward=1.0),
-        trajectories=trajectories.linear(Forest(turns)).trajectories,
+        trajectories=trajectories.linear(TurnTree(turns)).trajectories,
         turns=tuple(turns),
         images=tuple(map(image, PICTURES)),
     )

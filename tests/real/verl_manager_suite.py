@@ -22,6 +22,7 @@ import ray
 import torch
 import transfer_queue
 from omegaconf import OmegaConf
+from tests.real.verl_rollouts import AGENT, POLICY, veRL_config
 from transformers import AutoTokenizer
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.trainer.ppo import core_algos
@@ -31,11 +32,10 @@ from verl.utils import tensordict_utils
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.router import get_router_handle
-from verl_rollouts import AGENT, POLICY, veRL_config
 
 from afield.errors import Unavailable, UsageError
 from afield.integrations.verl import agent_loop, clients, dataset
-from afield.integrations.verl.agent_loop import Loop
+from afield.integrations.verl.agent_loop import AgentLoop
 from afield.integrations.verl.gateway_actor import GatewayKeeper, GatewayOptions, actor_name
 from afield.integrations.verl.manager import Manager
 from afield.types import Task
@@ -309,7 +309,7 @@ def test_what_breaks_collecting_ends_training_with_the_reason(config: Any, tmp_p
 def test_a_gateway_that_is_gone_ends_training(config: Any, tmp_path: Path) -> None:
     with gateway_at(tmp_path / "store") as (told, process), pytest.MonkeyPatch.context() as patch:
         patch.setenv("AFIELD_ADMIN_KEY", told["admin_key"])
-        own = {"gateway": told["url"], "folder": str(tmp_path), "patience_s": 1.0}
+        own = {"gateway": told["url"], "folder": str(tmp_path), "unavailable_timeout_s": 1.0}
         made = Manager.create(config=OmegaConf.merge(config, {"afield": own}), reward_loop_worker_handles=[])
         process.kill()
         process.wait()
@@ -326,7 +326,12 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
 ) -> None:
     options = GatewayOptions(folder=str(tmp_path / "gateway"))
     keeper = GatewayKeeper.options(name=actor_name(), max_concurrency=64).remote(options, str(POLICY))
-    patient = {"gateway": "", "folder": str(tmp_path), "patience_s": 600.0, "teardown_s": 2.0}
+    patient = {
+        "gateway": "",
+        "folder": str(tmp_path),
+        "unavailable_timeout_s": 600.0,
+        "teardown_timeout_s": 2.0,
+    }
     own = OmegaConf.merge(config, {"afield": patient, "actor_rollout_ref": {"rollout": {"name": "afield"}}})
     made = Manager.create(config=own, reward_loop_worker_handles=[])
     monkeypatch.setattr(agent_loop, "SHARED", agent_loop._Shared())
@@ -378,8 +383,8 @@ def test_rollouts_without_end_are_not_waited_for_for_ever(config: Any, tmp_path:
         made.close()
 
 
-def one_loop(config: Any) -> Loop:
-    return Loop(
+def one_loop(config: Any) -> AgentLoop:
+    return AgentLoop(
         trainer_config=DictConfigWrap(config),
         server_manager=None,
         tokenizer=AutoTokenizer.from_pretrained(POLICY),

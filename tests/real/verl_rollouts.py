@@ -8,15 +8,15 @@ from typing import Any
 from hydra import compose, initialize_config_module
 
 from afield import trajectories
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import (
     Failure,
     FailureKind,
-    Finished,
     FinishReason,
     Outcome,
     Reason,
     Rollout,
+    RolloutResult,
     Sampling,
     Task,
     Turn,
@@ -51,14 +51,16 @@ def turn(id: str, parent: str | None, delta: tuple[int, ...], sampled: tuple[int
     )
 
 
-def finished(rollout_id: str, reward: float | None, *, branched: bool = False, version: int = 3) -> Finished:
+def finished(
+    rollout_id: str, reward: float | None, *, branched: bool = False, version: int = 3
+) -> RolloutResult:
     """Two calls; if it branched, a third one that goes on from the first. Without a reward, it died."""
     turns = [turn("t1", None, (1, 2, 3), (10, 11), version), turn("t2", "t1", (4,), (12,), version + 1)]
     if branched:
         turns.append(turn("t3", "t1", (5, 6), (13, 14), version))
-    made = trajectories.linear(Forest(turns))
+    made = trajectories.linear(TurnTree(turns))
     broke = None if reward is not None else Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, "it went away")
-    return Finished(
+    return RolloutResult(
         rollout=Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("task", {})),
         outcome=Outcome(rollout_id=rollout_id, attempt=1, reward=reward, failure=broke, metrics={"acc": 1.0}),
         trajectories=made.trajectories,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from afield.engines.torch.engine import TorchEngine
-from fake_vllm import FakeVllm, serving
+from support.fake_vllm import FakeVllm, serving
 
 
 async def main(model: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from afield.conformance import pins
 from afield.conformance.environments import python_environment
-from ports import free_ports
+from support.ports import free_ports
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "afield" / "envs"
 START_S = 600

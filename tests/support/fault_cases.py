@@ -1,6 +1,7 @@
 """Every method of every interface, what a fault of it is about, and what must hold then.
 
-A method that is not in `METHODS` fails tests/test_faults.py: whoever adds one says here what it concerns.
+A method that is not in `METHODS` fails tests/orchestrator/test_faults.py:
+whoever adds one says here what it concerns.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-import virtual_time
 from afield.errors import first_cause
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Failure
+from support import virtual_time
 from support.faults import ERRORS, MARK, Fault, Script, every_fault
 from support.simulated_run import Parts, every_rollout, run
 

@@ -20,33 +20,33 @@ from msgspec import Struct
 from afield.errors import (
     Conflict,
     DamagedFile,
-    Fruitless,
     InfrastructureFailure,
-    Missing,
+    NoRewards,
+    NotFound,
+    RateLimited,
     TaskFailure,
-    Throttled,
     Unavailable,
     UsageError,
     VerifierFailure,
     WireError,
 )
 from afield.interfaces import (
-    Call,
     Capabilities,
     Chunk,
     Engine,
     EngineInfo,
+    ExecResult,
     Exit,
     Fence,
     Gateway,
-    Live,
-    Ran,
-    Record,
+    GenerateRequest,
     Runtime,
     Sandbox,
+    SessionCredentials,
+    SessionRecord,
     SessionSpec,
     SessionState,
-    SessionTicket,
+    SessionStatus,
     StepReport,
     Trainer,
     Transport,
@@ -65,10 +65,10 @@ ERRORS: dict[str, Callable[[str], BaseException]] = {
     "DamagedFile": DamagedFile,
     "WireError": WireError,
     "Conflict": Conflict,
-    "Missing": Missing,
+    "Missing": NotFound,
     "Unavailable": Unavailable,
-    "Throttled": Throttled,
-    "Fruitless": Fruitless,
+    "Throttled": RateLimited,
+    "Fruitless": NoRewards,
     "TaskFailure": TaskFailure,
     "VerifierFailure": VerifierFailure,
     "InfrastructureFailure": InfrastructureFailure,
@@ -220,7 +220,7 @@ class FaultyGateway(Faulty):
     _name = "Gateway"
     inner: Gateway
 
-    async def open(self, spec: SessionSpec) -> SessionTicket:
+    async def open(self, spec: SessionSpec) -> SessionCredentials:
         return await self._call("open", [spec.rollout_id or ""], lambda: self.inner.open(spec))
 
     async def state(self, session_id: str) -> SessionState:
@@ -236,7 +236,7 @@ class FaultyGateway(Faulty):
     async def abort(self, session_id: str, reason: str) -> None:
         await self._call("abort", [_of(session_id)], lambda: self.inner.abort(session_id, reason))
 
-    async def finalize(self, session_id: str) -> Record:
+    async def finalize(self, session_id: str) -> SessionRecord:
         return await self._call("finalize", [_of(session_id)], lambda: self.inner.finalize(session_id))
 
     async def submission(self, session_id: str) -> Submission | None:
@@ -281,10 +281,10 @@ class FaultyRuntime(Faulty):
     async def stop(self, attempt: Attempt) -> None:
         await self._call("stop", [attempt.rollout_id], lambda: self.inner.stop(attempt))
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         return await self._call("status", [attempt.rollout_id], lambda: self.inner.status(attempt))
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return await self._call("list", [], self.inner.list)
 
     async def logs(self, attempt: Attempt) -> str:
@@ -353,7 +353,7 @@ class FaultyEngine(Faulty):
     async def info(self) -> EngineInfo:
         return await self._call("info", [], self.inner.info)
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+    async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         fault = self._fault("generate", [_of(call.session_id)] if "." in call.session_id else [])
         kind = fault.kind if fault else None
         if fault and kind == "raise":
@@ -401,7 +401,7 @@ class FaultySandbox(Faulty):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         how: dict[str, Any] = {"timeout": timeout, "cwd": cwd, "env": env, "stdin": stdin}
         return await self._call("exec", self._about, lambda: self.inner.exec(command, **how))
 

@@ -20,51 +20,51 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import (
     Conflict,
     InfrastructureFailure,
-    Missing,
+    NotFound,
     RolloutFailure,
     TaskFailure,
     Unavailable,
     VerifierFailure,
 )
-from afield.gateway.engine_pool import Pool
+from afield.gateway.engine_pool import EnginePool
 from afield.interfaces import (
-    Call,
     Capabilities,
+    ExecResult,
     Exit,
-    Live,
-    Ran,
-    Record,
+    GenerateRequest,
+    SessionCredentials,
+    SessionRecord,
     SessionSpec,
     SessionState,
-    SessionTicket,
+    SessionStatus,
     StepReport,
     Transport,
 )
-from afield.orchestrator.config import Plan
+from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.groups import Collector
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.run_state import Ledger
-from afield.orchestrator.scheduler import Gatherer, Schedule
-from afield.orchestrator.staleness import Window
-from afield.orchestrator.training_loop import Learner, Recipe
+from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
+from afield.orchestrator.scheduler import GroupScheduler, Schedule
+from afield.orchestrator.staleness import StalenessWindow
+from afield.orchestrator.training_loop import LoopConfig, TrainingLoop
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.sdk.classify import attributed
 from afield.transports.stores.memory import MemoryTransport
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import (
     Attempt,
     Failure,
     FailureKind,
-    Finished,
     FinishReason,
     Group,
     Outcome,
     Policy,
     Reason,
     Rollout,
+    RolloutResult,
     Sampling,
     Task,
     Turn,
@@ -82,7 +82,7 @@ from support.faults import (
     Script,
     Scripts,
 )
-from virtual_time import VirtualLoop
+from support.virtual_time import VirtualLoop
 
 EXP = "faults"
 TASKS, ROLLOUTS, BATCH = 4, 8, 2  # 32 rollouts in two steps
@@ -110,7 +110,7 @@ class Session(Struct):
 class SmallGateway:
     """Sessions in memory, sampling through a pool, and outcomes that go on to the transport."""
 
-    def __init__(self, pool: Pool, transport: Transport) -> None:
+    def __init__(self, pool: EnginePool, transport: Transport) -> None:
         self._pool = pool
         self._transport = transport
         self.sessions: dict[str, Session] = {}
@@ -130,7 +130,7 @@ class SmallGateway:
         ids: list[int] = []
         logprobs: list[float] = []
         turn_id = f"t{session.begun}"
-        call = Call(
+        call = GenerateRequest(
             id=f"{session_id}/{turn_id}",
             session_id=session_id,
             prompt_ids=PROMPT,
@@ -225,13 +225,13 @@ class SmallGateway:
 
     # --- what collectors and trainers use --------------------------------------------------------
 
-    async def open(self, spec: SessionSpec) -> SessionTicket:
+    async def open(self, spec: SessionSpec) -> SessionCredentials:
         assert spec.id is not None
         session = self.sessions.setdefault(spec.id, Session(spec, active=_now()))
         if session.spec != spec:
             raise Conflict(f"session {spec.id} was opened with another spec")
         base = f"http://gateway.invalid/s/{spec.id}"
-        return SessionTicket(
+        return SessionCredentials(
             id=spec.id, api_key="key", base_url=base, openai_base_url=f"{base}/v1", verifier_key="verifier"
         )
 
@@ -274,11 +274,13 @@ class SmallGateway:
             for call in list(session.calls):
                 call.cancel()
 
-    async def finalize(self, session_id: str) -> Record:
+    async def finalize(self, session_id: str) -> SessionRecord:
         session = self._session(session_id)
         withheld = {turn.id: session.phase for turn in session.turns} if session.phase == "aborted" else {}
-        built = trajectories.linear(Forest(session.turns), withheld)
-        return Record(trajectories=built.trajectories, excluded=built.excluded, turns=tuple(session.turns))
+        built = trajectories.linear(TurnTree(session.turns), withheld)
+        return SessionRecord(
+            trajectories=built.trajectories, excluded=built.excluded, turns=tuple(session.turns)
+        )
 
     async def submission(self, session_id: str) -> Submission | None:
         return self._session(session_id).submission
@@ -288,7 +290,7 @@ class SmallGateway:
 
     def _session(self, session_id: str) -> Session:
         if session_id not in self.sessions:
-            raise Missing(f"no session {session_id}")
+            raise NotFound(f"no session {session_id}")
         return self.sessions[session_id]
 
 
@@ -342,10 +344,10 @@ class SmallRuntime:
         if task := self._running.get(attempt.session_id):
             task.cancel()
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         return self._attempts.live(attempt.session_id)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return [self._attempts.live(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
@@ -372,17 +374,17 @@ class SmallSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         path = command if isinstance(command, str) else command[0]
         data = self._files.get(path)
-        return Ran(exit_code=1) if data is None else Ran(exit_code=0, stdout=data.decode())
+        return ExecResult(exit_code=1) if data is None else ExecResult(exit_code=0, stdout=data.decode())
 
     async def upload(self, path: str, data: bytes) -> None:
         self._files[path] = data
 
     async def download(self, path: str) -> bytes:
         if path not in self._files:
-            raise Missing(f"there is no {path}")
+            raise NotFound(f"there is no {path}")
         return self._files[path]
 
 
@@ -424,14 +426,14 @@ class Told(Struct):
         if outcome.failure:
             self.failures.setdefault(rollout.id, []).append(outcome.failure)
 
-    def rollout_finished(self, finished: Finished) -> None: ...
+    def rollout_finished(self, finished: RolloutResult) -> None: ...
 
 
 class Result(Struct, frozen=True, kw_only=True):
     """What a run came to. `finished` has every rollout as the run directory shows it."""
 
     trained: Counter[str]
-    finished: dict[str, Finished]
+    finished: dict[str, RolloutResult]
     failures: dict[str, list[Failure]]
     seconds: float
 
@@ -444,12 +446,18 @@ def every_rollout() -> list[str]:
     return [f"{EXP}-e0-t{task}-r{k}" for task in range(TASKS) for k in range(ROLLOUTS)]
 
 
-def plan(**values: Any) -> Plan:
-    deadlines = Deadlines(run_s=80.0, start_s=20.0, grade_s=25.0, upload_s=5.0, teardown_s=10.0)
+def plan(**values: Any) -> RolloutConfig:
+    deadlines = Deadlines(
+        attempt_timeout_s=80.0,
+        launch_timeout_s=20.0,
+        verifier_timeout_s=25.0,
+        upload_timeout_s=5.0,
+        teardown_timeout_s=10.0,
+    )
     usual: dict[str, Any] = {"exp_id": EXP, "model_id": "policy", "rollouts": ROLLOUTS, "quorum": 2}
     usual |= {"concurrency": 64, "deadlines": deadlines, "deliver": "gateway", "judged": True}
     usual |= {"retries": {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 1}}
-    return Plan(**usual | {"patience_s": 50.0, "call_timeout_s": 15.0} | values)
+    return RolloutConfig(**usual | {"unavailable_timeout_s": 50.0, "call_timeout_s": 15.0} | values)
 
 
 class Parts:
@@ -467,7 +475,7 @@ class Parts:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self.transport = FaultyTransport(store, script)
-        self.pool = Pool({"engine": FaultyEngine(ScriptedEngine(lambda _: ANSWER), script)})
+        self.pool = EnginePool({"engine": FaultyEngine(ScriptedEngine(lambda _: ANSWER), script)})
         self.inner = SmallGateway(self.pool, self.transport)
         if gateway is not None:
             self.inner.sessions = gateway.sessions
@@ -520,20 +528,20 @@ class Parts:
 
 async def run(place: Path, parts: Parts, **values: Any) -> Result:
     """From wherever the run directory is, to its last step. Raises what ends the run."""
-    record, told = RunDir(place), Told()
+    record, told = RunDirectory(place), Told()
     chosen = plan(**values)
     tasks = [Task(f"t{n}", {}) for n in range(TASKS)]
     schedule = Schedule(tasks, EXP, 0, shuffle=False)
-    window = Window(mode="sync", groups=TASKS, batch=BATCH)
-    spool = Spool(record.spool)
+    window = StalenessWindow(mode="sync", groups=TASKS, batch=BATCH)
+    spool = RolloutStore(record.spool)
     places = {"gateway": parts.gateway, "runtime": parts.agents, "transport": parts.transport}
-    with Ledger(record.ledger) as ledger:
-        conductor = Conductor(
+    with RunState(record.ledger) as ledger:
+        conductor = RolloutRunner(
             chosen, **places, ledger=ledger, spool=spool, watcher=told, verifiers=parts.verifiers
         )
-        learner = Learner(
+        learner = TrainingLoop(
             window,
-            Recipe(policy="policy"),
+            LoopConfig(policy="policy"),
             epoch_of=schedule.epoch,
             trainer=parts.trainer,
             gateway=parts.gateway,
@@ -545,8 +553,10 @@ async def run(place: Path, parts: Parts, **values: Any) -> Result:
         async with parts.pool, parts.transport, parts.agents, parts.verifiers:
             try:
                 async with conductor:
-                    collector = Collector(chosen, conductor, spool)
-                    gatherer = Gatherer(window, schedule, collector=collector, ledger=ledger, spool=spool)
+                    collector = GroupRunner(chosen, conductor, spool)
+                    gatherer = GroupScheduler(
+                        window, schedule, collector=collector, ledger=ledger, spool=spool
+                    )
                     async with asyncio.TaskGroup() as halves:
                         halves.create_task(gatherer.run())
                         halves.create_task(learner.run())
@@ -555,7 +565,7 @@ async def run(place: Path, parts: Parts, **values: Any) -> Result:
     return result(record, told)
 
 
-def result(record: RunDir, told: Told) -> Result:
+def result(record: RunDirectory, told: Told) -> Result:
     state = record.last_state()
     assert state is not None
     finished = {f.rollout.id: f for step in record.steps() for f in record.read_rollouts(step)}

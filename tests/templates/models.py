@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from afield.chat import Tool
 from afield.types import Message, ToolCall
-from tiny_model import CHAT_TEMPLATE, build_tokenizer
+from support.tiny_model import CHAT_TEMPLATE, build_tokenizer
 
 HERE = Path(__file__).parent
 NAMES = ["tiny", "thinking", "moving", "endless"]

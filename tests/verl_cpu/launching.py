@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.demo import shop
-from verl_env import ROOT, verl_environment
+from support.verl_env import ROOT, verl_environment
 
 PR_SET_PDEATHSIG = 1
 SCRIPT = ROOT / "examples" / "verl" / "run.sh"

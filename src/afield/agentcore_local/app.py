@@ -23,7 +23,7 @@ SIGNED = "AWS4-HMAC-SHA256 "
 CARD = "/invocations/.well-known/agent-card.json"
 
 
-class App:
+class LocalAgentCoreApp:
     def __init__(
         self,
         control: Control,

@@ -18,8 +18,8 @@ from afield.agentcore_local.http_client import Stream
 from afield.agentcore_local.images import Image
 from afield.errors import AfieldError, InfrastructureFailure
 from afield.options import Limits
-from afield.sandbox.fork_server import Nest
-from afield.sandbox.process import Cell
+from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.process import SandboxProcess
 from afield.sandbox.program import Program
 from afield.types import Reason
 
@@ -40,7 +40,7 @@ class CellPlaces:
         self._logs, self._limits, self._allow = logs, limits, allow
         self._mounts, self._warm = mounts, warm
         self._init_s = init_s
-        self._nests: dict[Image, asyncio.Future[Nest]] = {}
+        self._nests: dict[Image, asyncio.Future[ForkServer]] = {}
         self._closing = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -55,7 +55,7 @@ class CellPlaces:
         check_file(image)
         await self._nest(image)
 
-    async def _nest(self, image: Image) -> Nest:
+    async def _nest(self, image: Image) -> ForkServer:
         """The warm parent of an image, one for all its sessions. One that failed is tried anew."""
         opening = self._nests.get(image)
         if opening is None or (opening.done() and opening.exception() is not None):
@@ -64,7 +64,7 @@ class CellPlaces:
             self._group.create_task(self._keep(image, opening))
         return await asyncio.shield(opening)
 
-    async def _keep(self, image: Image, opening: asyncio.Future[Nest]) -> None:
+    async def _keep(self, image: Image, opening: asyncio.Future[ForkServer]) -> None:
         program = Program(
             target=image.target,
             script=image.script,
@@ -76,7 +76,7 @@ class CellPlaces:
             with tempfile.TemporaryDirectory(
                 prefix=f"afield-acr-{os.getpid()}-", ignore_cleanup_errors=True
             ) as made:
-                nest = Nest(program, self._limits, directory=Path(made), log_dir=self._logs)
+                nest = ForkServer(program, self._limits, directory=Path(made), log_dir=self._logs)
                 async with nest:
                     opening.set_result(nest)
                     await self._closing.wait()
@@ -95,7 +95,7 @@ class CellPlaces:
                 self._forget(image, nest)
             raise Broken(str(error)) from error
 
-    def _forget(self, image: Image, nest: Nest) -> None:
+    def _forget(self, image: Image, nest: ForkServer) -> None:
         """The next session gets a new warm parent, unless another has done so already."""
         opening = self._nests.get(image)
         if opening is not None and opening.done() and not opening.exception() and opening.result() is nest:
@@ -103,7 +103,7 @@ class CellPlaces:
 
 
 class CellPlace:
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: SandboxProcess) -> None:
         self._cell = cell
         self.where, self.log = f"pid {cell.pid}", cell.log
 

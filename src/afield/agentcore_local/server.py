@@ -18,7 +18,7 @@ from typing import Literal, Self
 import uvicorn
 from msgspec import Struct, field
 
-from afield.agentcore_local.app import App
+from afield.agentcore_local.app import LocalAgentCoreApp
 from afield.agentcore_local.control_plane import Account, Control
 from afield.agentcore_local.data_plane import Data
 from afield.agentcore_local.faults import Fault, Luck
@@ -30,7 +30,7 @@ from afield.options import Limits
 from afield.sdk.listen import listen
 
 
-class AcrOptions(Struct, frozen=True, kw_only=True):
+class AgentCoreServerOptions(Struct, frozen=True, kw_only=True):
     """`allow` are the HOST:PORT that sandboxed programs reach; plain processes reach everything."""
 
     images: Mapping[str, Image] = field(default_factory=dict)
@@ -57,10 +57,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-class AcrServer:
+class AgentCoreServer:
     def __init__(
         self,
-        options: AcrOptions,
+        options: AgentCoreServerOptions,
         listener: socket.socket | None = None,
         *,
         http: Literal["auto", "h11", "httptools"] = "auto",
@@ -91,7 +91,7 @@ class AcrServer:
         control = Control(options.account, options.images, places, sessions, luck)
         stack.push_async_callback(control.close)
         data = Data(control, sessions, options.quotas, options.pace, luck)
-        app = App(
+        app = LocalAgentCoreApp(
             control,
             data,
             sessions,
@@ -118,7 +118,7 @@ class AcrServer:
             init_s=options.pace.init_s,
         )
 
-    async def _serve(self, stack: AsyncExitStack, app: App) -> None:
+    async def _serve(self, stack: AsyncExitStack, app: LocalAgentCoreApp) -> None:
         listener = self._listener or listen("127.0.0.1", 0)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -19,8 +19,8 @@ from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refuse
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
 from afield.batches.verification import line_up
 from afield.errors import UsageError
-from afield.turn_tree import Forest
-from afield.types import Finished, Group, Trajectory, Turn, TurnRange, VersionSpan
+from afield.turn_tree import TurnTree
+from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange, VersionSpan
 
 
 def from_groups(
@@ -47,7 +47,7 @@ def from_groups(
         return Batch(form=form, samples=tuple(samples), rollouts=tuple(records))
 
 
-def _refuse_images(finished: Finished) -> None:
+def _refuse_images(finished: RolloutResult) -> None:
     """Trained without its pixels, a row would be another one than was sampled."""
     for turn in finished.turns:
         if turn.images or any(message.images for message in turn.messages):
@@ -63,7 +63,7 @@ def _refuse_images(finished: Finished) -> None:
     )
 
 
-def record_of(finished: Finished, group: Group, floor: float = 0.0) -> Record:
+def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Record:
     outcome, baseline = finished.outcome, finished is group.baseline
     score = outcome.reward_or_floor(floor)
     if score is not None and not baseline:
@@ -84,7 +84,7 @@ def record_of(finished: Finished, group: Group, floor: float = 0.0) -> Record:
     )
 
 
-def samples_of(record: Record, finished: Finished, form: Form) -> list[Sample]:
+def samples_of(record: Record, finished: RolloutResult, form: Form) -> list[Sample]:
     known = owned_turns(finished)
     rows = finished.trajectories
     if form == "per_turn":
@@ -116,7 +116,7 @@ def _only(row: Trajectory, turn: TurnRange, total: int) -> Trajectory:
 # --- turns ---------------------------------------------------------------------------------------
 
 
-def owned_turns(finished: Finished) -> dict[str, OwnedTurn]:
+def owned_turns(finished: RolloutResult) -> dict[str, OwnedTurn]:
     """What rows own, with each turn's place in the rollout: from the turns, or from the rows without them."""
     owned: dict[str, tuple[Trajectory, TurnRange]] = {}
     for row in finished.trajectories:
@@ -136,7 +136,7 @@ def owned_turns(finished: Finished) -> dict[str, OwnedTurn]:
 Owned = Mapping[str, tuple[Trajectory, TurnRange]]
 
 
-def _from_turns(finished: Finished, owned: Owned, turns: Mapping[str, Turn]) -> dict[str, OwnedTurn]:
+def _from_turns(finished: RolloutResult, owned: Owned, turns: Mapping[str, Turn]) -> dict[str, OwnedTurn]:
     known: dict[str, OwnedTurn] = {}
     for turn in finished.turns:
         if turn.id not in owned:
@@ -234,13 +234,13 @@ def _group(records: Sequence[Record], rows: Mapping[str, list[Sample]]) -> Group
     )
 
 
-def _finished(record: Record, rows: Sequence[Sample]) -> Finished:
+def _finished(record: Record, rows: Sequence[Sample]) -> RolloutResult:
     turns: tuple[Turn, ...] = ()
     rebuilt = tuple(row.trajectory for row in rows)
     if all(turn.finish_reason for row in rows for turn in row.turns):
         turns = tuple(turns_of(nodes_of(rows)))
-        rebuilt = trajectories.linear(Forest(turns)).trajectories
-    return Finished(
+        rebuilt = trajectories.linear(TurnTree(turns)).trajectories
+    return RolloutResult(
         rollout=record.rollout,
         outcome=record.outcome,
         trajectories=rebuilt,

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from afield.errors import UsageError
 from afield.turn_tree import listed, turn_named
-from afield.types import Failure, FailureKind, Finished, Group, Outcome, Reason, TurnStatus
+from afield.types import Failure, FailureKind, Group, Outcome, Reason, RolloutResult, TurnStatus
 
 # --- named rewards -------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ def weighed(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group
     ]
 
 
-def _weighed(finished: Finished, weights: Mapping[str, float]) -> Finished:
+def _weighed(finished: RolloutResult, weights: Mapping[str, float]) -> RolloutResult:
     outcome = finished.outcome
     reward = None if outcome.reward is None else weighted_sum(outcome, weights)
     by_turn = outcome.turn_rewards
@@ -90,7 +90,7 @@ def turn_returns(
     return made
 
 
-def _returns(finished: Finished, final: float, discount: float) -> dict[str, float]:
+def _returns(finished: RolloutResult, final: float, discount: float) -> dict[str, float]:
     given, trained = turn_rewards(finished), trained_turns(finished)
     returns: dict[str, float] = {}
     running = 0.0
@@ -100,7 +100,7 @@ def _returns(finished: Finished, final: float, discount: float) -> dict[str, flo
     return {turn_id: returns[turn_id] for turn_id in trained}
 
 
-def trained_turns(finished: Finished) -> list[str]:
+def trained_turns(finished: RolloutResult) -> list[str]:
     """In the order they were committed; where the turns were not kept, as the rows have them."""
     owned = [turn.id for row in finished.trajectories for turn in row.turns]
     if not finished.turns:
@@ -111,7 +111,7 @@ def trained_turns(finished: Finished) -> list[str]:
     return sorted(owned, key=order.__getitem__)
 
 
-def turn_rewards(finished: Finished, weights: Mapping[str, float] | None = None) -> dict[str, float]:
+def turn_rewards(finished: RolloutResult, weights: Mapping[str, float] | None = None) -> dict[str, float]:
     """By the id of a trained turn, however the outcome names it: the reward without a name and, with
     `weights`, the named ones by their weights.
 
@@ -124,7 +124,7 @@ def turn_rewards(finished: Finished, weights: Mapping[str, float] | None = None)
     return rewards
 
 
-def by_trained_turn(finished: Finished, given: Mapping[str, float]) -> dict[str, float]:
+def by_trained_turn(finished: RolloutResult, given: Mapping[str, float]) -> dict[str, float]:
     """Rewards by the ids of trained turns."""
     if not given:
         return {}
@@ -164,7 +164,7 @@ def unused_turn_rewards(
 # --- before it is too late -----------------------------------------------------------------------
 
 
-def usable(finished: Finished, names: Iterable[str] = (), max_reward: float = math.inf) -> Outcome:
+def usable(finished: RolloutResult, names: Iterable[str] = (), max_reward: float = math.inf) -> Outcome:
     """Its outcome; or, where rewards name what is not there or are out of bounds, the verifier's failure in
     its place.
 

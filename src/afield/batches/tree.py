@@ -23,7 +23,7 @@ from afield.batches.sample import (
     check_rewards,
     refused,
 )
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
 
 ROOT = -1
@@ -249,7 +249,7 @@ def rows_of(record: Record, nodes: Sequence[Node]) -> list[Sample]:
     """The linear rows of one rollout."""
     ordered = sorted(nodes, key=lambda node: node.turn.order if node.turn else 0)
     known = {node.turn.id: node.turn for node in ordered if node.turn}
-    linear = trajectories.linear(Forest(turns_of(ordered))).trajectories
+    linear = trajectories.linear(TurnTree(turns_of(ordered))).trajectories
     return [sample_of(record, row, trajectory, known) for row, trajectory in enumerate(linear)]
 
 

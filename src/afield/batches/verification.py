@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from afield.errors import UsageError
-from afield.types import Finished, Group, Trajectory, Turn, TurnRange
+from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange
 
 
 def line_up(groups: Iterable[Group]) -> None:
@@ -26,7 +26,7 @@ def line_up(groups: Iterable[Group]) -> None:
                     _check_row(finished.rollout.id, trajectory, turns)
 
 
-def _check_once(finished: Finished) -> None:
+def _check_once(finished: RolloutResult) -> None:
     where = f"rollout {finished.rollout.id}"
     owned = Counter(turn.id for row in finished.trajectories for turn in row.turns)
     if twice := [turn for turn, times in owned.items() if times > 1]:

@@ -2,16 +2,16 @@
 
 from afield.chat.parsers.events import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.chat.parsers.parser import Parser
-from afield.chat.profile import Certificate
+from afield.chat.profile import TemplateProfile
 from afield.chat.template import TemplateRefusal, Tool
-from afield.chat.tokenizer import ChatTokens
+from afield.chat.tokenizer import ChatTokenizer
 
 __all__ = [
-    "Certificate",
-    "ChatTokens",
+    "ChatTokenizer",
     "Event",
     "Parser",
     "ReasoningDelta",
+    "TemplateProfile",
     "TemplateRefusal",
     "TextDelta",
     "Tool",

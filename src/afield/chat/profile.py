@@ -26,7 +26,7 @@ from afield.chat.vocabulary import Vocabulary
 from afield.types import Message
 
 
-class Certificate(Struct, frozen=True, kw_only=True):
+class TemplateProfile(Struct, frozen=True, kw_only=True):
     """What was found out about a model directory's template and tokenizer."""
 
     template_hash: str
@@ -64,20 +64,20 @@ class Certificate(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def certify(
+def profile_template(
     template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int], arguments: Mapping[str, Any]
-) -> Certificate:
+) -> TemplateProfile:
     ends = find_ends(template, vocab, stop_ids)
     checks = [Check(template, vocab, ends, pattern) for pattern in PATTERNS]
     passed = {check.pattern: check.passes() for check in checks}
     tags = template_probes.find_reasoning(template, vocab)
     tool_format, parallel = template_probes.find_tool_format(template)
-    certificate = Certificate(
+    certificate = TemplateProfile(
         template_hash=template.hash,
         tokenizer_hash=vocab.hash,
         end_of_turn=ends.said.text if ends.said else None,
         end_of_call=ends.called.text if ends.called else None,
-        appends={pattern: "T2" if passed[pattern] else None for pattern in PATTERNS},
+        appends={pattern: "append" if passed[pattern] else None for pattern in PATTERNS},
         truncated=any(passed.values()) and all(check.truncated for check in checks if passed[check.pattern]),
         named=any(check.named for check in checks),
         strips=tuple(check.pattern for check in checks if passed[check.pattern] and check.strips),
@@ -102,16 +102,16 @@ def certify(
     return msgspec.structs.replace(certificate, notes=tuple(notes))
 
 
-def _bridged(certificate: Certificate, found: Bridged | None) -> Certificate:
+def _bridged(certificate: TemplateProfile, found: Bridged | None) -> TemplateProfile:
     if found is None:
         return certificate
-    appends = {p: tier or ("T1" if p in found.stops else None) for p, tier in certificate.appends.items()}
+    appends = {p: tier or ("bridge" if p in found.stops else None) for p, tier in certificate.appends.items()}
     return msgspec.structs.replace(
         certificate, appends=appends, family=found.family, bridges=found.stops, strips=found.strips
     )
 
 
-def _notes(found: Certificate, vocab: Vocabulary) -> Iterator[str]:
+def _notes(found: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
     if found.end_of_turn is None:
         yield "the template has no token that ends an assistant turn: tier T2 appends nothing"
     if found.strips:

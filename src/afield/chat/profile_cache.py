@@ -19,18 +19,20 @@ from typing import Any
 
 import msgspec
 
-from afield.chat.profile import Certificate
+from afield.chat.profile import TemplateProfile
 from afield.chat.renderers_bridge import available
 
 
-def remembered(folder: Path | None, known: Sequence[Any], make: Callable[[], Certificate]) -> Certificate:
+def remembered(
+    folder: Path | None, known: Sequence[Any], make: Callable[[], TemplateProfile]
+) -> TemplateProfile:
     """The certificate for what is `known`, from the folder where it is there."""
     if folder is None:
         return make()
     inputs = json.dumps([*known, _certifier()], sort_keys=True, default=str)
     path = folder / f"certificate-{hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()}.json"
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=Certificate)
+        return msgspec.json.decode(path.read_bytes(), type=TemplateProfile)
     certificate = make()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`ChatTokens`: everything the gateway knows about one model's tokens.
+"""`ChatTokenizer`: everything the gateway knows about one model's tokens.
 
 Loaded once from a model directory (`tokenizer.json`, a chat template, and where present
 `tokenizer_config.json`, `config.json`, `generation_config.json`); immutable afterwards and safe to use
@@ -26,7 +26,7 @@ from afield.chat.parsers.formats import FORMATS, HARMONY, REASONING
 from afield.chat.parsers.harmony import MARKERS, HarmonyReader
 from afield.chat.parsers.parser import Parser, Spellings
 from afield.chat.parsers.reply import Reader, ReplyReader
-from afield.chat.profile import Certificate, certify
+from afield.chat.profile import TemplateProfile, profile_template
 from afield.chat.profile_cache import remembered
 from afield.chat.renderers_bridge import make_bridge
 from afield.chat.reply_grammar import ReplyForm
@@ -44,7 +44,7 @@ def _key(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, sort_keys=True)
 
 
-class ChatTokens:
+class ChatTokenizer:
     """See `load`."""
 
     def __init__(
@@ -54,7 +54,7 @@ class ChatTokens:
         files: ModelFiles,
         template: ChatTemplate,
         arguments: Mapping[str, Any],
-        certificate: Certificate,
+        certificate: TemplateProfile,
     ) -> None:
         self.name = name
         self.vocab_size = files.vocab_size
@@ -79,8 +79,8 @@ class ChatTokens:
         self._tags = next((tags for tags in REASONING if tags.name == self.certificate.reasoning), None)
         self.thinking, self.escape, self.render_policy = THINKING[0], POLICIES[0], RENDER[0]
         self._others = {(self.thinking, self.escape, self.render_policy): self}
-        self._variants: dict[str, ChatTokens] = {}
-        self._make: Callable[[Mapping[str, Any]], ChatTokens] | None = None
+        self._variants: dict[str, ChatTokenizer] = {}
+        self._make: Callable[[Mapping[str, Any]], ChatTokenizer] | None = None
         markers = {vocab.control.get(text) for text in self._markers()}
         hidden = frozenset(vocab.special_ids - markers) | frozenset(self.stop_ids)
         self._spellings = Spellings(vocab, hidden)
@@ -96,7 +96,7 @@ class ChatTokens:
         now: datetime | None = None,
         cache: Path | None = None,
         rules: bool = True,
-    ) -> ChatTokens:
+    ) -> ChatTokenizer:
         """`arguments` go to the template (`enable_thinking`); `now` is the date it prints, today if None.
 
         Without `rules` the template stays as it is, whatever it refuses. What certification finds
@@ -106,15 +106,15 @@ class ChatTokens:
         files = model_files.read(model_dir)
         printed = now or datetime.now()
 
-        def made(given: Mapping[str, Any]) -> ChatTokens:
+        def made(given: Mapping[str, Any]) -> ChatTokenizer:
             variables = {**files.special, **given}
             template = ChatTemplate(files.sources, variables, printed, files.vocab.control)
             template = as_taken(template)
             known = [template.hash, files.vocab.hash, files.stop_ids, variables, rules]
 
-            def found() -> Certificate:
+            def found() -> TemplateProfile:
                 prepared = with_rules(template) if rules else unchanged(template)
-                return certify(prepared, files.vocab, files.stop_ids, given)
+                return profile_template(prepared, files.vocab, files.stop_ids, given)
 
             certificate = remembered(cache, known, found)
             tokens = cls(
@@ -139,11 +139,11 @@ class ChatTokens:
         """How the chat template turns thinking on and off, found out by rendering."""
         return find_switches(self._template, self._arguments)
 
-    def variant(self, arguments: Mapping[str, Any]) -> ChatTokens | None:
+    def variant(self, arguments: Mapping[str, Any]) -> ChatTokenizer | None:
         """The same model with more arguments for its template; None while it has not been made."""
         return self._variants.get(_key(arguments)) if arguments else self
 
-    def make_variant(self, arguments: Mapping[str, Any]) -> ChatTokens:
+    def make_variant(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
         """Certifies the template with these arguments, which takes a while; made once for each."""
         if (known := self.variant(arguments)) is not None:
             return known
@@ -159,7 +159,7 @@ class ChatTokens:
 
     def under(
         self, *, thinking: str = "preserve", escape: str = "escape", render: str = "fold"
-    ) -> ChatTokens:
+    ) -> ChatTokenizer:
         """The same model under other policies; made once for each.
 
         `thinking`: `preserve` sampled reasoning for good, do as the `template` does (and branch where
@@ -238,7 +238,7 @@ class ChatTokens:
         if self.certificate.named and any(m.role == "tool" and not m.name for m in new):
             return None
         try:
-            if tier == "T1":
+            if tier == "bridge":
                 ids = self._bridged(pattern, new, None if truncated else stop, tools)
                 return None if ids is None else (tier, ids)
             text = delta_text(self._template, end, new) if end else None

@@ -1,4 +1,4 @@
-"""`afield acr`: a local server that AgentCore clients talk to as if it were AWS."""
+"""`afield agentcore-local`: a local server that AgentCore clients talk to as if it were AWS."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
 
     faults = "\n".join(f"  {kind:9} {what}" for kind, what in KINDS.items())
     command = commands.add_parser(
-        "acr",
+        "agentcore-local",
         help="a local server for AgentCore clients",
         description=DESCRIPTION,
         epilog=f"{NOT_MODELLED}\nfaults:\n{faults}\n",
@@ -146,7 +146,7 @@ def options_of(args: argparse.Namespace) -> Any:
     from afield.agentcore_local import faults, images
     from afield.agentcore_local.control_plane import Account
     from afield.agentcore_local.quotas import Quotas
-    from afield.agentcore_local.server import AcrOptions
+    from afield.agentcore_local.server import AgentCoreServerOptions
     from afield.agentcore_local.sessions import Pace
     from afield.options import Limits
 
@@ -160,7 +160,7 @@ def options_of(args: argparse.Namespace) -> Any:
             " or use --isolation none, which isolates nothing"
         )
     try:
-        return AcrOptions(
+        return AgentCoreServerOptions(
             images=images.parse_all(args.image),
             isolation=args.isolation,
             allow=tuple(address(spec) for spec in args.allow),
@@ -185,7 +185,7 @@ def options_of(args: argparse.Namespace) -> Any:
             logs=args.logs,
         )
     except ValueError as error:
-        raise UsageError(f"{error}; see afield acr --help") from error
+        raise UsageError(f"{error}; see afield agentcore-local --help") from error
 
 
 def address(spec: str) -> tuple[str, int]:
@@ -196,7 +196,7 @@ def address(spec: str) -> tuple[str, int]:
 
 
 async def serve(args: argparse.Namespace, options: Any, listener: socket.socket) -> None:
-    from afield.agentcore_local.server import AcrServer
+    from afield.agentcore_local.server import AgentCoreServer
 
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
@@ -204,7 +204,7 @@ async def serve(args: argparse.Namespace, options: Any, listener: socket.socket)
     if args.exit_with_parent:
         end = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731
         threading.Thread(target=_end_with_stdin, args=(end,), daemon=True).start()
-    async with AcrServer(options, listener) as server:
+    async with AgentCoreServer(options, listener) as server:
         announce(args, server.url)
         await asyncio.Event().wait()
 
@@ -213,7 +213,7 @@ def announce(args: argparse.Namespace, url: str) -> None:
     if args.json:
         print(json.dumps({"url": url, "region": args.region, "logs": str(args.logs)}), flush=True)
         return
-    print(f"afield acr serves AgentCore clients at {url}; logs of sessions are in {args.logs}")
+    print(f"afield agentcore-local serves AgentCore clients at {url}; logs of sessions are in {args.logs}")
     print(f"boto3.client('bedrock-agentcore', endpoint_url='{url}', region_name='{args.region}')", flush=True)
 
 

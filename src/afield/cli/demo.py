@@ -12,7 +12,7 @@ from afield.cli.options import add_run_arguments
 from afield.cli.train import start
 from afield.demo import cloud
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import TrainConfig, agent_environment, lend
 from afield.types import Task
 
@@ -33,7 +33,7 @@ RECIPE = {
     "max_tokens": 64,
     "max_calls": 8,
     "concurrency": 64,
-    "deadline_s": 60.0,
+    "attempt_timeout_s": 60.0,
 }
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def around(run: RunDir, config: TrainConfig) -> Generator[None]:
+def around(run: RunDirectory, config: TrainConfig) -> Generator[None]:
     """A cloud on this machine, for a demo on AgentCore that named none."""
     if not cloud.on_this_machine(config):
         yield

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from afield.cli.train import saved_config
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDir, find_run
+from afield.orchestrator.run_directory import RunDirectory, find_run
 from afield.settings import Environment
 
 PARTS = ("rollouts", "checkpoints", "weights", "spool", "gateway", "outcomes", "logs", "validation")
@@ -53,7 +53,9 @@ def run_usage(name: str | None, choice: Choice) -> list[Usage]:
     runs = Environment.read().runs
     if choice.any and name is None:
         raise UsageError("say which run to remove something of: afield cleanup RUN --rollouts")
-    found = [find_run(runs, name)] if name else [RunDir(p.parent) for p in sorted(runs.glob("*/run.json"))]
+    found = (
+        [find_run(runs, name)] if name else [RunDirectory(p.parent) for p in sorted(runs.glob("*/run.json"))]
+    )
     usages: list[Usage] = []
     for run in found:
         removed = remove(run, choice) if choice.any else {}
@@ -61,7 +63,7 @@ def run_usage(name: str | None, choice: Choice) -> list[Usage]:
     return usages
 
 
-def remove(run: RunDir, choice: Choice) -> dict[str, int | list[int] | list[str]]:
+def remove(run: RunDirectory, choice: Choice) -> dict[str, int | list[int] | list[str]]:
     """Only from a run that nobody works on."""
     from afield import factory
 
@@ -77,7 +79,7 @@ def remove(run: RunDir, choice: Choice) -> dict[str, int | list[int] | list[str]
     return removed
 
 
-async def _remove_queues(run: RunDir) -> list[str]:
+async def _remove_queues(run: RunDirectory) -> list[str]:
     from afield import factory
 
     config = saved_config(run)
@@ -88,7 +90,7 @@ async def _remove_queues(run: RunDir) -> list[str]:
         return await notifier.remove_queues(config.exp_id or run.id)
 
 
-def sizes(run: RunDir) -> dict[str, int]:
+def sizes(run: RunDirectory) -> dict[str, int]:
     parts = {part: _size(run.path / part) for part in PARTS}
     return {**{part: size for part, size in parts.items() if size}, "total": _size(run.path)}
 

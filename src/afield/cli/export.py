@@ -17,10 +17,10 @@ from afield.batches.rewards import weighed
 from afield.batches.sample import Batch
 from afield.batches.tree import Tree, to_tree
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDir, find_run
-from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.run_directory import RunDirectory, find_run
+from afield.orchestrator.run_state import RunState
 from afield.settings import Environment
-from afield.types import Finished, Group
+from afield.types import Group, RolloutResult
 
 WRITERS = {"jsonl": write_jsonl, "parquet": write_parquet}
 FORMS = ("linear", "per-turn", "tree")
@@ -88,7 +88,7 @@ def write(out: Path, format: str, batch: Batch | Tree) -> None:
         partial.unlink(missing_ok=True)
 
 
-def trained_groups(run: RunDir, only: int | None = None) -> tuple[list[Group], int]:
+def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Group], int]:
     """The groups that steps took and trained on; and how many they dropped."""
     steps = run.steps()
     if only is not None and only not in steps:
@@ -97,11 +97,11 @@ def trained_groups(run: RunDir, only: int | None = None) -> tuple[list[Group], i
     lost = {line["step"]: line["dropped_groups"] for line in run.read_metrics()}
     groups: list[Group] = []
     dropped = 0
-    with Ledger(run.ledger) as ledger:
+    with RunState(run.ledger) as ledger:
         for step in steps if only is None else [only]:
             if step not in lost:  # its line is written last: it is not done
                 continue
-            members: dict[str, list[Finished]] = {}
+            members: dict[str, list[RolloutResult]] = {}
             for finished in run.read_rollouts(step):
                 members.setdefault(finished.rollout.group_id, []).append(finished)
             dropped += len(lost[step])
@@ -109,13 +109,13 @@ def trained_groups(run: RunDir, only: int | None = None) -> tuple[list[Group], i
     return groups, dropped
 
 
-def reward_weights(run: RunDir) -> dict[str, float]:
+def reward_weights(run: RunDirectory) -> dict[str, float]:
     """Of named rewards, where the run was trained on their sum."""
     said = msgspec.json.decode(run.config.read_bytes())
     return {} if said.get("freeze_weights") else said.get("learn", {}).get("rewards", {})
 
 
-def group_of(members: list[Finished], baseline: str | None) -> Group:
+def group_of(members: list[RolloutResult], baseline: str | None) -> Group:
     rollout = members[0].rollout
     epoch = re.match(rf"{re.escape(rollout.exp_id)}-e(\d+)-", rollout.group_id)
     if epoch is None:

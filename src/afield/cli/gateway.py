@@ -81,7 +81,9 @@ def add(commands: Any) -> None:
         help="dtype of the embedded engine (default: auto, float32 on a CPU and bfloat16 on a GPU)",
     )
     command.add_argument("--seed", type=int, default=0, help="of the embedded engine (default: 0)")
-    command.add_argument("--engine-ledger", type=Path, metavar="FILE", help="write every engine call here")
+    command.add_argument(
+        "--record-engine-calls", type=Path, metavar="FILE", help="write every engine call here"
+    )
     command.add_argument(
         "--max-submission-mb", type=int, default=16, help="of one outcome or reward (default: 16)"
     )
@@ -149,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
         slots=args.slots,
         seed=args.seed,
         engine_dtype=args.engine_dtype,
-        engine_ledger=args.engine_ledger,
+        record_engine_calls=args.record_engine_calls,
         engine_start_timeout_s=args.engine_start_timeout,
         max_submission_mb=args.max_submission_mb,
         max_session_mb=args.max_session_mb,
@@ -224,8 +226,8 @@ def check(settings: GatewaySettings) -> None:
         raise UsageError(f"--public-url {url!r} is no address; like https://gateway.example:8400")
     if settings.outcomes == "memory":
         raise UsageError("--outcomes memory ends with the gateway and nobody else reads it; use files:///DIR")
-    if settings.processes > 1 and settings.engine_ledger:
-        raise UsageError("--engine-ledger takes one writer: leave it out, or use --processes 1")
+    if settings.processes > 1 and settings.record_engine_calls:
+        raise UsageError("--record-engine-calls takes one writer: leave it out, or use --processes 1")
     for engine in settings.engine:
         check_engine(engine, Path(settings.model))
     embedded = [e for e in settings.engine if e.partition("=")[0] in ("torch", "scripted")]
@@ -257,7 +259,7 @@ async def serve(
         model,
         slots=settings.slots,
         seed=settings.seed,
-        ledger=settings.engine_ledger,
+        ledger=settings.record_engine_calls,
         start_timeout_s=settings.engine_start_timeout_s,
         dtype=settings.engine_dtype,
     )

@@ -1,4 +1,5 @@
-"""`afield certify`: what the gateway will do with a model's chat template, found out by rendering."""
+"""`afield inspect-template`: what the gateway will do with a model's chat template, found out by
+rendering."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ REMEDY = (
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "certify",
+        "inspect-template",
         help="look at a model's chat template",
         description="Find out what a model's chat template does, and what the gateway can do with it.",
     )
@@ -56,7 +57,7 @@ def rows(name: str, found: Any, by: Mapping[str, str]) -> Iterator[tuple[str, st
     yield "end of turn", found.end_of_turn or "none"
     if found.end_of_call != found.end_of_turn:
         yield "end of calls", found.end_of_call or "none"
-    for tier in ("T1", "T2", None):
+    for tier in ("bridge", "append", None):
         patterns = ", ".join(pattern for pattern, by in found.appends.items() if by == tier)
         if patterns:
             yield (f"appends ({tier})" if tier else "does not append"), patterns

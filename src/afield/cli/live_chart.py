@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.training_loop import StepLine
 from afield.settings import TrainConfig
 from afield.token_account import ExclusionWatch, TokenAccount, listed
-from afield.types import FailureKind, Finished, Outcome, Rollout
+from afield.types import FailureKind, Outcome, Rollout, RolloutResult
 
 SHOWN_FAILURES = 5  # of a kind; the same words once
 SHOWN_WIDTH = 200
@@ -31,7 +31,7 @@ EQUAL = 1e-4  # the mean difference of log-probabilities that float32 on both si
 
 
 class Screen:
-    def __init__(self, config: TrainConfig, run: RunDir, *, to_stderr: bool) -> None:
+    def __init__(self, config: TrainConfig, run: RunDirectory, *, to_stderr: bool) -> None:
         self._config = config
         self._run = run
         self._console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False)
@@ -88,7 +88,7 @@ class Screen:
         then = "retried" if will_retry else "trained" if failure.kind is FailureKind.POLICY else "left out"
         self._say(f"[yellow]{escape(f'{outcome.session_id}: {told} ({then}; the same again is counted)')}[/]")
 
-    def rollout_finished(self, finished: Finished) -> None:
+    def rollout_finished(self, finished: RolloutResult) -> None:
         self._in_step += 1
         self._finished += 1
         self._refresh()

@@ -32,10 +32,10 @@ COLLECTING = (
 PLACES = (
     ("runtime", "WHERE", f"where agents run: {RUNTIMES}"),
     ("workers", int, "agent processes"),
-    ("fresh-process", None, "a new process for every rollout"),
+    ("process-per-rollout", None, "a new process for every rollout"),
     ("concurrency", int, "rollouts at once"),
-    ("deadline-s", float, "seconds one attempt may take"),
-    ("silence-s", float, "seconds between model calls"),
+    ("attempt-timeout-s", float, "seconds one attempt may take"),
+    ("idle-timeout-s", float, "seconds between model calls"),
     ("launch-rate", float, "launches and stops of agents per second"),
     ("cold-start-s", float, "seconds an agent takes to start; with the rate, how many start at once"),
     ("verifier", "FILE.py:NAME", "gives the rewards, in a place of its own"),
@@ -59,7 +59,7 @@ SAMPLING = (
     ("gateway", "URL", "a gateway that is running; its admin key is AFIELD_ADMIN_KEY"),
     ("engine", "KIND[=WHERE]", "of the gateway that is started: torch, vllm=URL, sglang=URL, scripted=FILE"),
     ("engine-dtype", "DTYPE", "dtype of the engine: auto, float32 (equal to the trainer), bfloat16, float16"),
-    ("engine-ledger", None, "write down every engine call"),
+    ("record-engine-calls", None, "write down every engine call"),
 )
 LEARNING = (
     ("trainer", "NAME", "the embedded one; veRL and TRL are started their own way"),

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
 from afield.settings import TrainConfig
 from afield.token_account import TokenAccount, listed
 
@@ -51,7 +51,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-def summarise(run: RunDir, config: TrainConfig, *, wall_s: float) -> Summary:
+def summarise(run: RunDirectory, config: TrainConfig, *, wall_s: float) -> Summary:
     lines = run.read_metrics()
     rollouts = sum(line["rollouts"] for line in lines)
     begin = min(2, len(lines) // 2)
@@ -107,10 +107,10 @@ def told_tokens(account: TokenAccount) -> str:
     return told + (f"{idle} ({listed(account.untrained)})" if account.untrained else "")
 
 
-def _late(run: RunDir) -> int:
+def _late(run: RunDirectory) -> int:
     if not run.ledger.exists():
         return 0
-    with Ledger(run.ledger) as ledger:
+    with RunState(run.ledger) as ledger:
         return ledger.late
 
 
@@ -123,7 +123,7 @@ def _mean(lines: list[dict[str, Any]]) -> float | None:
     return round(math.fsum(reward * n for reward, n in counted) / total, 4) if total else None
 
 
-def draw(run: RunDir) -> None:
+def draw(run: RunDirectory) -> None:
     """rewards.png: the mean reward of every step."""
     import matplotlib
 

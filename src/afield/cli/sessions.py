@@ -23,7 +23,7 @@ from afield.cli.train import saved_config
 from afield.errors import AfieldError, UsageError
 from afield.interfaces import Runtime
 from afield.log_tail import Slice, noted, text
-from afield.orchestrator.run_directory import RunDir, find_run
+from afield.orchestrator.run_directory import RunDirectory, find_run
 from afield.settings import Environment
 from afield.types import Attempt
 
@@ -34,12 +34,12 @@ READ = 2**16
 class Part(Struct, frozen=True):
     """The agents of a run, or its verifiers: each has a roster and a runtime of its own."""
 
-    run: RunDir
+    run: RunDirectory
     verifying: bool = False
 
     @property
-    def home(self) -> RunDir:
-        return RunDir(self.run.path / "verifiers") if self.verifying else self.run
+    def home(self) -> RunDirectory:
+        return RunDirectory(self.run.path / "verifiers") if self.verifying else self.run
 
     def roster(self) -> Any:
         from afield import factory
@@ -123,7 +123,7 @@ def parts(name: str | None) -> list[Part]:
     if name is not None:
         found = [find_run(runs, name)]
     else:
-        found = [RunDir(path.parent) for path in sorted(runs.glob("*/run.json"))]
+        found = [RunDirectory(path.parent) for path in sorted(runs.glob("*/run.json"))]
     both = [Part(run, verifying) for run in found for verifying in (False, True)]
     return [part for part in both if part.home.sessions.exists()]
 
@@ -238,8 +238,12 @@ def logs(args: argparse.Namespace) -> int:
     if args.tail is not None and args.tail < 0:
         raise UsageError(f"--tail {args.tail} must be 0 or more")
     runs = Environment.read().runs
-    found = [find_run(runs, args.name)] if args.name else [RunDir(p.parent) for p in runs.glob("*/run.json")]
-    homes = [home for run in found for home in (run, RunDir(run.path / "verifiers"))]
+    found = (
+        [find_run(runs, args.name)]
+        if args.name
+        else [RunDirectory(p.parent) for p in runs.glob("*/run.json")]
+    )
+    homes = [home for run in found for home in (run, RunDirectory(run.path / "verifiers"))]
     running = [s for s in sessions(parts(args.name)) if s.id == args.session]
     files = [home.logs / f"{args.session}.log" for home in homes]
     # A warm worker prints into a log of its own, which it names.
@@ -268,7 +272,7 @@ def _print_file(file: Path, args: argparse.Namespace) -> None:
             _print(lines.read())
 
 
-def _print_part(home: RunDir, part: Slice, args: argparse.Namespace) -> None:
+def _print_part(home: RunDirectory, part: Slice, args: argparse.Namespace) -> None:
     told = f"what its process printed meanwhile, for other sessions, too ({home.logs / part.log})"
     print(f"afield: {part.session} has ended; {told}:", file=sys.stderr)
     _print(_last(text(home.logs, part), args.tail))

@@ -13,11 +13,11 @@ import msgspec
 from afield.cli.report import account_of, chart, me, summarise, told_tokens
 from afield.cli.train import saved_config
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDir, find_run
-from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.run_directory import RunDirectory, find_run
+from afield.orchestrator.run_state import RunState
 from afield.settings import Environment
 from afield.token_account import listed, of_finished
-from afield.types import FailureKind, Finished, Turn
+from afield.types import FailureKind, RolloutResult, Turn
 
 
 def add(commands: Any) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_run(run: RunDir, args: argparse.Namespace) -> None:
+def show_run(run: RunDirectory, args: argparse.Namespace) -> None:
     config = saved_config(run)
     lines = run.read_metrics()
     if args.json:
@@ -80,7 +80,7 @@ def show_run(run: RunDir, args: argparse.Namespace) -> None:
         print(f"one rollout, turn by turn: {me()} show {run.id} {example}")
 
 
-def list_rollouts(run: RunDir, *, as_json: bool) -> None:
+def list_rollouts(run: RunDirectory, *, as_json: bool) -> None:
     """Step by step, as they were trained."""
     for step in run.steps():
         for finished in run.read_rollouts(step):
@@ -94,7 +94,7 @@ def list_rollouts(run: RunDir, *, as_json: bool) -> None:
             print(f"step {step:4d}  {line['rollout']}  {came}  {line['turns']} turns{tried}{left_out}")
 
 
-def brief(step: int, finished: Finished) -> dict[str, Any]:
+def brief(step: int, finished: RolloutResult) -> dict[str, Any]:
     outcome, failure = finished.outcome, finished.outcome.failure
     account = of_finished([finished])
     return {
@@ -112,7 +112,7 @@ def brief(step: int, finished: Finished) -> dict[str, Any]:
     }
 
 
-def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
+def show_rollout(run: RunDirectory, args: argparse.Namespace) -> None:
     step, finished = find_rollout(run, args.session)
     if args.json:
         print(msgspec.json.encode(finished).decode())
@@ -141,11 +141,11 @@ def show_rollout(run: RunDir, args: argparse.Namespace) -> None:
         print(f"excluded {excluded.turn}: {excluded.tokens} tokens, {excluded.reason}")
 
 
-def show_attempts(run: RunDir, finished: Finished) -> None:
+def show_attempts(run: RunDirectory, finished: RolloutResult) -> None:
     """The attempts before the one that counts; what they sampled is in the gateway's store."""
     if finished.attempts < 2 or not run.ledger.exists():
         return
-    with Ledger(run.ledger) as ledger:
+    with RunState(run.ledger) as ledger:
         tried = ledger.attempts(finished.rollout.id)
     for one in tried:
         if one.failure:
@@ -154,7 +154,7 @@ def show_attempts(run: RunDir, finished: Finished) -> None:
             print(f"before   {one.attempt.session_id}  {told} ({one.tokens} tokens sampled)")
 
 
-def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
+def find_rollout(run: RunDirectory, wanted: str) -> tuple[int, RolloutResult]:
     for step in run.steps():
         for finished in run.read_rollouts(step):
             if wanted in (finished.rollout.id, finished.outcome.session_id):
@@ -162,7 +162,7 @@ def find_rollout(run: RunDir, wanted: str) -> tuple[int, Finished]:
     raise UsageError(f"run {run.id} has no finished rollout {wanted!r}; --rollouts lists them")
 
 
-def decoder(run: RunDir) -> Any:
+def decoder(run: RunDirectory) -> Any:
     from afield import factory
 
     config = saved_config(run)

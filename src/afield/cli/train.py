@@ -19,8 +19,8 @@ from msgspec import structs
 
 from afield.cli.options import add_run_arguments
 from afield.cli.report import Summary, draw, me, summarise
-from afield.errors import AfieldError, Fruitless, UsageError
-from afield.orchestrator.run_directory import RunDir, find_run, write_whole
+from afield.errors import AfieldError, NoRewards, UsageError
+from afield.orchestrator.run_directory import RunDirectory, find_run, write_whole
 from afield.settings import (
     ELSEWHERE,
     PATHS,
@@ -40,7 +40,7 @@ from afield.types import Task, check_id
 OVERRIDABLE = (
     *("keep_rollouts_gb", "keep_sessions_h", "durable"),
     *("steps", "keep_weights", "workers", "concurrency", "gateway", "runtime", "launch_rate", "launching"),
-    *("cold_start_s", "patience_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
+    *("cold_start_s", "unavailable_timeout_s", "sandbox", "container", "agentcore", "kubernetes", "ray"),
 )
 WHERE = ("device", "devices", "max_tokens_per_pass", "checkpointing")  # of `learn`: may change as well
 
@@ -76,7 +76,7 @@ def start(
     kind: str,
     defaults: dict[str, Any],
     make_tasks: Callable[[TrainConfig], list[Task]],
-    around: Callable[[RunDir, TrainConfig], AbstractContextManager[None]] | None = None,
+    around: Callable[[RunDirectory, TrainConfig], AbstractContextManager[None]] | None = None,
 ) -> int:
     """A new run, or an old one again; then train until it is done, with `around` it what it needs."""
     environment = Environment.read()
@@ -101,13 +101,13 @@ def prepare(
     defaults: dict[str, Any],
     make_tasks: Callable[[TrainConfig], list[Task]],
     environment: Environment,
-) -> tuple[RunDir, TrainConfig, list[Task], bool]:
+) -> tuple[RunDirectory, TrainConfig, list[Task], bool]:
     """A run, and whether it is new. What is wrong with the values is said before there is a directory."""
     if args.name and args.resume:
         raise UsageError("--run goes on with a run that is there; give --run or --resume, not both")
     runs = environment.runs
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    run = RunDir(runs / (named(args) or f"{kind}-{stamp}-{secrets.token_hex(2)}"))
+    run = RunDirectory(runs / (named(args) or f"{kind}-{stamp}-{secrets.token_hex(2)}"))
     if args.resume:
         run = find_run(runs, args.resume, kind)
     if run.config.exists():
@@ -188,7 +188,9 @@ def check_tables(config: TrainConfig, said: dict[str, Any]) -> None:
             )
 
 
-def resume(run: RunDir, args: argparse.Namespace, environment: Environment) -> tuple[TrainConfig, list[Task]]:
+def resume(
+    run: RunDirectory, args: argparse.Namespace, environment: Environment
+) -> tuple[TrainConfig, list[Task]]:
     """A run goes on with the values it was started with; a few may change. Said again, they are the same."""
     if args.config and args.resume:
         raise UsageError("a resumed run keeps its configuration; --config is for a new one")
@@ -215,13 +217,13 @@ def kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "learn": rest}
 
 
-def save_config(run: RunDir, config: TrainConfig) -> None:
+def save_config(run: RunDirectory, config: TrainConfig) -> None:
     """Read by its owner alone: what a place is told may hold keys of the user's."""
     text = msgspec.json.format(msgspec.json.encode(config))
     write_whole(run.config, text, private=True, durable=run.durable)
 
 
-def saved_config(run: RunDir) -> TrainConfig:
+def saved_config(run: RunDirectory) -> TrainConfig:
     try:
         return msgspec.json.decode(run.config.read_bytes(), type=TrainConfig)
     except (OSError, msgspec.MsgspecError) as error:
@@ -230,7 +232,7 @@ def saved_config(run: RunDir) -> TrainConfig:
 
 async def train(
     config: TrainConfig,
-    run: RunDir,
+    run: RunDirectory,
     tasks: list[Task],
     part: Part,
     admin_key: str | None,
@@ -245,7 +247,7 @@ async def train(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     screen = factory.load("cli.live_chart:Screen")(config, run, to_stderr=as_json)
-    given_up: Fruitless | None = None
+    given_up: NoRewards | None = None
     try:
         with screen:
             val_tasks = read_tasks(Path(config.val_tasks)) if config.val_tasks else []
@@ -259,7 +261,7 @@ async def train(
                 screen.ready()
                 await started.run()
                 run.check_present()
-    except Fruitless as error:
+    except NoRewards as error:
         given_up = error
     except asyncio.CancelledError:
         done = run.last_state()
@@ -281,9 +283,9 @@ async def train(
     return 0
 
 
-def fruitless(summary: Summary) -> Fruitless:
+def fruitless(summary: Summary) -> NoRewards:
     """However short a run is. Rewards that do not differ were trained, if to no effect: that is told, too."""
     told = f"nothing was trained: of {summary.rollouts} rollouts {summary.failed} have no reward"
     if summary.dropped_groups:
         told += f", and {summary.dropped_groups} groups were dropped"
-    return Fruitless(f"{told}; {me()} show {Path(summary.run).name} says more")
+    return NoRewards(f"{told}; {me()} show {Path(summary.run).name} says more")

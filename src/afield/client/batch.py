@@ -16,10 +16,10 @@ from typing import Self
 from msgspec import Struct
 
 from afield.client.futures import RolloutFuture
-from afield.client.ids import Wish
+from afield.client.ids import RolloutRequest
 from afield.errors import AfieldError
 from afield.token_account import TokenAccount, of_finished
-from afield.types import Failure, Finished, Group, Outcome, Rollout
+from afield.types import Failure, Group, Outcome, Rollout, RolloutResult
 
 
 class Item(Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Item(Struct, frozen=True, kw_only=True):
     input_id: str
     rollout: int
     elapsed: float
-    finished: Finished
+    finished: RolloutResult
 
     @property
     def outcome(self) -> Outcome:
@@ -50,7 +50,7 @@ class Item(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True):
-    wish: Wish
+    wish: RolloutRequest
     future: RolloutFuture
 
 
@@ -60,7 +60,7 @@ Put = Callable[[Ended | BaseException], object]
 class Batch:
     def __init__(
         self,
-        wishes: Sequence[Wish],
+        wishes: Sequence[RolloutRequest],
         submit: Callable[[Rollout], RolloutFuture],
         *,
         ahead: int,
@@ -116,7 +116,7 @@ class Batch:
                 return
         future.add_done_callback(partial(self._ended, wish))
 
-    def _ended(self, wish: Wish, future: RolloutFuture) -> None:
+    def _ended(self, wish: RolloutRequest, future: RolloutFuture) -> None:
         with self._lock:
             self._running.pop(wish.rollout.id, None)
             if self._closed:
@@ -138,7 +138,7 @@ def as_item(ended: Ended) -> Item:
 class Gathering:
     """Puts rollouts of one input together. Those that wait for the others wait as futures."""
 
-    def __init__(self, wishes: Sequence[Wish]) -> None:
+    def __init__(self, wishes: Sequence[RolloutRequest]) -> None:
         self._missing = Counter(wish.rollout.group_id for wish in wishes)
         self._ended: defaultdict[str, list[Ended]] = defaultdict(list)
 
@@ -156,5 +156,5 @@ class Gathering:
         )
 
 
-def _nowhere(rollout_id: str) -> Finished:
+def _nowhere(rollout_id: str) -> RolloutResult:
     raise AssertionError(f"{rollout_id} was not begun")

@@ -24,8 +24,8 @@ from afield.errors import (
     TaskFailure,
     VerifierFailure,
 )
-from afield.orchestrator.run_state import Note
-from afield.types import Failure, FailureKind, Finished, Reason, Rollout
+from afield.orchestrator.run_state import RolloutSummary
+from afield.types import Failure, FailureKind, Reason, Rollout, RolloutResult
 
 ERRORS: dict[FailureKind, type[RolloutFailure]] = {
     error.kind: error for error in (PolicyFailure, TaskFailure, VerifierFailure, InfrastructureFailure)
@@ -44,14 +44,14 @@ class RolloutFuture:
         rollout: Rollout,
         *,
         end: Callable[[RolloutFuture, str], None],
-        read: Callable[[str], Finished],
+        read: Callable[[str], RolloutResult],
     ) -> None:
         self.rollout = rollout
         self._end = end
         self._read = read
-        self._note: futures.Future[Note] = futures.Future()
+        self._note: futures.Future[RolloutSummary] = futures.Future()
         self._claim = threading.Lock()
-        self._unread: Finished | None = None
+        self._unread: RolloutResult | None = None
         self._began = time.monotonic()
         self._ended: float | None = None
 
@@ -79,7 +79,7 @@ class RolloutFuture:
         self._end(self, "it was cancelled by its caller")
         return True
 
-    def result(self, timeout: float | None = None) -> Finished:
+    def result(self, timeout: float | None = None) -> RolloutResult:
         """What came of it. After `timeout` seconds it is given up, and TimeoutError is raised.
 
         Raises the RolloutFailure when it failed by no doing of the policy, and CancelledError when it was
@@ -91,7 +91,7 @@ class RolloutFuture:
             raise raisable(failure)
         return self._found(note)
 
-    def finished(self, timeout: float | None = None) -> Finished:
+    def finished(self, timeout: float | None = None) -> RolloutResult:
         """What came of it, where a failure of any kind is part of the outcome."""
         return self._found(self._within(timeout))
 
@@ -103,10 +103,10 @@ class RolloutFuture:
         failure = self._note.result().outcome.failure
         return raisable(failure) if failure and failure.kind is not FailureKind.POLICY else None
 
-    def __await__(self) -> Generator[Any, None, Finished]:
+    def __await__(self) -> Generator[Any, None, RolloutResult]:
         return self._awaited().__await__()
 
-    async def _awaited(self) -> Finished:
+    async def _awaited(self) -> RolloutResult:
         loop = asyncio.get_running_loop()
         told = loop.create_future()
 
@@ -128,7 +128,7 @@ class RolloutFuture:
 
     # --- the client's side -----------------------------------------------------------------------
 
-    def settle(self, note: Note) -> bool:
+    def settle(self, note: RolloutSummary) -> bool:
         """The first word counts."""
         if claimed := self._claimed():
             self._note.set_result(note)
@@ -144,8 +144,8 @@ class RolloutFuture:
         failure = Failure(FailureKind.INFRASTRUCTURE, Reason.TIMEOUT, told)
         outcome = wire.failed(self.rollout.id, attempts, failure)
         if claimed := self._claimed():
-            self._unread = Finished(rollout=self.rollout, outcome=outcome, attempts=attempts)
-            self._note.set_result(Note(outcome, attempts))
+            self._unread = RolloutResult(rollout=self.rollout, outcome=outcome, attempts=attempts)
+            self._note.set_result(RolloutSummary(outcome, attempts))
             self._end(self, told)
         return claimed
 
@@ -156,7 +156,7 @@ class RolloutFuture:
         self._ended = time.monotonic()
         return True
 
-    def _within(self, timeout: float | None) -> Note:
+    def _within(self, timeout: float | None) -> RolloutSummary:
         self._wait(timeout)
         return self._note.result()
 
@@ -164,7 +164,7 @@ class RolloutFuture:
         if not futures.wait([self._note], timeout).done:
             self.expire(f"{self.rollout.id} had no outcome in the {timeout:g} s that its caller waited")
 
-    def _found(self, note: Note) -> Finished:
+    def _found(self, note: RolloutSummary) -> RolloutResult:
         return self._unread or self._read(note.outcome.rollout_id)
 
 

@@ -24,7 +24,7 @@ ROOM = 100  # of the 128 characters of an id; the rest is for counters
 MARKS = {Split.TRAIN: "r", Split.VAL: "v"}
 
 
-class Wish(Struct, frozen=True):
+class RolloutRequest(Struct, frozen=True):
     """A rollout, the place of its row among the rows it came with, and which of its input it is."""
 
     index: int
@@ -32,7 +32,7 @@ class Wish(Struct, frozen=True):
     rollout: Rollout
 
 
-class Names:
+class IdAllocator:
     def __init__(self, exp_id: str) -> None:
         self._exp_id = exp_id
         self._rows: dict[str, bytes] = {}
@@ -41,7 +41,7 @@ class Names:
 
     def wishes(
         self, rows: Iterable[Row], count: int, *, sampling: Sampling | None, split: Split
-    ) -> list[Wish]:
+    ) -> list[RolloutRequest]:
         """Each row, so many times."""
         return [
             self.wish(task, index=index, sampling=sampling, split=split)
@@ -58,7 +58,7 @@ class Names:
         index: int = 0,
         sampling: Sampling | None = None,
         split: Split = Split.TRAIN,
-    ) -> Wish:
+    ) -> RolloutRequest:
         task = _task(row, input_id)
         split = _checked(rollout_id, sampling, split)
         group_id = f"{self._exp_id}-{self._slug(task.id)}"
@@ -78,7 +78,7 @@ class Names:
             split=split,
             sampling=sampling,
         )
-        return Wish(index, k, rollout)
+        return RolloutRequest(index, k, rollout)
 
     def _slug(self, input_id: str) -> str:
         """An input id is free text, and a rollout id is not."""

@@ -23,35 +23,35 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from afield.client.batch import Batch, Ended, Gathering, Item, Put, as_item
 from afield.client.futures import RolloutFuture
-from afield.client.ids import Names, Row, digest
-from afield.errors import Conflict, Missing, UsageError
+from afield.client.ids import IdAllocator, Row, digest
+from afield.errors import Conflict, NotFound, UsageError
 from afield.interfaces import Gateway, Runtime, Transport
-from afield.orchestrator.config import Plan, Watcher
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.run_state import Ledger, Note
+from afield.orchestrator.config import RolloutConfig, RolloutObserver
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RolloutSummary, RunState
 from afield.ratelimit import Limiter, SharedLimiter
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished
-from afield.types import FailureKind, Finished, Group, Outcome, Reason, Rollout, Sampling, Split
+from afield.types import FailureKind, Group, Outcome, Reason, Rollout, RolloutResult, Sampling, Split
 
 T = TypeVar("T")
 log = logging.getLogger("afield.client")
 CLOSED = "the client is closed; open another one, on the same directory it goes on where this one was"
 
 
-class Quiet:
+class NullObserver:
     """A watcher that looks away."""
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
-    def rollout_finished(self, finished: Finished) -> None: ...
+    def rollout_finished(self, finished: RolloutResult) -> None: ...
 
 
 class TokenCounter:
     """Tells a watcher on, and keeps the account of the sampled tokens."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: RolloutObserver) -> None:
         self._watcher = watcher
         self._watch = ExclusionWatch()
 
@@ -62,7 +62,7 @@ class TokenCounter:
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
         self._watcher.attempt_ended(rollout, outcome, will_retry)
 
-    def rollout_finished(self, finished: Finished) -> None:
+    def rollout_finished(self, finished: RolloutResult) -> None:
         if warning := self._watch.add(of_finished([finished])):
             log.warning("%s", warning)
         self._watcher.rollout_finished(finished)
@@ -88,26 +88,26 @@ class RolloutClient:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutConfig,
         *,
         gateway: AbstractAsyncContextManager[Gateway],
         runtime: Runtime,
         transport: Transport,
-        run: RunDir,
-        watcher: Watcher | None = None,
+        run: RunDirectory,
+        watcher: RolloutObserver | None = None,
         limiter: Limiter | None = None,
     ) -> None:
         self.plan = plan
         self.rundir = run
         self._parts = gateway, runtime, transport
-        self._watcher = TokenCounter(watcher or Quiet())
+        self._watcher = TokenCounter(watcher or NullObserver())
         self.limiter = limiter
-        self._ledger = Ledger(run.ledger)
-        self._spool = Spool(run.spool)
-        self._names = Names(plan.exp_id)
+        self._ledger = RunState(run.ledger)
+        self._spool = RolloutStore(run.spool)
+        self._names = IdAllocator(plan.exp_id)
         self._lock = threading.Lock()
         self._live: dict[str, RolloutFuture] = {}
-        self._tasks: dict[RolloutFuture, asyncio.Task[Note]] = {}
+        self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
         self._thread: threading.Thread | None = None
         self._conducted: set[str] = set()
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
@@ -310,7 +310,7 @@ class RolloutClient:
             model = await stack.enter_async_context(gateway)
             await model.version()
             await agents.check()
-            self._conductor = Conductor(
+            self._conductor = RolloutRunner(
                 self.plan,
                 gateway=model,
                 runtime=agents,
@@ -338,7 +338,7 @@ class RolloutClient:
             future.cancel()
         await asyncio.sleep(0)  # what `cancel` asked of this loop comes first
         if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=self.plan.deadlines.teardown_s)
+            await asyncio.wait(self._tasks.values(), timeout=self.plan.deadlines.teardown_timeout_s)
         for task in self._tasks.values():
             task.cancel()
 
@@ -348,7 +348,9 @@ class RolloutClient:
         self._tasks[future] = task
         task.add_done_callback(partial(self._over, future))
 
-    async def _run(self, future: RolloutFuture, earlier: asyncio.Task[Note] | None) -> Note:
+    async def _run(
+        self, future: RolloutFuture, earlier: asyncio.Task[RolloutSummary] | None
+    ) -> RolloutSummary:
         if earlier is not None:
             await asyncio.wait([earlier])
         async with self._places:
@@ -368,12 +370,12 @@ class RolloutClient:
             return
         try:
             _check_same(self._spool.get(rollout.id).rollout, rollout)
-        except Missing:
+        except NotFound:
             return
         if note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED:
             self._ledger.forget(rollout.id)
 
-    def _over(self, future: RolloutFuture, task: asyncio.Task[Note]) -> None:
+    def _over(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
         del self._tasks[future]
         if task.cancelled() and not future.done():
             return  # the client itself is ending, and says why to all that are left

@@ -21,7 +21,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from afield.conformance.scenario import ABANDONED
-from afield.interfaces import Record
+from afield.interfaces import SessionRecord
 from afield.types import Trajectory, Turn, TurnStatus
 
 Key = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
@@ -66,7 +66,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 def judge(
     ledger: Sequence[Served],
-    record: Record,
+    record: SessionRecord,
     branches: int,
     allowed: Mapping[str, Sequence[str]],
     places: Mapping[str, str],
@@ -155,7 +155,7 @@ def _unaccounted(
 
 def _unlisted(
     ledger: Sequence[Served],
-    record: Record,
+    record: SessionRecord,
     recorded: Mapping[str, Key],
     allowed: Mapping[str, Sequence[str]],
     places: Mapping[str, str],

@@ -17,7 +17,7 @@ from afield import factory
 from afield.conformance.families import CHATML, TemplateFamily
 from afield.conformance.model import CONTROL, MARKERS
 from afield.conformance.scenario import Fault, Reply, Scenario, last_marker
-from afield.interfaces import Call
+from afield.interfaces import GenerateRequest
 
 SLOW_S = 0.05  # before each chunk of a reply that is going to be cut
 SLOW_WHOLE_S = 6.0  # before one that is not streamed
@@ -72,7 +72,7 @@ class Script:
         self.replies: dict[str, Reply] = {}
         self.places: dict[str, str] = {}
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: GenerateRequest) -> Any:
         prompt: str = self._vocabulary.decode(call.prompt_ids)
         where, reply = self._reply(prompt)
         self.asked[where] += 1

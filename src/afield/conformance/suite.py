@@ -25,7 +25,7 @@ from afield.conformance.oracle import Oracle, Renderer
 from afield.conformance.scenario import Scenario
 from afield.conformance.script import Script
 from afield.errors import Unavailable
-from afield.interfaces import Gateway, Record, SessionSpec
+from afield.interfaces import Gateway, SessionRecord, SessionSpec
 from afield.types import Sampling
 from afield.wire import encode
 
@@ -156,7 +156,7 @@ async def _settled(up: Up, session_id: str) -> None:
         await asyncio.sleep(0.1)
 
 
-def _course(scenario: Scenario, up: Up, record: Record) -> list[str]:
+def _course(scenario: Scenario, up: Up, record: SessionRecord) -> list[str]:
     """Whether the client was really led through all of it."""
     problems = [f"a surprise: {surprise}" for surprise in up.script.surprises]
     problems += [f"never asked at {where!r}" for where in up.script.unsaid()]

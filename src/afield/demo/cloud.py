@@ -1,4 +1,4 @@
-"""A cloud on this machine for the demo: AgentCore by `afield acr`, S3 and SQS by moto.
+"""A cloud on this machine for the demo: AgentCore by `afield agentcore-local`, S3 and SQS by moto.
 
 Both are processes of their own that end with us. What they are called and where they listen are values
 of the run, so that a run that is resumed finds them where they were. Nothing leaves the machine.
@@ -70,9 +70,9 @@ def running(told: TrainConfig, environ: Mapping[str, str], logs: Path) -> Genera
 
         start("aws", "afield.demo.aws", str(aws), BUCKET)
         start(
-            "acr",
-            *("afield", "acr", "--json", "--exit-with-parent", "--port", str(acr)),
-            *("--image", f"{cloud.container_uri}={told.agent}", "--logs", str(logs / "acr")),
+            "agentcore-local",
+            *("afield", "agentcore-local", "--json", "--exit-with-parent", "--port", str(acr)),
+            *("--image", f"{cloud.container_uri}={told.agent}", "--logs", str(logs / "agentcore-local")),
             *("--starts-per-s", str(QUICK), "--stops-per-s", str(QUICK), "--sessions", "1000"),
             *("--warm", "afield.sdk.prewarm_aws", "--warm", "afield.sdk.prewarm_openai"),
             *(word for address in allowed for word in ("--allow", address)),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from afield.errors import Conflict
-from afield.interfaces.engine import Call, EngineInfo
+from afield.interfaces.engine import EngineInfo, GenerateRequest
 
 
-def check_call(call: Call, info: EngineInfo, *, ids: bool = True) -> None:
+def check_call(call: GenerateRequest, info: EngineInfo, *, ids: bool = True) -> None:
     """Raise ValueError for a call that can never be answered. A server looks at the `ids` itself."""
     if not call.prompt_ids:
         raise ValueError(f"call {call.id!r} has an empty prompt; it needs at least one id")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from afield.interfaces.engine import Call, LogprobMode
+from afield.interfaces.engine import GenerateRequest, LogprobMode
 from afield.types import Sampling
 
 PROMPTS = ((1, 2, 3), (3, 1), (5, 6, 7, 8))
@@ -19,8 +19,8 @@ SURE = -0.02  # a token the model is this sure of tells nothing
 Drawn = list[tuple[int, float]]
 
 
-def probe_call(prompt: tuple[int, ...], **sampling: float) -> Call:
-    return Call(
+def probe_call(prompt: tuple[int, ...], **sampling: float) -> GenerateRequest:
+    return GenerateRequest(
         id="probe",
         session_id="probe",
         prompt_ids=prompt,
@@ -30,7 +30,7 @@ def probe_call(prompt: tuple[int, ...], **sampling: float) -> Call:
     )
 
 
-async def measure(draw: Callable[[Call], Awaitable[Drawn]]) -> LogprobMode:
+async def measure(draw: Callable[[GenerateRequest], Awaitable[Drawn]]) -> LogprobMode:
     """A model that never hesitates tells nothing, and counts as raw: better a refusal than a wrong number."""
     tempered = truncated = 0
     for prompt in PROMPTS:
@@ -53,7 +53,7 @@ def _moved(free: Drawn, forced: Drawn) -> int:
     return score
 
 
-def check_mode(call: Call, mode: LogprobMode, where: str, remedy: str) -> None:
+def check_mode(call: GenerateRequest, mode: LogprobMode, where: str, remedy: str) -> None:
     """ValueError for a call whose log-probabilities this server would get wrong."""
     sampling = call.sampling
     if mode == "processed" or sampling.temperature == 0:

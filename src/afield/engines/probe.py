@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from afield.engines.logprob_mode import Drawn, measure
 from afield.errors import UsageError
-from afield.interfaces.engine import Call, Chunk, Engine, EngineInfo
+from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest
 from afield.types import FinishReason, Sampling
 
 PROMPT = (3, 1, 4, 1, 5)
@@ -54,8 +54,8 @@ async def checked(engine: Engine) -> EngineInfo:
     return (await probe(engine)).info
 
 
-def _call(*, stream: bool, **changes: object) -> Call:
-    call = Call(
+def _call(*, stream: bool, **changes: object) -> GenerateRequest:
+    call = GenerateRequest(
         id="probe",
         session_id="probe",
         prompt_ids=PROMPT,
@@ -67,7 +67,7 @@ def _call(*, stream: bool, **changes: object) -> Call:
     return structs.replace(call, **changes)
 
 
-async def _answer(engine: Engine, call: Call) -> list[Chunk]:
+async def _answer(engine: Engine, call: GenerateRequest) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(call)]
 
 
@@ -139,7 +139,7 @@ async def _check_mode(engine: Engine, info: EngineInfo) -> None:
     if info.logprobs != "processed":
         return
 
-    async def draw(call: Call) -> Drawn:
+    async def draw(call: GenerateRequest) -> Drawn:
         chunks = await _answer(engine, call)
         return list(zip(_ids(chunks), _logprobs(chunks), strict=True))
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from afield.interfaces.engine import Call
+from afield.interfaces.engine import GenerateRequest
 
 ROOM = 64 * 1024 * 1024  # bytes
 SHORT = 1024  # ids of a prompt that are written faster than they are remembered
@@ -23,7 +23,7 @@ class Encoded:
         self._known: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
         self._held = 0
 
-    def ids(self, call: Call) -> msgspec.Raw:
+    def ids(self, call: GenerateRequest) -> msgspec.Raw:
         if len(call.prompt_ids) < SHORT:
             return msgspec.Raw(_encode(call.prompt_ids))
         ids, text = self._known.pop(call.session_id, ((), b""))

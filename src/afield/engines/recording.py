@@ -17,7 +17,7 @@ from typing import Self
 from msgspec import Struct
 
 from afield.errors import Unavailable
-from afield.interfaces.engine import Call, Chunk, Engine, EngineInfo
+from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest
 from afield.interfaces.weight_probe import SESSION
 from afield.private_files import private_file
 from afield.types import FinishReason, Sampling, VersionSpan
@@ -30,7 +30,7 @@ class Served(StrEnum):
     FAILED = "failed"
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class RecordedCall(Struct, frozen=True, kw_only=True):
     """One call as served: the prompt as the engine saw it; `versions` counts from the first sampled token."""
 
     call_id: str
@@ -44,13 +44,13 @@ class Entry(Struct, frozen=True, kw_only=True):
     served: Served
 
 
-class Ledger:
+class RecordingEngine:
     """An engine that watches another. Without a path the entries are in `entries`, else in the file."""
 
     def __init__(self, engine: Engine, path: str | Path | None = None) -> None:
         self._engine = engine
         self._path = None if path is None else Path(path)
-        self.entries: list[Entry] = []
+        self.entries: list[RecordedCall] = []
 
     async def __aenter__(self) -> Self:
         if self._path is not None:
@@ -68,11 +68,11 @@ class Ledger:
     async def load(self, version: int, path: str) -> None:
         await self._engine.load(version, path)
 
-    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+    def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         chunks = self._engine.generate(call)
         return chunks if call.session_id == SESSION else watch(call, chunks, self._write)
 
-    def _write(self, entry: Entry) -> None:
+    def _write(self, entry: RecordedCall) -> None:
         if self._path is None:
             self.entries.append(entry)
             return
@@ -81,13 +81,13 @@ class Ledger:
             file.write(encode(entry) + b"\n")
 
 
-def read_ledger(path: str | Path) -> list[Entry]:
+def read_ledger(path: str | Path) -> list[RecordedCall]:
     lines = Path(path).read_bytes().splitlines()
-    return [decode(line, Entry, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+    return [decode(line, RecordedCall, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
 
 
 async def watch(
-    call: Call, chunks: AsyncGenerator[Chunk], write: Callable[[Entry], None]
+    call: GenerateRequest, chunks: AsyncGenerator[Chunk], write: Callable[[RecordedCall], None]
 ) -> AsyncGenerator[Chunk]:
     """The same chunks; an entry is written when the call ends, however it does."""
     seen: list[Chunk] = []
@@ -111,8 +111,8 @@ async def watch(
         await chunks.aclose()
 
 
-def _entry(call: Call, chunks: list[Chunk], served: Served) -> Entry:
-    return Entry(
+def _entry(call: GenerateRequest, chunks: list[Chunk], served: Served) -> RecordedCall:
+    return RecordedCall(
         call_id=call.id,
         session_id=call.session_id,
         prompt_ids=next((c.prompt_ids for c in chunks[:1] if c.prompt_ids is not None), call.prompt_ids),

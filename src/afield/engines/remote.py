@@ -25,7 +25,7 @@ from afield.engines.logprob_mode import PROMPTS, Drawn, check_mode, probe_call
 from afield.engines.lora import Lease, Leases, is_adapter
 from afield.engines.spans import Pieces
 from afield.errors import Unavailable, UsageError
-from afield.interfaces.engine import Call, Chunk, EngineInfo
+from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
 from afield.types import Constraint, FinishReason
 from afield.wire import encode
 
@@ -106,7 +106,7 @@ class RemoteEngine(ABC):
             self._lost = None
         return structs.replace(known, version=self._version)
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+    async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         """On a server with adapters a call keeps its own, until that is called back.
 
         One that the server ended because weights were loaded goes on with those.
@@ -215,10 +215,10 @@ class RemoteEngine(ABC):
         """Say which version the weights are that somebody else has put there."""
 
     @abstractmethod
-    def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
+    def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
 
     @abstractmethod
-    def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
+    def _streamed(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
 
     # --- shared -----------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class RemoteEngine(ABC):
             raise Unavailable(f"the engine at {self.url} is not connected; enter it with `async with`")
         return self._known
 
-    def _limit(self, call: Call) -> int:
+    def _limit(self, call: GenerateRequest) -> int:
         """How many tokens to ask for; or why not."""
         info = self._entered()
         if self._spoiled:
@@ -255,11 +255,11 @@ class RemoteEngine(ABC):
             return False
         return len({token for token, _ in drawn}) == 1 and all(p > -SURE for _, p in drawn)
 
-    async def _draw(self, call: Call) -> Drawn:
+    async def _draw(self, call: GenerateRequest) -> Drawn:
         drawn = [chunk async for chunk in self._whole(call)]
         return [pair for chunk in drawn for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
 
-    def _expanded(self, call: Call, told: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    def _expanded(self, call: GenerateRequest, told: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """The prompt as the server says it took it, where that is another one."""
         if told is None or told == call.prompt_ids:
             return None
@@ -298,7 +298,7 @@ class RemoteEngine(ABC):
             raise Unavailable(str(error)) from error
 
 
-def _rest(call: Call, sampled: list[int]) -> Call:
+def _rest(call: GenerateRequest, sampled: list[int]) -> GenerateRequest:
     """What is left to ask for."""
     if not sampled:
         return call

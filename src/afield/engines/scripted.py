@@ -22,9 +22,9 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.engines.checks import check_call, is_newer
-from afield.engines.recording import Entry, watch
+from afield.engines.recording import RecordedCall, watch
 from afield.errors import Unavailable, UsageError
-from afield.interfaces.engine import Call, Chunk, EngineInfo, TopLogprobs
+from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest, TopLogprobs
 from afield.types import FinishReason
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Scripted(Struct, frozen=True, kw_only=True):
             raise ValueError(f"chunk sizes {self.chunks} must be positive")
 
 
-Script = Callable[[Call], Scripted] | Sequence[Scripted]
+Script = Callable[[GenerateRequest], Scripted] | Sequence[Scripted]
 
 
 class ScriptedEngine:
@@ -85,7 +85,7 @@ class ScriptedEngine:
         self._moving.set()
         self._broken: str | None = None
         self._breaking = asyncio.Event()
-        self.ledger: list[Entry] = []
+        self.ledger: list[RecordedCall] = []
         self.loaded: list[tuple[int, str]] = []
 
     async def __aenter__(self) -> Self:
@@ -127,10 +127,10 @@ class ScriptedEngine:
             self._version = version
             self.loaded.append((version, path))
 
-    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+    def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         return watch(call, self._chunks(call), self.ledger.append)
 
-    async def _chunks(self, call: Call) -> AsyncGenerator[Chunk]:
+    async def _chunks(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         expanded = self._expanded(call)
         check_call(structs.replace(call, prompt_ids=expanded), await self.info())
         answer = self._held(call)
@@ -157,7 +157,7 @@ class ScriptedEngine:
         if answer.fail == "unavailable":
             raise Unavailable(f"the script fails call {call.id!r} here")
 
-    def _held(self, call: Call) -> Scripted:
+    def _held(self, call: GenerateRequest) -> Scripted:
         if call.constraint is None or self._model is None or (masks := self._masks(self._model)) is None:
             return self._answer(call)
         walker = masks.walk(call.constraint)
@@ -181,7 +181,7 @@ class ScriptedEngine:
             self._known_masks = Masks(model, self._vocab_size)
         return None if self._known_masks.missing else self._known_masks
 
-    def _expanded(self, call: Call) -> tuple[int, ...]:
+    def _expanded(self, call: GenerateRequest) -> tuple[int, ...]:
         """The prompt with every image at its full length."""
         if not call.images:
             return call.prompt_ids
@@ -207,7 +207,7 @@ class ScriptedEngine:
             raise Unavailable(self._broken)
 
 
-def _drawn(call: Call, walker: Walker, vocabulary: int) -> Scripted:
+def _drawn(call: GenerateRequest, walker: Walker, vocabulary: int) -> Scripted:
     """Something that the constraint allows, all tokens alike; it ends as soon as it may."""
     from afield.bitmasks import allowed
 
@@ -223,10 +223,10 @@ def _drawn(call: Call, walker: Walker, vocabulary: int) -> Scripted:
     return Scripted(token_ids=tuple(ids), logprobs=tuple(logprobs))
 
 
-def _in_order(answers: Sequence[Scripted]) -> Callable[[Call], Scripted]:
+def _in_order(answers: Sequence[Scripted]) -> Callable[[GenerateRequest], Scripted]:
     left = iter(answers)
 
-    def answer(call: Call) -> Scripted:
+    def answer(call: GenerateRequest) -> Scripted:
         for scripted in left:
             return scripted
         raise Unavailable(f"the script's {len(answers)} answers are used up; write one for call {call.id!r}")
@@ -234,7 +234,7 @@ def _in_order(answers: Sequence[Scripted]) -> Callable[[Call], Scripted]:
     return answer
 
 
-def _as_sampled(answer: Scripted, call: Call, room: int) -> tuple[tuple[int, ...], FinishReason]:
+def _as_sampled(answer: Scripted, call: GenerateRequest, room: int) -> tuple[tuple[int, ...], FinishReason]:
     """The answer's tokens up to the first stop id, `max_tokens` or the end of the context."""
     limit = min(call.max_tokens, room)
     stops = (n for n, token in enumerate(answer.token_ids, 1) if token in call.stop_ids)
@@ -312,7 +312,7 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.text is None and not self.one_of:
             self.answer(self.token_ids)
 
-    def words(self, call: Call) -> str | None:
+    def words(self, call: GenerateRequest) -> str | None:
         if not self.one_of:
             return self.text
         drawn = random.Random(call.draw or call.id).random()
@@ -329,13 +329,13 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[Call], Scripted]:
+def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[GenerateRequest], Scripted]:
     """The script in a JSONL file; rows with `text` or `match` need a codec."""
     rows = _read_rows(Path(path), codec)
     matching = [row for row in rows if row.match is not None]
     in_order = iter([row for row in rows if row.match is None])
 
-    def answer(call: Call) -> Scripted:
+    def answer(call: GenerateRequest) -> Scripted:
         prompt = codec.decode(call.prompt_ids) if codec and matching else ""
         row = next((r for r in matching if r.match is not None and r.match in prompt), None)
         row = row or next(in_order, None)

@@ -21,7 +21,7 @@ from afield.factory.registry import (
 )
 from afield.factory.runs import plan, transport
 from afield.factory.runtimes import addresses
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import TrainConfig
 from afield.types import HIDDEN_FIELD, Task
 
@@ -34,11 +34,11 @@ def check_choices(config: TrainConfig) -> None:
     """Everything that can be known to be wrong before anything is started."""
     check_place(config)
     check_reach(config)
-    transport(config, RunDir(Path("check")))
+    transport(config, RunDirectory(Path("check")))
     check_heavy("trainer", config.trainer, TRAINERS, used=not config.freeze_weights)
     check_heavy("engine", config.engine.partition("=")[0], ENGINES, used=not config.gateway)
     load("chat:ChatTokens").load(Path(config.model))
-    plan(config, RunDir(Path("check")))
+    plan(config, RunDirectory(Path("check")))
     if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")
 

@@ -10,16 +10,16 @@ from msgspec import structs
 from afield.factory.registry import TRAINERS, TRANSPORTS, choose, load
 from afield.interfaces import Trainer, Transport
 from afield.options import policies_of
-from afield.orchestrator.config import Plan
+from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.run_directory import RunDir
-from afield.orchestrator.staleness import Window
-from afield.ratelimit import LocalLimiter, Pace, SharedLimiter
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.staleness import StalenessWindow
+from afield.ratelimit import LocalLimiter, RateLimits, SharedLimiter
 from afield.settings import TrainConfig
 from afield.types import Budget, FailureKind, Sampling, Task
 
 
-def transport(config: TrainConfig, run: RunDir) -> Transport:
+def transport(config: TrainConfig, run: RunDirectory) -> Transport:
     """`files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
     if "://" in config.outcomes:
         return load("transports.parse:from_spec")(config.outcomes, run.outcomes)
@@ -28,20 +28,22 @@ def transport(config: TrainConfig, run: RunDir) -> Transport:
 
 
 def limiter(
-    config: TrainConfig, pace: Pace | None = None, file: str | Path | None = None
+    config: TrainConfig, pace: RateLimits | None = None, file: str | Path | None = None
 ) -> LocalLimiter | SharedLimiter:
     """The one limiter of a run, a client or a veRL job: `pace`, or the rates that `config` has.
 
     Where a place has quotas of its own, they hold for whatever is left open.
     """
-    pace = pace or Pace(rate_per_s=config.launch_rate, start_s=config.cold_start_s, starting=config.launching)
+    pace = pace or RateLimits(
+        rate_per_s=config.launch_rate, cold_start_s=config.cold_start_s, starting=config.launching
+    )
     if config.place == "agentcore":
         quotas = config.agentcore
         pace = structs.replace(
             pace,
             rate_per_s=pace.rate_per_s or quotas.rate,
             stop_per_s=pace.stop_per_s or quotas.stop_rate,
-            start_s=pace.start_s or quotas.cold_start_s,
+            cold_start_s=pace.cold_start_s or quotas.cold_start_s,
         )
     file = file or config.limiter_file
     return SharedLimiter(pace, Path(file)) if file else LocalLimiter(pace)
@@ -73,8 +75,8 @@ def trainer(config: TrainConfig) -> Trainer:
     )
 
 
-def plan(config: TrainConfig, run: RunDir) -> Plan:
-    return Plan(
+def plan(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
+    return RolloutConfig(
         exp_id=config.exp_id or run.id,
         model_id=Path(config.model).name,
         rollouts=config.rollouts,
@@ -99,26 +101,35 @@ def plan(config: TrainConfig, run: RunDir) -> Plan:
         no_turns="flag" if config.freeze_weights else "refuse",
         rewards=() if config.freeze_weights else tuple(config.learn.rewards),
         max_reward=config.max_reward,
-        sweep_s=config.sweep_s,
-        patience_s=config.patience_s,
+        poll_interval_s=config.poll_interval_s,
+        unavailable_timeout_s=config.unavailable_timeout_s,
     )
 
 
 def deadlines(config: TrainConfig) -> Deadlines:
-    same = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
+    same = (
+        "queue_timeout_s",
+        "launch_timeout_s",
+        "first_call_timeout_s",
+        "idle_timeout_s",
+        "verifier_timeout_s",
+        "upload_timeout_s",
+        "teardown_timeout_s",
+        "rollout_timeout_s",
+    )
     return Deadlines(
-        run_s=config.deadline_s,
-        active_s=min(60.0, config.deadline_s / 2),
-        dead_s=config.dead_s,
+        attempt_timeout_s=config.attempt_timeout_s,
+        active_s=min(60.0, config.attempt_timeout_s / 2),
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
         **{name: getattr(config, name) for name in same},
     )
 
 
-def window(config: TrainConfig, tasks: Sequence[Task]) -> Window:
+def window(config: TrainConfig, tasks: Sequence[Task]) -> StalenessWindow:
     groups = config.steps * config.tasks_per_step
     if config.epochs is not None:
         groups = config.epochs * len(tasks)
-    return Window(
+    return StalenessWindow(
         mode=config.mode,
         groups=groups,
         batch=config.tasks_per_step,

@@ -18,19 +18,19 @@ from msgspec import structs
 from afield.errors import UsageError
 from afield.factory.registry import IN_SHORT, RUNTIMES, TAKES_TARGET, choose, load
 from afield.interfaces import Runtime, Transport
-from afield.orchestrator.run_directory import RunDir, write_whole
+from afield.orchestrator.run_directory import RunDirectory, write_whole
 from afield.settings import Environment, TrainConfig, agent_environment
 
 log = logging.getLogger("afield.factory")
 
 
-def runtime(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime:
+def runtime(config: TrainConfig, run: RunDirectory, carrier: Transport) -> Runtime:
     """Where agents run; what is launched there is noted in the run's roster."""
     made = _runtime(config, run, carrier, run.id)
     return _rostered(made, run, config.place, lambda: guard(config, run))
 
 
-def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime | None:
+def verifiers(config: TrainConfig, run: RunDirectory, carrier: Transport) -> Runtime | None:
     """Where verifiers run: the same kinds of places, each for one verifier alone."""
     if not config.verifier:
         return None
@@ -38,23 +38,23 @@ def verifiers(config: TrainConfig, run: RunDir, carrier: Transport) -> Runtime |
         config,
         agent=config.verifier,
         runtime=config.verifier_runtime,
-        fresh_process=True,
+        process_per_rollout=True,
         workers=1,
         verifier="",
         deliver="auto",
     )
-    home = RunDir(run.path / "verifiers")
+    home = RunDirectory(run.path / "verifiers")
     return _rostered(_runtime(judging, home, carrier, f"{run.id}.verifiers"), home, judging.place)
 
 
-def _rostered(made: Runtime, run: RunDir, name: str, guard: Any = None) -> Runtime:
+def _rostered(made: Runtime, run: RunDirectory, name: str, guard: Any = None) -> Runtime:
     return load("runtimes.registry:Rostered")(
         made, load("runtimes.registry:Roster")(run.sessions), name, guard
     )
 
 
 @asynccontextmanager
-async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
+async def guard(config: TrainConfig, run: RunDirectory) -> AsyncIterator[None]:
     """A process that ends what we leave running if we are killed, unless another of us takes it over."""
     if not run.config.exists():  # it has to know the places it reaps in
         write_whole(run.config, msgspec.json.encode(config), private=True)
@@ -77,12 +77,12 @@ async def guard(config: TrainConfig, run: RunDir) -> AsyncIterator[None]:
         await process.wait()
 
 
-def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) -> Runtime:
+def _runtime(config: TrainConfig, run: RunDirectory, carrier: Transport, called: str) -> Runtime:
     """`called`: what its sessions are found by in a place that others share."""
     name, _, argument = config.runtime.partition("=")
     if name == "sandbox" and config.sandbox.without_bubblewrap == "process" and not shutil.which("bwrap"):
         log.warning("there is no bubblewrap here: agents run in plain processes, as you allowed")
-        config, name = structs.replace(config, fresh_process=True), "process"
+        config, name = structs.replace(config, process_per_rollout=True), "process"
     made = choose("runtime", name, RUNTIMES)
     if name == "served":
         return made(addresses(argument), key_file=Environment.read().invocation_key)
@@ -92,7 +92,7 @@ def _runtime(config: TrainConfig, run: RunDir, carrier: Transport, called: str) 
         return made(
             config.agent,
             workers=config.workers,
-            fresh=config.fresh_process,
+            fresh=config.process_per_rollout,
             log_dir=run.logs,
             env=agent_environment(),
             outcome_root=_outcome_root(config, run),
@@ -134,7 +134,7 @@ def file_of(target: str) -> str:
     return ""
 
 
-def _outcome_root(config: TrainConfig, run: RunDir) -> Path:
+def _outcome_root(config: TrainConfig, run: RunDirectory) -> Path:
     """The directory that `file:` outcomes of this run go to."""
     _, given, path = config.outcomes.partition("files://")
     return Path(path.partition("?")[0]) if given else run.outcomes

@@ -12,7 +12,7 @@ from msgspec import Struct, to_builtins
 
 from afield import trajectories
 from afield.gateway import outcomes
-from afield.gateway.api_error import Refusal, bad_request, conflict, forbidden, not_found
+from afield.gateway.api_error import ApiError, bad_request, conflict, forbidden, not_found
 from afield.gateway.header_keys import HeaderKeySpec, told
 from afield.gateway.http import Scope, Text, json_body, query
 from afield.gateway.service import LocalGateway
@@ -62,7 +62,7 @@ class EngineBody(Struct):
     url: str
 
 
-def encode_error(refusal: Refusal) -> dict[str, Any]:
+def encode_error(refusal: ApiError) -> dict[str, Any]:
     return {"error": {"type": refusal.code, "message": refusal.message, "hint": refusal.hint}}
 
 
@@ -97,7 +97,7 @@ async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, 
     statement = outcomes.read(body, session.row, verdict=verdict)
     if agent:
         _refuse_reward(session, statement.given)
-    await gateway.settle(session, statement, verdict=verdict)
+    await gateway.record_outcome(session, statement, verdict=verdict)
     return session.state()
 
 
@@ -156,7 +156,7 @@ async def reward(gateway: LocalGateway, session_id: str, body: bytes, _: dict[st
     asked = json_body(body, RewardBody)
     session = gateway.sessions.get(session_id)
     await gateway.sessions.reward(session, to_builtins(asked))
-    await gateway.bring(session)
+    await gateway.deliver(session)
     return 200, await gateway.state(session_id)
 
 
@@ -172,7 +172,7 @@ async def complete(gateway: LocalGateway, session_id: str, body: bytes, _: dict[
     if asked.reward is not None:
         await gateway.sessions.reward(session, {"reward": asked.reward})
     await gateway.sessions.complete(session, asked.metrics)
-    await gateway.bring(session)
+    await gateway.deliver(session)
     return 200, session.state()
 
 
@@ -216,7 +216,7 @@ def _turn(session: Session, turn: Turn, with_prompt: bool) -> dict[str, Any]:
 
 async def get_trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
     session = gateway.sessions.get(session_id)
-    withheld, dangling = gateway.withheld(session), gateway.dangling(session)
+    withheld, dangling = gateway.excluded(session), gateway.dangling(session)
     form = asked.get("form", "linear")
     if form == "tree":
         excluded = [*trajectories.exclusions(session.forest, withheld), *dangling]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from afield.errors import AfieldError
 
 
-class Refusal(AfieldError):
+class ApiError(AfieldError):
     """`sizes` are the tokens asked for and the tokens allowed, where that is what is wrong."""
 
     sizes: tuple[int, int] | None = None
@@ -28,34 +28,34 @@ class Refusal(AfieldError):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
 
-def bad_request(message: str, hint: str = "") -> Refusal:
-    return Refusal(400, "invalid_request_error", message, hint)
+def bad_request(message: str, hint: str = "") -> ApiError:
+    return ApiError(400, "invalid_request_error", message, hint)
 
 
 def unauthorized(
     message: str = "the API key is missing or wrong", hint: str = "use the key of this session"
-) -> Refusal:
-    return Refusal(401, "invalid_api_key", message, hint)
+) -> ApiError:
+    return ApiError(401, "invalid_api_key", message, hint)
 
 
-def forbidden(message: str, hint: str = "") -> Refusal:
-    return Refusal(403, "forbidden", message, hint)
+def forbidden(message: str, hint: str = "") -> ApiError:
+    return ApiError(403, "forbidden", message, hint)
 
 
-def not_found(message: str, hint: str = "") -> Refusal:
-    return Refusal(404, "not_found", message, hint)
+def not_found(message: str, hint: str = "") -> ApiError:
+    return ApiError(404, "not_found", message, hint)
 
 
-def conflict(message: str, hint: str = "") -> Refusal:
-    return Refusal(409, "conflict", message, hint)
+def conflict(message: str, hint: str = "") -> ApiError:
+    return ApiError(409, "conflict", message, hint)
 
 
-def budget_exhausted(message: str) -> Refusal:
-    return Refusal(400, "budget_exhausted", message, "the session takes no more model calls")
+def budget_exhausted(message: str) -> ApiError:
+    return ApiError(400, "budget_exhausted", message, "the session takes no more model calls")
 
 
-def context_exceeded(prompt: int, limit: int) -> Refusal:
-    refusal = Refusal(
+def context_exceeded(prompt: int, limit: int) -> ApiError:
+    refusal = ApiError(
         400,
         "context_length_exceeded",
         f"This model's maximum context length is {limit} tokens; the request has {prompt} in its messages",
@@ -65,5 +65,5 @@ def context_exceeded(prompt: int, limit: int) -> Refusal:
     return refusal
 
 
-def engine_down(message: str) -> Refusal:
-    return Refusal(503, "engine_unavailable", message, "try again")
+def engine_down(message: str) -> ApiError:
+    return ApiError(503, "engine_unavailable", message, "try again")

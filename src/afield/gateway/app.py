@@ -15,10 +15,10 @@ from typing import Any
 
 from msgspec import structs
 
-from afield.errors import Conflict, Missing, Unavailable, UsageError, boundary
+from afield.errors import Conflict, NotFound, Unavailable, UsageError, boundary
 from afield.gateway import admin_api, side_calls, stored_responses
 from afield.gateway.api_error import (
-    Refusal,
+    ApiError,
     bad_request,
     conflict,
     engine_down,
@@ -26,7 +26,7 @@ from afield.gateway.api_error import (
     not_found,
     unauthorized,
 )
-from afield.gateway.dialects import Asked, Dialect, Dialects, Wish
+from afield.gateway.dialects import Dialect, Dialects, RawRequest, ResponseOptions
 from afield.gateway.dialects.base import PREFILL, idempotency_key
 from afield.gateway.dialects.models import models
 from afield.gateway.http import (
@@ -104,10 +104,10 @@ class App:
         for failure in broken:
             log.error("%s: %s\n%s", _asked(scope), failure.message, failure.traceback)
             if not answer.begun:  # else it breaks off, and the client sees that
-                refusal = Refusal(500, "internal_error", "the gateway failed at this request", "see its log")
+                refusal = ApiError(500, "internal_error", "the gateway failed at this request", "see its log")
                 await self._refuse(refusal, scope, answer)
 
-    async def _refuse(self, refusal: Refusal, scope: Scope, send: Send) -> None:
+    async def _refuse(self, refusal: ApiError, scope: Scope, send: Send) -> None:
         _, path = split_path(scope["path"])
         self._gateway.metrics.refused(refusal.status)
         shape = self._dialects.of_path(path).error if path.startswith(_AGENT) else admin_api.encode_error
@@ -128,7 +128,7 @@ class App:
                 await self._agent(session_id, path, scope, receive, send)
             else:
                 await self._control(path, scope, receive, send)
-        except (Refusal, Missing, Unavailable, OverflowError) as error:
+        except (ApiError, NotFound, Unavailable, OverflowError) as error:
             refusal = as_refusal(error)
             log.info("%s: %d %s", _asked(scope), refusal.status, refusal.message)
             await self._refuse(refusal, scope, send)
@@ -146,7 +146,7 @@ class App:
             session = await self._session(session_id, scope, KeyScope.INFER)
             with BodyBytes(session, limits.session_bytes) as held:
                 body = await read_body(scope, receive, limits.request_bytes, held=held)
-                asked = Asked(
+                asked = RawRequest(
                     path,
                     body,
                     match.parts,
@@ -212,7 +212,7 @@ class App:
             raise _out_of_scope(grant, needs, f"session {grant.session_id}")
         try:
             session = self._gateway.sessions.get(grant.session_id)
-        except Missing as gone:
+        except NotFound as gone:
             raise unauthorized("the session of this key no longer exists") from gone
         if session.row.nonce != grant.nonce:
             raise unauthorized("the session of this key was deleted; another has its id now")
@@ -253,7 +253,7 @@ class App:
         await send_json(send, status, value)
 
 
-async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
+async def _decode(dialect: Dialect, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     if len(asked.body) > LARGE:
         # What a session remembers belongs to the event loop.
         request, wish = await asyncio.to_thread(dialect.decode, structs.replace(asked, memo=None))
@@ -270,17 +270,17 @@ async def _decode(dialect: Dialect, asked: Asked) -> tuple[ModelRequest, Wish]:
     return request, wish
 
 
-def _out_of_scope(grant: Grant, needs: KeyScope, whose: str) -> Refusal:
+def _out_of_scope(grant: Grant, needs: KeyScope, whose: str) -> ApiError:
     log.warning("%s: a key without the scope %s was used for it", whose, needs)
     return forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
 
 
-def as_refusal(error: Exception) -> Refusal:
-    if isinstance(error, Refusal):
+def as_refusal(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
         return error
     if isinstance(error, OverflowError):
         return bad_request(f"a number is too large: {error}")
-    return not_found(str(error)) if isinstance(error, Missing) else engine_down(str(error))
+    return not_found(str(error)) if isinstance(error, NotFound) else engine_down(str(error))
 
 
 def without_path_key(scope: Scope) -> Scope:

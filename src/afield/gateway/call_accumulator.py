@@ -14,7 +14,7 @@ from afield.types import FinishReason, VersionSpan, check_cover
 CERTAIN = -5e-324
 
 
-class Partial:
+class CallAccumulator:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []

@@ -13,9 +13,9 @@ from typing import ParamSpec, TypeVar
 import msgspec
 from msgspec import structs
 
-from afield.chat import ChatTokens
+from afield.chat import ChatTokenizer
 from afield.gateway import prompts
-from afield.gateway.api_error import Refusal, bad_request, context_exceeded
+from afield.gateway.api_error import ApiError, bad_request, context_exceeded
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.session import Session
 from afield.types import Message, TurnStatus
@@ -25,33 +25,35 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-async def place(session: Session, tokens: ChatTokens, request: ModelRequest, most: int) -> prompts.Place:
+async def build_limited_prompt(
+    session: Session, tokens: ChatTokenizer, request: ModelRequest, most: int
+) -> prompts.Prompt:
     """`most` is how long a conversation the engine takes."""
     forest = session.forest
     try:
         if request.prompt is not None:
-            raw = prompts.locate_raw(forest, tokens, request.prompt)
+            raw = prompts.find_raw_parent(forest, tokens, request.prompt)
             if isinstance(raw.rest, str):
                 _check_size(_context(session, most), tokens, len(raw.rest))
             text, delta = await off_loop(len(raw.rest), prompts.render_raw, tokens, raw)
-            return prompts.place_raw(forest, raw, text, delta)
+            return prompts.build_raw_prompt(forest, raw, text, delta)
         if request.after is not None:
             request = _with_history(session, request)
         missed = frozenset(session.undelivered)
         again = missed | session.unsure | session.keyed(request.idempotency_key)
         clues = prompts.Clues(recall=session.recall, missed=missed, again=again, thread_of=session.thread_of)
-        spot = prompts.locate(forest, tokens, request, clues)
+        spot = prompts.find_parent(forest, tokens, request, clues)
         size = sum(map(_size, spot.new if spot.parent else spot.messages))
         if not spot.parent:
             size += sum(len(msgspec.json.encode(tool.raw)) for tool in request.tools)
         _check_size(_context(session, most), tokens, size)
         rendered = await off_loop(size, prompts.render, tokens, spot, request.tools)
-        return prompts.place(forest, spot, rendered, request)
+        return prompts.build_prompt(forest, spot, rendered, request)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the chat template refuses these messages: {error}") from error
 
 
-def limit(session: Session, request: ModelRequest, place: prompts.Place, most: int) -> int:
+def limit(session: Session, request: ModelRequest, place: prompts.Prompt, most: int) -> int:
     """How many tokens the call may sample: what context, session and client allow."""
     spec = session.row.spec
     context = _context(session, most)
@@ -75,7 +77,7 @@ def _with_history(session: Session, request: ModelRequest) -> ModelRequest:
     turn = session.forest[after] if after is not None and after in session.forest else None
     if turn is None or turn.status is not TurnStatus.COMMITTED or after in session.row.deleted_responses:
         name = f"previous response of turn {after!r}"
-        raise Refusal(400, "previous_response_not_found", f"{name} is not of this session")
+        raise ApiError(400, "previous_response_not_found", f"{name} is not of this session")
     history = [m for step in session.forest.path(turn.id) for m in step.messages]
     new = request.messages
     if new and new[0].role == "system":  # instructions are not inherited
@@ -88,7 +90,7 @@ def _context(session: Session, most: int) -> int:
     return min(most, session.row.spec.budget.context or most)
 
 
-def _check_size(context: int, tokens: ChatTokens, characters: int) -> None:
+def _check_size(context: int, tokens: ChatTokenizer, characters: int) -> None:
     """A text that cannot fit is not tokenised to find that out."""
     at_least = characters // tokens.longest_token
     if at_least > context:

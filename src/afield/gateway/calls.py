@@ -1,7 +1,8 @@
 """One model call, from a decoded request to a durable turn.
 
 The order is the promise: the intent is durable before the engine is asked; every chunk is folded into
-the turn before anything of it is emitted; `Done` is emitted only when the turn is durable. A call that
+the turn before anything of it is emitted; `CallFinished` is emitted only when the turn is durable. A call
+that
 ends any other way (the client left, the session was aborted, the engine broke) leaves its partial as
 an aborted turn. Non-streaming callers fold the same items.
 """
@@ -15,24 +16,31 @@ from contextlib import aclosing
 
 from msgspec import structs
 
-from afield.chat import ChatTokens, Event, Parser, ToolStart
+from afield.chat import ChatTokenizer, Event, Parser, ToolStart
 from afield.errors import Unavailable
 from afield.gateway import call_limits, constraints, prompts, requested_sampling
-from afield.gateway.api_error import Refusal, bad_request, engine_down
-from afield.gateway.call_accumulator import Partial
+from afield.gateway.api_error import ApiError, bad_request, engine_down
+from afield.gateway.call_accumulator import CallAccumulator
 from afield.gateway.images import Checker, image_spans
 from afield.gateway.metrics import Metrics
-from afield.gateway.model_request import NO_REASONING, Done, Item, ModelRequest, Piece, Started
+from afield.gateway.model_request import (
+    NO_REASONING,
+    CallDelta,
+    CallFinished,
+    CallStarted,
+    Item,
+    ModelRequest,
+)
 from afield.gateway.parameters import unsupported
 from afield.gateway.repeats import RETRY
 from afield.gateway.scores import Scores, Spoken
 from afield.gateway.session import ENGINE_FAILED, Reservation, Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.stops import StopStrings, sampled
-from afield.gateway.store import Store, TurnRow, to_its_end
+from afield.gateway.store import Store, TurnRow, shield_and_wait
 from afield.gateway.thinking import template_arguments
 from afield.gateway.turn_ids import call_id
-from afield.interfaces import Call, Chunk, Engine, EngineInfo, Image
+from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Image
 from afield.turn_tree import extend_digest
 from afield.types import Constraint, FinishReason, Message, Sampling, ToolCall, Turn, TurnStatus
 
@@ -51,7 +59,7 @@ class Calls:
         sessions: Sessions,
         engine: Engine,
         info: EngineInfo,
-        tokens: ChatTokens,
+        tokens: ChatTokenizer,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -74,7 +82,7 @@ class Calls:
             await self._take_images(session, request)
         self._sampling(session, request)
         tokens, request = await self._rendered_by(session, request)
-        place = await call_limits.place(session, tokens, request, self._info.max_context)
+        place = await call_limits.build_limited_prompt(session, tokens, request, self._info.max_context)
         limit = call_limits.limit(session, request, place, self._info.max_context)
         if request.only_score:
             for item in await self._score(session, request, place):
@@ -101,7 +109,7 @@ class Calls:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(session, request)
         tokens, request = await self._rendered_by(session, request)
-        place = await call_limits.place(session, tokens, request, self._info.max_context)
+        place = await call_limits.build_limited_prompt(session, tokens, request, self._info.max_context)
         return len(place.prompt_ids)
 
     def _sampling(self, session: Session, request: ModelRequest) -> Sampling:
@@ -111,7 +119,9 @@ class Calls:
         except (ValueError, OverflowError) as error:
             raise bad_request(str(error)) from error
 
-    async def _rendered_by(self, session: Session, request: ModelRequest) -> tuple[ChatTokens, ModelRequest]:
+    async def _rendered_by(
+        self, session: Session, request: ModelRequest
+    ) -> tuple[ChatTokenizer, ModelRequest]:
         """The tokens with the session's policies and the thinking that the request asks for."""
         tokens, spec = self._tokens, session.row.spec
         if request.reasoning is not NO_REASONING:
@@ -123,7 +133,7 @@ class Calls:
         return tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render), request
 
     async def _hold(
-        self, session: Session, tokens: ChatTokens, request: ModelRequest, asked: Sequence[str]
+        self, session: Session, tokens: ChatTokenizer, request: ModelRequest, asked: Sequence[str]
     ) -> tuple[ModelRequest, Constraint | None]:
         """The constraint of the reply; or the request without it, where the session says so."""
         names = [request.names.get(field, field) for field in asked]
@@ -175,14 +185,14 @@ class Calls:
             return False
         return certificate.tool_format is not None
 
-    def _unsupported(self, session: Session) -> Refusal:
+    def _unsupported(self, session: Session) -> ApiError:
         """Nothing of this request's own: whatever else the agent asks with tools is refused alike."""
-        refusal = Refusal(
+        refusal = ApiError(
             400,
             "unsupported_by_model",
             f"the chat template of {self._tokens.name!r} has no tool calls that can be read",
             "open sessions with render 'fold', call without tools, or use a model whose tool format is known"
-            " (afield certify MODEL)",
+            " (afield inspect-template MODEL)",
         )
         session.unsupported = refusal.text
         return refusal
@@ -192,9 +202,9 @@ class Calls:
     async def _again(
         self,
         session: Session,
-        tokens: ChatTokens,
+        tokens: ChatTokenizer,
         request: ModelRequest,
-        place: prompts.Place,
+        place: prompts.Prompt,
         limit: int,
         held: Constraint | None,
     ) -> list[Item]:
@@ -218,17 +228,17 @@ class Calls:
                 session.unsure.discard(turn.id)
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
-                started = Started(
+                started = CallStarted(
                     session.id, turn.id, place.prompt_ids, turn.started, owed=missed, sampling=turn.sampling
                 )
                 thought = await _thought(tokens, turn, reply)
-                end = Done(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
+                end = CallFinished(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
                 return [started, *pieces, end]
         return []
 
     def _pieces_again(
         self, request: ModelRequest, turn: Turn, scores: Scores | None, parser: Parser, stops: StopStrings
-    ) -> list[Piece]:
+    ) -> list[CallDelta]:
         """A turn as one chunk."""
         chunk = Chunk(
             token_ids=turn.token_ids,
@@ -239,7 +249,7 @@ class Calls:
             top_logprobs=scores.top if scores else (),
             prompt_logprobs=scores.prompt if scores else None,
         )
-        partial = Partial()
+        partial = CallAccumulator()
         chunk = partial.fold(chunk, turn.started)
         return self._pieces(chunk, partial, stops, turn.id, _spoken(request, parser))
 
@@ -250,7 +260,7 @@ class Calls:
         return scores if scores and scores.answers(*asked) else None
 
     def _readers(
-        self, tokens: ChatTokens, request: ModelRequest, held: Constraint | None
+        self, tokens: ChatTokenizer, request: ModelRequest, held: Constraint | None
     ) -> tuple[Parser, StopStrings]:
         verbatim = held is not None
         if request.prompt is not None:
@@ -263,7 +273,7 @@ class Calls:
 
     # --- prompts that are scored and not answered ------------------------------------------------
 
-    async def _score(self, session: Session, request: ModelRequest, place: prompts.Place) -> list[Item]:
+    async def _score(self, session: Session, request: ModelRequest, place: prompts.Prompt) -> list[Item]:
         """The log-probabilities of a prompt. It takes a call from the budget and leaves no turn: there is
         nothing that anybody sampled, but for the one token that engines want to be asked for."""
         n = session.charge(self._clock())
@@ -283,18 +293,18 @@ class Calls:
         turn = structs.replace(intent, status=TurnStatus.COMMITTED, finish_reason=FinishReason.LENGTH)
         scores = Scores(prompt_count=request.prompt_logprobs, prompt=scored)
         reply = Message(role="assistant")
-        started = Started(session.id, turn.id, place.prompt_ids, turn.started, False, turn.sampling)
-        piece = Piece((), (), [], prompt_logprobs=scored)
-        return [started, piece, Done(turn, reply, len(place.prompt_ids), scores=scores)]
+        started = CallStarted(session.id, turn.id, place.prompt_ids, turn.started, False, turn.sampling)
+        piece = CallDelta((), (), [], prompt_logprobs=scored)
+        return [started, piece, CallFinished(turn, reply, len(place.prompt_ids), scores=scores)]
 
     # --- sampling --------------------------------------------------------------------------------
 
     async def _sample(
         self,
         session: Session,
-        tokens: ChatTokens,
+        tokens: ChatTokenizer,
         request: ModelRequest,
-        place: prompts.Place,
+        place: prompts.Prompt,
         limit: int,
         reserved: Reservation,
         n: int,
@@ -302,7 +312,7 @@ class Calls:
     ) -> AsyncGenerator[Item]:
         """`limit` is how many tokens were asked for, `n` the number of the call."""
         intent = self._intent(session, request, place, limit, n, held)
-        partial = Partial()
+        partial = CallAccumulator()
         parser, stops = self._readers(tokens, request, held)
         spoken = _spoken(request, parser)
         await self._keep(session, request)
@@ -316,7 +326,9 @@ class Calls:
         self._metrics.began(intent)
         try:
             await self._note_intent(session, intent, n)
-            yield Started(session.id, intent.id, place.prompt_ids, intent.started, sampling=intent.sampling)
+            yield CallStarted(
+                session.id, intent.id, place.prompt_ids, intent.started, sampling=intent.sampling
+            )
             async for given in chunks:
                 now, before = self._clock(), len(partial.ids)
                 chunk = partial.fold(given, now)
@@ -338,7 +350,7 @@ class Calls:
                 scores = _scores(request, partial, spoken)
                 await self._commit(session, request, place, turn, n, scores)
                 thought = await _thought(tokens, turn, reply)
-                end = Done(turn, reply, asked, stops.found, thought, scores)
+                end = CallFinished(turn, reply, asked, stops.found, thought, scores)
                 for item in (*pieces, end):
                     yield item
                 return
@@ -360,7 +372,9 @@ class Calls:
             ended = turn or self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
             try:
                 await (
-                    chunks.aclose() if turn else to_its_end(self._abandon(session, request, ended, chunks, n))
+                    chunks.aclose()
+                    if turn
+                    else shield_and_wait(self._abandon(session, request, ended, chunks, n))
                 )
             finally:
                 reserved.release()
@@ -406,15 +420,15 @@ class Calls:
     def _pieces(
         self,
         chunk: Chunk,
-        partial: Partial,
+        partial: CallAccumulator,
         stops: StopStrings,
         turn_id: str,
         spoken: Spoken | None,
-    ) -> list[Piece]:
+    ) -> list[CallDelta]:
         """A chunk, or its tokens one by one, each with the places of the tokens whose text it tells."""
         if spoken is None:
             return [self._piece(chunk, partial, stops, turn_id)]
-        pieces: list[Piece] = []
+        pieces: list[CallDelta] = []
         last = len(chunk.token_ids) - 1
         for n, token in enumerate(chunk.token_ids):
             one = structs.replace(
@@ -432,7 +446,7 @@ class Calls:
             pieces.append(structs.replace(piece, spoken=spoken.tell(piece.events)))
         return pieces
 
-    def _piece(self, chunk: Chunk, partial: Partial, stops: StopStrings, turn_id: str) -> Piece:
+    def _piece(self, chunk: Chunk, partial: CallAccumulator, stops: StopStrings, turn_id: str) -> CallDelta:
         """What a chunk tells. What was sampled after a stop string is not recorded."""
         kept, events = stops.feed(chunk.token_ids)
         if chunk.finish or stops.hit:
@@ -441,7 +455,7 @@ class Calls:
             partial.trim(len(chunk.token_ids) - kept)
             partial.trim(stops.beyond(partial.ids))
             partial.finish = FinishReason.STOP
-        piece = Piece(chunk.token_ids[:kept], chunk.logprobs[:kept], self._named(events, turn_id))
+        piece = CallDelta(chunk.token_ids[:kept], chunk.logprobs[:kept], self._named(events, turn_id))
         if chunk.top_logprobs or chunk.prompt_logprobs is not None:
             top, prompt = chunk.top_logprobs[:kept], chunk.prompt_logprobs
             return structs.replace(piece, top_logprobs=top, prompt_logprobs=prompt)
@@ -455,14 +469,14 @@ class Calls:
             await self._store.put_images(session.id, new)
             session.images.update(image.digest for image in new)
 
-    def _images(self, session: Session, place: prompts.Place) -> tuple[Image, ...]:
+    def _images(self, session: Session, place: prompts.Prompt) -> tuple[Image, ...]:
         """All images of the conversation, in the order of their places in the prompt."""
         path = session.forest.path(place.parent) if place.parent else []
         messages = [m for turn in path for m in turn.messages] + list(place.new)
         digests = [image.digest for message in messages for image in message.images]
         return tuple(self._store.image(session.id, digest) for digest in digests)
 
-    def _image_places(self, session: Session, place: prompts.Place) -> tuple[int, ...]:
+    def _image_places(self, session: Session, place: prompts.Prompt) -> tuple[int, ...]:
         """Where the prompt has a placeholder that nobody sampled."""
         ids, spans = place.sent_ids or place.prompt_ids, []
         if place.parent:
@@ -475,15 +489,15 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: prompts.Place,
+        place: prompts.Prompt,
         room: int,
         turn_id: str,
         n: int,
         held: Constraint | None = None,
-    ) -> Call:
+    ) -> GenerateRequest:
         spec, sampling = session.row.spec, self._sampling(session, request)
         images = self._images(session, place) if self._info.images else ()
-        return Call(
+        return GenerateRequest(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
             prompt_ids=place.sent_ids or place.prompt_ids,
@@ -507,7 +521,7 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: prompts.Place,
+        place: prompts.Prompt,
         limit: int,
         n: int,
         held: Constraint | None = None,
@@ -545,7 +559,7 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: prompts.Place,
+        place: prompts.Prompt,
         turn: Turn,
         n: int,
         scores: Scores | None,
@@ -568,7 +582,7 @@ class Calls:
         with session.writing():
             writing = asyncio.ensure_future(self._store.put_turn(session.id, row))
             try:
-                await to_its_end(writing)
+                await shield_and_wait(writing)
             finally:
                 if writing.done() and not writing.cancelled() and writing.exception() is None:
                     then(row)
@@ -576,7 +590,7 @@ class Calls:
     def _ended(
         self,
         intent: Turn,
-        partial: Partial,
+        partial: CallAccumulator,
         status: TurnStatus,
         reply: Message | None,
         tags: tuple[str, ...] = (),
@@ -646,7 +660,7 @@ def _spoken(request: ModelRequest, parser: Parser) -> Spoken | None:
     return Spoken(parser.size) if request.by_token else None
 
 
-def _scores(request: ModelRequest, partial: Partial, spoken: Spoken | None) -> Scores | None:
+def _scores(request: ModelRequest, partial: CallAccumulator, spoken: Spoken | None) -> Scores | None:
     if not _asks_scores(request):
         return None
     return Scores(
@@ -658,7 +672,7 @@ def _scores(request: ModelRequest, partial: Partial, spoken: Spoken | None) -> S
     )
 
 
-async def _thought(tokens: ChatTokens, turn: Turn, reply: Message) -> int:
+async def _thought(tokens: ChatTokenizer, turn: Turn, reply: Message) -> int:
     """Counted id by id, and only where something was thought."""
     if not reply.reasoning:
         return 0

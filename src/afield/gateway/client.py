@@ -1,6 +1,7 @@
 """The Gateway seam over HTTP: what a collector in another process or on another machine uses.
 
-Every verb may be repeated, so a connection that breaks is tried again within `patience_s`; after that
+Every verb may be repeated, so a connection that breaks is tried again within `unavailable_timeout_s`; after
+that
 the error is Unavailable and names the gateway.
 """
 
@@ -16,9 +17,9 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from afield.errors import Conflict, Missing, Unavailable, UsageError
+from afield.errors import Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.header_keys import HeaderKeySpec, HeaderKeyTicket
-from afield.interfaces import Record, SessionSpec, SessionState, SessionTicket
+from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState
 from afield.types import Policy
 from afield.wire import Submission
 
@@ -47,10 +48,12 @@ class _Health(Struct):
 class HttpGateway:
     """With `delivers`, agents hand their outcomes to it: one that passes none on is refused at once."""
 
-    def __init__(self, url: str, admin_key: str, *, patience_s: float = 10.0, delivers: bool = False) -> None:
+    def __init__(
+        self, url: str, admin_key: str, *, unavailable_timeout_s: float = 10.0, delivers: bool = False
+    ) -> None:
         self._url = url.rstrip("/")
         self._admin_key = admin_key
-        self._patience_s = patience_s
+        self._patience_s = unavailable_timeout_s
         self._delivers = delivers
 
     async def __aenter__(self) -> Self:
@@ -92,8 +95,8 @@ class HttpGateway:
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
             return _Health()
 
-    async def open(self, spec: SessionSpec) -> SessionTicket:
-        return await self._ask("POST", "/sessions", SessionTicket, spec)
+    async def open(self, spec: SessionSpec) -> SessionCredentials:
+        return await self._ask("POST", "/sessions", SessionCredentials, spec)
 
     async def create_key(self, spec: HeaderKeySpec) -> HeaderKeyTicket:
         """A key that opens a session for each value of a header. The same id and spec give the same key."""
@@ -130,8 +133,8 @@ class HttpGateway:
     async def abort(self, session_id: str, reason: str) -> None:
         await self._ask("POST", f"/sessions/{session_id}/abort", SessionState, {"reason": reason})
 
-    async def finalize(self, session_id: str) -> Record:
-        return await self._ask("POST", f"/sessions/{session_id}/finalize", Record)
+    async def finalize(self, session_id: str) -> SessionRecord:
+        return await self._ask("POST", f"/sessions/{session_id}/finalize", SessionRecord)
 
     async def submission(self, session_id: str) -> Submission | None:
         try:
@@ -178,7 +181,7 @@ def _error(status: int, answer: bytes, url: str) -> Exception:
     if status == 409:
         return Conflict(message)
     if status == 404:
-        return Missing(message)
+        return NotFound(message)
     if status in (401, 403):
         return UsageError(f"the gateway refuses the admin key: {message}")
     kind = UsageError if status < 500 else Unavailable

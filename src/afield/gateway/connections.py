@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from afield.gateway.api_error import Refusal
+from afield.gateway.api_error import ApiError
 
 log = logging.getLogger("afield.gateway")
 
@@ -33,7 +33,7 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Seconds for the body of a request, besides what its size allows (default: 30)."""
     body_rate: float = 4096.0
     """Bytes per second that a longer body must come at (default: 4,096)."""
-    sweep_s: float = 2.0
+    poll_interval_s: float = 2.0
     """Seconds between two sweeps (default: 2)."""
 
 
@@ -48,10 +48,10 @@ class Connections:
     async def sweep(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(self.limits.sweep_s)
+            await asyncio.sleep(self.limits.poll_interval_s)
             for connection in [one for one in self.open if one.waits]:
                 connection.sweeps += 1
-                if connection.sweeps * self.limits.sweep_s > connection.allowed_s():
+                if connection.sweeps * self.limits.poll_interval_s > connection.allowed_s():
                     connection.time_out()
 
 
@@ -85,7 +85,7 @@ class LimitedHttp(HttpToolsProtocol):
             part = "body" if self._in_body else "head"
             message = f"the {part} of the request did not come within {self.allowed_s():g} s"
             log.info("connection from %s closed: %s", self._address, message)
-            self._say(Refusal(408, "request_timeout", message, "send it faster"))
+            self._say(ApiError(408, "request_timeout", message, "send it faster"))
         self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -100,7 +100,7 @@ class LimitedHttp(HttpToolsProtocol):
         if self._all.by_address[self._address] > most:
             message = f"{self._address} has {most} connections, the most allowed"
             log.warning("connection refused: %s", message)
-            self._say(Refusal(503, "too_many_connections", message, "close some, or try again"))
+            self._say(ApiError(503, "too_many_connections", message, "close some, or try again"))
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -137,7 +137,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.waits = self._address is not None and not answers_next
         super().on_response_complete()
 
-    def _say(self, refusal: Refusal) -> None:
+    def _say(self, refusal: ApiError) -> None:
         body = msgspec.json.encode(
             {"error": {"type": refusal.code, "message": refusal.message, "hint": refusal.hint}}
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from afield.chat import ChatTokens, Tool, reply_grammar
+from afield.chat import ChatTokenizer, Tool, reply_grammar
 from afield.chat.reply_grammar import ANY_OBJECT, CallSpec, Element
 from afield.exclusions import ExclusionReason
 from afield.gateway.model_request import ModelRequest, OutputFormat
@@ -77,7 +77,7 @@ def _may_call(request: ModelRequest) -> bool:
     return request.may_call and bool(request.tools)
 
 
-def constraint(tokens: ChatTokens, request: ModelRequest) -> Constraint:
+def constraint(tokens: ChatTokenizer, request: ModelRequest) -> Constraint:
     """For a request with something `wanted`. ValueError, with the reason, for what cannot be enforced."""
     grammar = _kept(
         tokens,
@@ -112,7 +112,7 @@ def _tools_key(tools: Sequence[Tool]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _kept(
-    tokens: ChatTokens,
+    tokens: ChatTokenizer,
     output: OutputFormat | None,
     tools: bytes,
     forced: bool,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from afield.turn_tree import Forest, arguments_value, extend_digest
+from afield.turn_tree import TurnTree, arguments_value, extend_digest
 from afield.types import Message, ToolCall, Turn, TurnStatus
 
 
-def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ...]:
+def recognised(forest: TurnTree, messages: Sequence[Message]) -> tuple[Message, ...]:
     if not any(message.tool_calls for message in messages):
         return tuple(messages)
     out: list[Message] = []
@@ -33,7 +33,7 @@ def recognised(forest: Forest, messages: Sequence[Message]) -> tuple[Message, ..
     return tuple(out)
 
 
-def turn_of(forest: Forest, message: Message) -> Turn | None:
+def turn_of(forest: TurnTree, message: Message) -> Turn | None:
     """The one turn all calls of an assistant message belong to."""
     if message.role != "assistant" or not message.tool_calls:
         return None
@@ -41,7 +41,7 @@ def turn_of(forest: Forest, message: Message) -> Turn | None:
     return turns[0] if all(turn is not None and turn is turns[0] for turn in turns) else None
 
 
-def _begun(forest: Forest, messages: Sequence[Message], at: int) -> Turn | None:
+def _begun(forest: TurnTree, messages: Sequence[Message], at: int) -> Turn | None:
     """The turn whose text stands in a message of its own, right before the one with its calls."""
     text, rest = messages[at], messages[at + 1 : at + 2]
     if text.role != "assistant" or text.tool_calls or not rest:
@@ -51,7 +51,7 @@ def _begun(forest: Forest, messages: Sequence[Message], at: int) -> Turn | None:
     return turn if turn and said and said == turn.messages[-1].content.strip() else None
 
 
-def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: int) -> int:
+def _end_of_turn(forest: TurnTree, turn: Turn, messages: Sequence[Message], at: int) -> int:
     """Where the messages that carry this turn and its results end."""
     ours = {call.id for call in turn.messages[-1].tool_calls}
     text = messages[at].content.strip()
@@ -65,7 +65,7 @@ def _end_of_turn(forest: Forest, turn: Turn, messages: Sequence[Message], at: in
     return end
 
 
-def moved(forest: Forest, turn: Turn, message: Message) -> bool:
+def moved(forest: TurnTree, turn: Turn, message: Message) -> bool:
     """Whether a message is the text of a turn, behind its calls, and no next turn with the same words."""
     said = message.content.strip()
     if message.role != "assistant" or message.tool_calls or not said:
@@ -76,7 +76,7 @@ def moved(forest: Forest, turn: Turn, message: Message) -> bool:
     return all(child.messages[-1].content.strip() != said for child in children)
 
 
-def _carries(forest: Forest, turn: Turn, ours: set[str], message: Message) -> bool:
+def _carries(forest: TurnTree, turn: Turn, ours: set[str], message: Message) -> bool:
     if message.role == "tool":
         return message.tool_call_id in ours
     return message.role == "assistant" and turn_of(forest, message) is turn
@@ -118,7 +118,7 @@ def _same_call(ours: ToolCall, theirs: ToolCall) -> bool:
 
 
 def match_replies(
-    forest: Forest, start: str, messages: Sequence[Message]
+    forest: TurnTree, start: str, messages: Sequence[Message]
 ) -> tuple[tuple[Message, ...], list[str]]:
     """The messages, with a reply in the place of one that tells its reasoning as text; and their digests."""
     out: list[Message] = []
@@ -135,7 +135,7 @@ def match_replies(
     return tuple(out), digests
 
 
-def _thinking_aloud(forest: Forest, asked: str, message: Message) -> Message | None:
+def _thinking_aloud(forest: TurnTree, asked: str, message: Message) -> Message | None:
     for turn in reversed(forest.asked(asked)):
         reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
         if reply is None or not reply.reasoning.strip():

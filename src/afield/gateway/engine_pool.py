@@ -2,7 +2,8 @@
 
 A session stays on its worker while that is healthy; a new one goes where least is in flight. When a worker
 breaks, its calls go on elsewhere from where they were, and the consumer only sees more chunks. A call fails
-with Unavailable when it broke `tries` times, or nobody could take it for `patience_s`; both messages say
+with Unavailable when it broke `tries` times, or nobody could take it for `unavailable_timeout_s`; both
+messages say
 what was tried. `pause` closes the gate for new calls; those in flight are kept, drained, or cut and resumed.
 """
 
@@ -17,11 +18,11 @@ from typing import Any, Literal, Self
 
 from afield.errors import Unavailable, UsageError
 from afield.gateway.queue_time import QueueWatch
-from afield.gateway.resumable_call import Flight
-from afield.gateway.waiting_time import Line
-from afield.gateway.worker_registry import Roster
-from afield.gateway.workers import Standing, Worker, WorkerInfo
-from afield.interfaces import Call, Chunk, Engine, EngineInfo, Freezing
+from afield.gateway.resumable_call import ResumableCall
+from afield.gateway.waiting_time import QueueTime
+from afield.gateway.worker_registry import WorkerRegistry
+from afield.gateway.workers import Worker, WorkerHealth, WorkerInfo
+from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Pausable
 from afield.interfaces.engine import LogprobMode
 
 log = logging.getLogger("afield.gateway")
@@ -35,7 +36,7 @@ async def ask_info(engine: Engine) -> EngineInfo:
     return await engine.info()
 
 
-class Pool:
+class EnginePool:
     """`waiting` calls stand at the gate or look for a worker; `failovers` counts pieces that broke off."""
 
     def __init__(
@@ -45,7 +46,7 @@ class Pool:
         connect: Callable[[str, str], Engine] | None = None,
         check: Callable[[Engine], Awaitable[EngineInfo]] = ask_info,
         tries: int = 5,
-        patience_s: float = 20.0,
+        unavailable_timeout_s: float = 20.0,
         drain_s: float = 600.0,
         start_timeout_s: float = 0.0,
     ) -> None:
@@ -53,16 +54,16 @@ class Pool:
 
         For `start_timeout_s` it is waited at the start for the first worker that answers.
         """
-        self._roster = Roster(workers, check)
+        self._roster = WorkerRegistry(workers, check)
         self._connect = connect
-        self._tries, self._patience_s, self._drain_s = tries, patience_s, drain_s
+        self._tries, self._patience_s, self._drain_s = tries, unavailable_timeout_s, drain_s
         self._start_timeout_s = start_timeout_s
         self._homes: OrderedDict[str, Worker] = OrderedDict()
         self._open = asyncio.Event()
         self._watched = 0  # how many wait for calls to end
         self.waiting = 0
         self.failovers = 0
-        self.line = Line()
+        self.line = QueueTime()
 
     async def __aenter__(self) -> Self:
         await self._roster.start(self._start_timeout_s)
@@ -133,8 +134,8 @@ class Pool:
 
     # --- calls ------------------------------------------------------------------------------------
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        flight = Flight(call)
+    async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
+        flight = ResumableCall(call)
         while True:
             worker = await self._place(call, flight)
             try:
@@ -166,7 +167,7 @@ class Pool:
     def _room(self) -> int:
         return min(worker.facts.max_context for worker in self._workers if worker.facts is not None)
 
-    async def _step(self, worker: Worker, flight: Flight) -> Chunk | None:
+    async def _step(self, worker: Worker, flight: ResumableCall) -> Chunk | None:
         """The next chunk, or None when this piece is over and the call is not."""
         while True:
             try:
@@ -188,14 +189,14 @@ class Pool:
             if (shown := flight.fold(chunk)) is not None:
                 return shown
 
-    def _count(self, flight: Flight, what: str) -> None:
+    def _count(self, flight: ResumableCall, what: str) -> None:
         flight.failures.append(what)
         if len(flight.failures) >= self._tries:
             raise Unavailable(f"given up after {self._tries} tries: {'; '.join(flight.failures)}")
         self.failovers += 1
         log.warning("a call goes on after %d tokens; %s", flight.sampled, what)
 
-    async def _place(self, call: Call, flight: Flight) -> Worker:
+    async def _place(self, call: GenerateRequest, flight: ResumableCall) -> Worker:
         """A worker that is up, reserved: the choice and the reservation are one step."""
         self._check_running()
         if not self._open.is_set() or self._choice(call) is None:
@@ -213,7 +214,7 @@ class Pool:
         worker.calls += 1
         return worker
 
-    async def _wait_for_worker(self, call: Call, flight: Flight) -> None:
+    async def _wait_for_worker(self, call: GenerateRequest, flight: ResumableCall) -> None:
         while True:
             await self._open.wait()
             with suppress(TimeoutError):
@@ -229,10 +230,10 @@ class Pool:
             wants = " that takes images" if call.images else ""
             raise Unavailable(f"no worker{wants} for {self._patience_s:g} s: {aside or 'none there'}{tried}")
 
-    def _settled(self, call: Call) -> bool:
+    def _settled(self, call: GenerateRequest) -> bool:
         return self._choice(call) is not None or not self._open.is_set() or not self._roster.running
 
-    def _choice(self, call: Call) -> Worker | None:
+    def _choice(self, call: GenerateRequest) -> Worker | None:
         home = self._homes.get(call.session_id)
         if home is not None and home.takes(call.images):
             return home
@@ -270,7 +271,7 @@ class Pool:
     async def remove(self, id: str) -> None:
         """Its calls in flight go on elsewhere."""
         worker = self._roster.named(id)
-        worker.standing = Standing.LEAVING
+        worker.standing = WorkerHealth.LEAVING
         await self._interrupt(worker)
         await self._until(lambda: not worker.flights, f"the calls on {id} to leave it")
         await self._roster.drop(worker)
@@ -299,21 +300,21 @@ class Pool:
 
     async def resume(self) -> None:
         for worker in self._workers:
-            if worker.frozen and isinstance(worker.engine, Freezing):
+            if worker.frozen and isinstance(worker.engine, Pausable):
                 worker.frozen, worker.thawing = False, True
                 for flight in worker.flights:
                     self.line.leave(flight.session_id, flight)
                 try:
-                    await worker.thaw()
+                    await worker.resume()
                     if worker.unheard:
-                        await self._roster.hear(worker)
+                        await self._roster.check_weights(worker)
                 except (Unavailable, ValueError) as error:
                     self._roster.set_aside(worker, f"it did not resume: {error}")
         self._open.set()
         await self._roster.tell()
 
     async def _freeze(self, worker: Worker) -> None:
-        if not isinstance(worker.engine, Freezing):
+        if not isinstance(worker.engine, Pausable):
             return
         try:
             await worker.engine.pause()

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from afield.errors import Conflict
-from afield.gateway.api_error import Refusal, bad_request, conflict, unauthorized
+from afield.gateway.api_error import ApiError, bad_request, conflict, unauthorized
 from afield.gateway.http import Scope as HttpScope
 from afield.gateway.http import header
 from afield.gateway.session import Phase, Session
@@ -191,7 +191,7 @@ class HeaderKeys:
         opening = self._opening.setdefault(row.id, set())
         opened = self._store.count_open(row.id) + len(opening - {session_id})
         if opened >= row.spec.max_open:
-            refusal = Refusal(
+            refusal = ApiError(
                 429,
                 "too_many_sessions",
                 f"key {row.id} has {opened} open sessions, as many as it may",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from afield.gateway.api_error import Refusal, bad_request
+from afield.gateway.api_error import ApiError, bad_request
 from afield.types import Image, ImageSpan
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _on_white(picture: Picture) -> Picture:
     return Pillow.alpha_composite(ground, picture).convert("RGB")
 
 
-def _refused(where: str, told: str, remedy: str) -> Refusal:
+def _refused(where: str, told: str, remedy: str) -> ApiError:
     return bad_request(f"{where}: the image {told}", remedy)
 
 

@@ -1,7 +1,8 @@
 """A model call in no dialect: what is asked, and what comes of it, item by item.
 
 Dialects decode into `ModelRequest` and are views of the items; `calls` runs the one and yields the
-others. A call gives `Started`, then `Piece`s, then `Done`; without `Done` nothing was committed.
+others. A call gives `CallStarted`, then `CallDelta`s, then `CallFinished`; without `CallFinished` nothing
+was committed.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     image_places: Mapping[str, str] = NO_PLACES
 
 
-class Started(Struct, frozen=True):
+class CallStarted(Struct, frozen=True):
     """`owed`: the turn counts as missed if its client leaves before the end; not so when another has it."""
 
     session_id: str
@@ -106,7 +107,7 @@ class Started(Struct, frozen=True):
     """What the call is sampled with."""
 
 
-class Piece(Struct, frozen=True):
+class CallDelta(Struct, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     events: list[Event]
@@ -116,7 +117,7 @@ class Piece(Struct, frozen=True):
     """Places in the turn of the tokens whose text the events tell, where `by_token` asks for it."""
 
 
-class Done(Struct, frozen=True):
+class CallFinished(Struct, frozen=True):
     """`stop` is the client's stop string that ended the reply, if one did; `thought` the sampled tokens of it
     that are reasoning."""
 
@@ -128,4 +129,4 @@ class Done(Struct, frozen=True):
     scores: Scores | None = None
 
 
-Item = Started | Piece | Done
+Item = CallStarted | CallDelta | CallFinished

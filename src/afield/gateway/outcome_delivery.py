@@ -12,9 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from afield.errors import AfieldError, Missing, Unavailable
+from afield.errors import AfieldError, NotFound, Unavailable
 from afield.gateway import outcomes
-from afield.gateway.api_error import Refusal
+from afield.gateway.api_error import ApiError
 from afield.gateway.session import Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Delivery, SessionRow, Store
@@ -28,7 +28,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 AT_ONCE = 16
 
 
-class Outbox:
+class OutcomeDelivery:
     """`invocation` says where an outcome of a session goes; the transport is entered by whoever made it."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def bring(self, session: Session) -> None:
+    async def deliver(self, session: Session) -> None:
         """Returns when the session's outcome stands, or nothing is due; else says why it does not."""
         if session.row.delivery is Delivery.DUE:
             await self._told(session.id, self._brought(session))
@@ -144,7 +144,7 @@ class Outbox:
     async def _bring_by_id(self, session_id: str) -> None:
         try:
             session = self._sessions.get(session_id)
-        except Missing:
+        except NotFound:
             return  # deleted meanwhile
         if session.row.delivery == Delivery.DUE:
             await self._brought(session)
@@ -157,13 +157,13 @@ def _waiting(row: SessionRow, record: OutcomeRecord) -> Waiting:
     return Waiting(rollout, Attempt(outcome.rollout_id, outcome.attempt))
 
 
-def _refused(session_id: str, why: str) -> Refusal:
+def _refused(session_id: str, why: str) -> ApiError:
     told = f"the outcome of {session_id} does not count: {why}"
-    return Refusal(409, "outcome_refused", told, "it is kept apart; another attempt may be under way")
+    return ApiError(409, "outcome_refused", told, "it is kept apart; another attempt may be under way")
 
 
-def _unavailable(session_id: str, error: AfieldError) -> Refusal:
+def _unavailable(session_id: str, error: AfieldError) -> ApiError:
     told = f"the outcome of {session_id} is kept here, but not yet in the store: {error}"
-    refusal = Refusal(503, "store_unavailable", told, "ask again for whether it counts; it is not lost")
+    refusal = ApiError(503, "store_unavailable", told, "ask again for whether it counts; it is not lost")
     refusal.retry_after_s = 1.0
     return refusal

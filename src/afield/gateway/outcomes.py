@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 
 from afield import wire
 from afield.errors import WireError
-from afield.gateway.api_error import Refusal, bad_request, conflict
+from afield.gateway.api_error import ApiError, bad_request, conflict
 from afield.gateway.http import MAX_BODY, json_body
 from afield.gateway.store import FailedVerdict, SessionRow
 from afield.interfaces import SessionSpec
@@ -231,7 +231,7 @@ def _check_new(row: SessionRow, new: dict[str, Any], count: int, turns: Turns, l
     if count > limits.rewards:
         told = f"session {row.id} has {limits.rewards} rewards, and takes no more"
         more = "give fewer, or start the gateway with --max-rewards, or a run with --set max_rewards=N"
-        raise Refusal(429, "too_many_rewards", told, more)
+        raise ApiError(429, "too_many_rewards", told, more)
     if "turn" in new:
         turns.check(row.id, new["turn"])
 

@@ -19,10 +19,10 @@ from functools import lru_cache
 
 from msgspec import Struct, structs
 
-from afield.chat import ChatTokens, Tool
+from afield.chat import ChatTokenizer, Tool
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.request_cache import Recall
-from afield.turn_tree import Forest, chain
+from afield.turn_tree import TurnTree, chain
 from afield.types import Link, Message, Turn, TurnStatus
 
 RAW = "raw"
@@ -30,7 +30,7 @@ _LATEST = 16  # turns that a new conversation may come from
 _QUOTED = 24  # characters of a reply that, found again in a new conversation, are no coincidence
 
 
-class Spot(Struct, frozen=True, kw_only=True):
+class Match(Struct, frozen=True, kw_only=True):
     """Where a request stands in the forest, before anything is rendered."""
 
     root: str
@@ -49,7 +49,7 @@ class Spot(Struct, frozen=True, kw_only=True):
         return self.digests[-1]
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class Prompt(Struct, frozen=True, kw_only=True):
     """A spot with the ids that are sent."""
 
     root: str
@@ -79,7 +79,7 @@ class Clues(Struct, frozen=True, kw_only=True):
     """The client's own name for the conversation that a turn was asked in."""
 
 
-def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, clues: Clues) -> Spot:
+def find_parent(forest: TurnTree, tokens: ChatTokenizer, request: ModelRequest, clues: Clues) -> Match:
     spot = _locate(forest, tokens, request, None, clues)
     if len(rest := _without_empty(spot.new)) < len(spot.new):
         # Some clients put an empty turn that nobody sampled before the one that was. Where leaving it out
@@ -91,12 +91,12 @@ def locate(forest: Forest, tokens: ChatTokens, request: ModelRequest, clues: Clu
 
 
 def _locate(
-    forest: Forest,
-    tokens: ChatTokens,
+    forest: TurnTree,
+    tokens: ChatTokenizer,
     request: ModelRequest,
     messages: tuple[Message, ...] | None,
     clues: Clues,
-) -> Spot:
+) -> Match:
     root, tools_digest = _heads.of(tokens, request.tools)
     if messages is None:
         messages, digests = clues.recall.read(forest, root, request.messages)
@@ -105,7 +105,7 @@ def _locate(
     named = hints(forest, request, messages)
     apart = _apart(request.thread, clues)
     depth, parent = forest.find(digests, named, clues.missed, messages, apart, clues.again) or (0, None)
-    return Spot(
+    return Match(
         root=root,
         messages=messages,
         tools_digest=tools_digest,
@@ -132,9 +132,11 @@ class _Heads:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._known: OrderedDict[tuple[int, int], tuple[ChatTokens, Sequence[Tool], str, str]] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int], tuple[ChatTokenizer, Sequence[Tool], str, str]] = (
+            OrderedDict()
+        )
 
-    def of(self, tokens: ChatTokens, tools: Sequence[Tool]) -> tuple[str, str]:
+    def of(self, tokens: ChatTokenizer, tools: Sequence[Tool]) -> tuple[str, str]:
         key = (id(tokens), id(tools))  # both are held below, so an id is not used again
         if (known := self._known.get(key)) is None:
             known = self._known[key] = (tokens, tools, tokens.root_key(tools), digest_of(tools))
@@ -146,7 +148,7 @@ class _Heads:
 _heads = _Heads(256)
 
 
-def hints(forest: Forest, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
+def hints(forest: TurnTree, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
     """Turns the client names: by the marks it echoed, and by the ids of their tool calls."""
     yield from (hint for hint in request.hints if hint in forest)
     for message in messages:
@@ -164,7 +166,7 @@ class Rendered(Struct, frozen=True):
     """The rules by which the new messages were changed to suit the template."""
 
 
-def render(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> Rendered:
+def render(tokens: ChatTokenizer, spot: Match, tools: Sequence[Tool]) -> Rendered:
     """The cost is that of the new messages, unless they need T3 or T4. Touches nothing that changes, so
     that it may run in a thread."""
     if spot.parent is not None and spot.new:
@@ -173,12 +175,12 @@ def render(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> Rendered:
             tier, delta = followed
             return Rendered(tier, tuple(delta), tokens.rules_applied(spot.new))
     ids, rules = tokens.render_by_rules(spot.messages, tools)
-    return Rendered("T4", tuple(ids), rules)
+    return Rendered("full", tuple(ids), rules)
 
 
-def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest) -> Place:
+def build_prompt(forest: TurnTree, spot: Match, rendered: Rendered, request: ModelRequest) -> Prompt:
     links = _links(forest, spot, request)
-    if rendered.tier == "T4":
+    if rendered.tier == "full":
         if spot.parent is not None and not links:
             links = (Link("fork", spot.parent.id),)
         return _place(spot, None, rendered, rendered.ids, spot.messages, links)
@@ -192,14 +194,14 @@ def place(forest: Forest, spot: Spot, rendered: Rendered, request: ModelRequest)
 
 
 def _place(
-    spot: Spot,
+    spot: Match,
     parent: str | None,
     rendered: Rendered,
     prompt: tuple[int, ...],
     new: tuple[Message, ...],
     links: tuple[Link, ...],
-) -> Place:
-    return Place(
+) -> Prompt:
+    return Prompt(
         root=spot.root,
         parent=parent,
         delta_ids=rendered.ids,
@@ -213,7 +215,7 @@ def _place(
     )
 
 
-def _follow(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
+def _follow(tokens: ChatTokenizer, spot: Match, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
     """The ids of the new messages behind the parent's turn, and the tier that gave them."""
     assert spot.parent is not None
     sampled = spot.parent.token_ids
@@ -226,10 +228,10 @@ def _follow(tokens: ChatTokens, spot: Spot, tools: Sequence[Tool]) -> tuple[str,
             return appended
     history = spot.messages[: spot.depth]
     spliced = tokens.splice(history, spot.new, truncated=truncated, tools=tools)
-    return ("T3", spliced) if spliced is not None else None
+    return ("splice", spliced) if spliced is not None else None
 
 
-def _named(spot: Spot) -> list[Message]:
+def _named(spot: Match) -> list[Message]:
     """Results with the names of the tools they come from, for templates that want them."""
     names = {call.id: call.name for message in spot.messages for call in message.tool_calls}
     return [
@@ -243,7 +245,7 @@ def _named(spot: Spot) -> list[Message]:
 # --- links ---------------------------------------------------------------------------------------
 
 
-def _links(forest: Forest, spot: Spot, request: ModelRequest) -> tuple[Link, ...]:
+def _links(forest: TurnTree, spot: Match, request: ModelRequest) -> tuple[Link, ...]:
     if not len(forest):
         return ()
     if gone := [t for t in forest.asked(spot.asked) if t.status is TurnStatus.ABORTED]:
@@ -262,7 +264,7 @@ def _links(forest: Forest, spot: Spot, request: ModelRequest) -> tuple[Link, ...
     return ()
 
 
-def _edited(forest: Forest, spot: Spot) -> Turn | None:
+def _edited(forest: TurnTree, spot: Match) -> Turn | None:
     """The turn whose place an assistant message takes that nobody sampled."""
     for at in range(len(spot.messages) - 1, max(spot.depth, 1) - 1, -1):
         if spot.messages[at].role == "assistant":
@@ -272,19 +274,19 @@ def _edited(forest: Forest, spot: Spot) -> Turn | None:
     return None
 
 
-def _compacted(forest: Forest, spot: Spot) -> Turn | None:
+def _compacted(forest: TurnTree, spot: Match) -> Turn | None:
     """The turn whose reply, usually a summary, somebody else's message quotes."""
     texts = [message.content for message in spot.messages if message.role in ("user", "tool", "developer")]
     return next((turn for turn, said in _replies(forest) if any(said in text for text in texts)), None)
 
 
-def _repeated(forest: Forest, spot: Spot) -> Turn | None:
+def _repeated(forest: TurnTree, spot: Match) -> Turn | None:
     """The turn whose reply stands in a conversation under another head: other tools, another beginning."""
     texts = {message.content.strip() for message in spot.messages if message.role == "assistant"}
     return next((turn for turn, said in _replies(forest) if said in texts), None)
 
 
-def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
+def _replies(forest: TurnTree) -> Iterator[tuple[Turn, str]]:
     """The latest ones that are long enough to be known again."""
     for turn in forest.latest(_LATEST):
         if turn.status is TurnStatus.COMMITTED and turn.messages:
@@ -293,7 +295,7 @@ def _replies(forest: Forest) -> Iterator[tuple[Turn, str]]:
                 yield turn, said
 
 
-def _waiting(forest: Forest, spot: Spot) -> Turn | None:
+def _waiting(forest: TurnTree, spot: Match) -> Turn | None:
     """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
     answered = {message.tool_call_id for message in spot.messages}
     for turn in forest.latest(_LATEST):
@@ -305,7 +307,7 @@ def _waiting(forest: Forest, spot: Spot) -> Turn | None:
     return None
 
 
-def _other_head(forest: Forest, spot: Spot) -> bool:
+def _other_head(forest: TurnTree, spot: Match) -> bool:
     """Whether tools or system message are other than those of every conversation so far."""
     head = _system(spot.messages)
     return all(turn.root != spot.root or _system(turn.messages) != head for turn in forest.roots)
@@ -318,7 +320,7 @@ def _system(messages: Sequence[Message]) -> str:
 # --- raw prompts ---------------------------------------------------------------------------------
 
 
-class RawSpot(Struct, frozen=True):
+class RawMatch(Struct, frozen=True):
     """Where a prompt without messages stands: the turn whose prompt and reply it repeats, and the rest."""
 
     root: str
@@ -326,7 +328,7 @@ class RawSpot(Struct, frozen=True):
     rest: str | tuple[int, ...]
 
 
-def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]) -> RawSpot:
+def find_raw_parent(forest: TurnTree, tokens: ChatTokenizer, prompt: str | tuple[int, ...]) -> RawMatch:
     root = hashlib.blake2b(f"{RAW}/{tokens.root_key(())}".encode(), digest_size=16).hexdigest()
     turns = [t for t in forest.turns if t.root == root and t.status is TurnStatus.COMMITTED]
     turns.sort(key=lambda turn: forest.length(turn.id), reverse=True)
@@ -335,18 +337,18 @@ def locate_raw(forest: Forest, tokens: ChatTokens, prompt: str | tuple[int, ...]
         if len(known) < len(prompt) and prompt[: len(known)] == known:
             rest = prompt[len(known) :]
             if isinstance(rest, tuple) or _spells_the_end(tokens, turn, rest):
-                return RawSpot(root, turn, rest)
-    return RawSpot(root, None, prompt)
+                return RawMatch(root, turn, rest)
+    return RawMatch(root, None, prompt)
 
 
-def _spells_the_end(tokens: ChatTokens, turn: Turn, rest: str) -> bool:
+def _spells_the_end(tokens: ChatTokenizer, turn: Turn, rest: str) -> bool:
     """Whether a text goes on behind all that a turn sampled. Clients are not shown how a turn ended: a prompt
     that does not spell its end has none, and is another one than that which the turn belongs to."""
     last = turn.token_ids[-1:]
     return not last or last[0] not in tokens.stop_ids or rest.startswith(tokens.decode(last))
 
 
-def render_raw(tokens: ChatTokens, spot: RawSpot) -> tuple[str, tuple[int, ...]]:
+def render_raw(tokens: ChatTokenizer, spot: RawMatch) -> tuple[str, tuple[int, ...]]:
     """What is new, as text and as ids."""
     if isinstance(spot.rest, str):
         ids = tuple(tokens.encode_raw(spot.rest))
@@ -357,9 +359,9 @@ def render_raw(tokens: ChatTokens, spot: RawSpot) -> tuple[str, tuple[int, ...]]
     return tokens.decode(spot.rest), spot.rest
 
 
-def place_raw(forest: Forest, spot: RawSpot, text: str, delta: tuple[int, ...]) -> Place:
+def build_raw_prompt(forest: TurnTree, spot: RawMatch, text: str, delta: tuple[int, ...]) -> Prompt:
     whole = forest.ids(spot.parent.id, delta) if spot.parent else delta
-    return Place(
+    return Prompt(
         root=spot.root,
         parent=spot.parent.id if spot.parent else None,
         delta_ids=delta,
@@ -371,13 +373,13 @@ def place_raw(forest: Forest, spot: RawSpot, text: str, delta: tuple[int, ...]) 
     )
 
 
-def _raw_text(forest: Forest, tokens: ChatTokens, turn: Turn) -> str:
+def _raw_text(forest: TurnTree, tokens: ChatTokenizer, turn: Turn) -> str:
     path = forest.path(turn.id)
     return "".join(t.messages[0].content + _text_of(tokens, t.token_ids) for t in path)
 
 
 @lru_cache(maxsize=4096)
-def _text_of(tokens: ChatTokens, ids: tuple[int, ...]) -> str:
+def _text_of(tokens: ChatTokenizer, ids: tuple[int, ...]) -> str:
     """All that a reply says, also what a stop string kept from its client."""
     parser = tokens.plain_parser()
     parser.feed(ids)

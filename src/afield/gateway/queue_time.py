@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from afield.errors import AfieldError
-from afield.gateway.waiting_time import Line
+from afield.gateway.waiting_time import QueueTime
 from afield.gateway.workers import Worker
 from afield.interfaces import Queueing
 
@@ -25,7 +25,7 @@ ANSWER_S = 5.0
 class QueueWatch:
     """`run` goes on until it is cancelled; `look` is one look at all workers."""
 
-    def __init__(self, line: Line, workers: Callable[[], Iterable[Worker]]) -> None:
+    def __init__(self, line: QueueTime, workers: Callable[[], Iterable[Worker]]) -> None:
         self._line = line
         self._workers = workers
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from afield.exclusions import AbandonedAnswers, ExclusionReason
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import Constraint, FinishReason, Turn, TurnStatus
 
 QUOTED = 24  # characters of an answer that, found again in a later message, are no coincidence
@@ -26,7 +26,7 @@ RETRY = "retry"  # tag of a turn whose client said that it asks again
 
 
 def excluded(
-    forest: Forest, policy: AbandonedAnswers = "exclude", recorded: Container[str] = ()
+    forest: TurnTree, policy: AbandonedAnswers = "exclude", recorded: Container[str] = ()
 ) -> dict[str, str]:
     """The turns to keep out of the loss, and why. With `train` only those that are superseded. Those that are
     `recorded` as missed by their client are nobody's answers."""
@@ -62,7 +62,7 @@ def _cut_off(turn: Turn, group: Sequence[Turn]) -> bool:
     return any((later.sampling.max_tokens or 0) > room for later in group[group.index(turn) + 1 :])
 
 
-def _unused(forest: Forest, group: Sequence[Turn], linked: set[str]) -> list[Turn]:
+def _unused(forest: TurnTree, group: Sequence[Turn], linked: set[str]) -> list[Turn]:
     used = [turn for turn in group if forest.has_children(turn.id) or turn.id in linked]
     texts = {_text(turn) for turn in used}
     return [
@@ -74,7 +74,7 @@ def _text(turn: Turn) -> str:
     return turn.messages[-1].content.strip() if turn.messages else ""
 
 
-def _quoted(forest: Forest, turn: Turn) -> bool:
+def _quoted(forest: TurnTree, turn: Turn) -> bool:
     said = _text(turn)
     if len(said) < QUOTED:
         return False

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
-from afield.gateway.api_error import Refusal, bad_request
+from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.http import MAX_BODY, Receive, Scope, header
 from afield.gateway.session import Session
 
@@ -48,7 +48,9 @@ class BodyBytes:
                 f"the requests of session {self._session.id} in flight have {held} bytes;"
                 f" {self._limit} are allowed at once"
             )
-            refusal = Refusal(429, "too_many_bytes_in_flight", message, "send fewer large requests at a time")
+            refusal = ApiError(
+                429, "too_many_bytes_in_flight", message, "send fewer large requests at a time"
+            )
             refusal.retry_after_s = RETRY_S
             raise refusal
         self._session.body_bytes = held
@@ -92,7 +94,7 @@ async def decompressed(
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "deflate"):
-        raise Refusal(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
+        raise ApiError(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
     try:
         return await _inflate(body, most, hint, held)
     except zlib.error as error:
@@ -139,5 +141,5 @@ async def _slices(body: bytes) -> AsyncGenerator[bytes]:
         raise bad_request("bytes follow the end of the compressed body", "send one stream and no more")
 
 
-def _too_large(size: str, most: int, hint: str) -> Refusal:
-    return Refusal(413, "request_too_large", f"the body {size} bytes; {most} are allowed", hint)
+def _too_large(size: str, most: int, hint: str) -> ApiError:
+    return ApiError(413, "request_too_large", f"the body {size} bytes; {most} are allowed", hint)

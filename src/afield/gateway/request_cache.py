@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from afield.gateway.echoed_turns import match_replies, moved, recognised, turn_of
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import Message
 
 CONVERSATIONS = 3  # a harness and its sub-agents take turns
@@ -34,7 +34,7 @@ class Recall:
         self._read: deque[Read] = deque(maxlen=CONVERSATIONS)
 
     def read(
-        self, forest: Forest, root: str, came: tuple[Message, ...]
+        self, forest: TurnTree, root: str, came: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], Sequence[str]]:
         """The messages with our own turns recognised, and their digests."""
         shares = [(_shared(forest, read, root, came), read) for read in self._read]
@@ -51,7 +51,7 @@ class Recall:
         return read.messages, read.digests
 
 
-def _shared(forest: Forest, read: Read, root: str, came: tuple[Message, ...]) -> int:
+def _shared(forest: TurnTree, read: Read, root: str, came: tuple[Message, ...]) -> int:
     """How many messages at the beginning can be taken from a conversation that was read before."""
     if read.root != root or len(read.came) != len(read.messages):
         return 0
@@ -67,7 +67,7 @@ def _shared(forest: Forest, read: Read, root: str, came: tuple[Message, ...]) ->
     return length if came[length].role != "assistant" or _begins(forest, came, length) else 0
 
 
-def _begins(forest: Forest, came: tuple[Message, ...], at: int) -> bool:
+def _begins(forest: TurnTree, came: tuple[Message, ...], at: int) -> bool:
     """Whether an assistant message is the first of its turn."""
     if at == 0 or came[at - 1].role != "tool":
         return at == 0 or came[at - 1].role != "assistant"

@@ -17,7 +17,7 @@ NAMES = ("temperature", "top_p", "top_k", "seed")
 OTHERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 
 
-class Wishing(Struct, kw_only=True):
+class RequestedSampling(Struct, kw_only=True):
     """The fields that requests of every dialect have for it; a dialect's own struct is one of these."""
 
     temperature: float | None = None
@@ -31,7 +31,7 @@ class Wishing(Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
-def wishes(asked: Wishing) -> dict[str, float]:
+def wishes(asked: RequestedSampling) -> dict[str, float]:
     """The settings a request names."""
     found = {name: value for name in NAMES + OTHERS if (value := getattr(asked, name)) is not None}
     if asked.logit_bias:

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from typing import Any
 
-from afield.gateway.api_error import Refusal, conflict, engine_down
-from afield.gateway.dialects import Dialect, View, Wish
+from afield.gateway.api_error import ApiError, conflict, engine_down
+from afield.gateway.dialects import Dialect, ResponseOptions, StreamEncoder
 from afield.gateway.http import ByteStream, Receive, Send, send_json
-from afield.gateway.model_request import Done, Item, ModelRequest, Piece, Started
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, Item, ModelRequest
 from afield.gateway.service import LocalGateway
 from afield.gateway.session import Session
 
@@ -35,7 +35,7 @@ class Answering:
         session: Session,
         dialect: Dialect,
         request: ModelRequest,
-        wish: Wish,
+        wish: ResponseOptions,
         receive: Receive,
         send: Send,
     ) -> None:
@@ -44,12 +44,12 @@ class Answering:
         session.enters(task)
         out = ByteStream(send)
         watch = asyncio.create_task(_cancel_when_gone(receive, task, out))
-        view: View | None = None
-        started: Started | None = None
+        view: StreamEncoder | None = None
+        started: CallStarted | None = None
         try:
             async with aclosing(self._gateway.calls.run(session, request)) as items:
                 first = await anext(items)
-                assert isinstance(first, Started)
+                assert isinstance(first, CallStarted)
                 started = first
                 if request.stream:
                     view = dialect.view(first, wish)
@@ -59,10 +59,10 @@ class Answering:
                     done = await _last(items)
                     await send_json(send, 200, dialect.answer(first, done, wish))
                     out.delivered = True
-        except Refusal as refusal:
+        except ApiError as refusal:
             if out.started or not request.stream or (dialect.name, refusal.code) not in TOLD_IN_STREAM:
                 raise
-            nothing = Started(session.id, "t0", (), time.time())
+            nothing = CallStarted(session.id, "t0", (), time.time())
             await out.close(dialect.view(nothing, wish).failing(refusal))
         except asyncio.CancelledError:
             if out.delivered:
@@ -76,26 +76,26 @@ class Answering:
             session.leaves(task)
             watch.cancel()
 
-    async def _stream(self, items: AsyncIterator[Item], view: View, out: ByteStream) -> None:
+    async def _stream(self, items: AsyncIterator[Item], view: StreamEncoder, out: ByteStream) -> None:
         pinging = asyncio.create_task(self._keep_alive(view, out))
         opened = False
         try:
             async for item in items:
                 opening = b"" if opened else view.opening()
                 opened = True
-                if isinstance(item, Piece):
+                if isinstance(item, CallDelta):
                     await out.emit(opening + view.piece(item))
-                elif isinstance(item, Done):
+                elif isinstance(item, CallFinished):
                     await out.close(opening + view.closing(item))
                     out.delivered = True
-        except Refusal as refusal:
+        except ApiError as refusal:
             if not out.started:
                 raise
             await out.close(view.failing(refusal))
         finally:
             pinging.cancel()
 
-    async def _keep_alive(self, view: View, out: ByteStream) -> None:
+    async def _keep_alive(self, view: StreamEncoder, out: ByteStream) -> None:
         while True:
             seen = out.sent
             # Silence may begin right after a look, and is then as long as two of them.
@@ -104,21 +104,21 @@ class Answering:
                 await out.emit(view.keepalive())
 
 
-async def _last(items: AsyncIterator[Item]) -> Done:
+async def _last(items: AsyncIterator[Item]) -> CallFinished:
     done: Item | None = None
     async for item in items:
         done = item
-    assert isinstance(done, Done)
+    assert isinstance(done, CallFinished)
     return done
 
 
-def _why_ended(session: Session) -> Refusal:
+def _why_ended(session: Session) -> ApiError:
     if session.closed:
         return conflict(f"session {session.id} was ended while this call ran")
     return engine_down("the gateway is being stopped")
 
 
-async def _tell_the_end(ended: Refusal, view: View | None, out: ByteStream) -> None:
+async def _tell_the_end(ended: ApiError, view: StreamEncoder | None, out: ByteStream) -> None:
     if view is None or not out.started:
         raise ended from None
     with suppress(TimeoutError):  # a client that no longer reads is not waited for

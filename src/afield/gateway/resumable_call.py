@@ -16,11 +16,11 @@ from typing import Any
 from msgspec import structs
 
 from afield.errors import Unavailable
-from afield.interfaces import Call, Chunk, Engine
+from afield.interfaces import Chunk, Engine, GenerateRequest
 from afield.types import FinishReason, VersionSpan
 
 
-class Flight:
+class ResumableCall:
     """`board` an engine, take what it gives with `next` and `fold`, `leave` it; `interrupt` from outside."""
 
     __slots__ = (
@@ -38,7 +38,7 @@ class Flight:
         "failures",
     )
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GenerateRequest) -> None:
         self._call = call
         self._ids: list[int] = []
         self._spans: list[VersionSpan] = []

@@ -13,16 +13,16 @@ from typing import Any, Self
 import msgspec
 
 from afield import trajectories
-from afield.chat import ChatTokens
+from afield.chat import ChatTokenizer
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.exclusions import ExclusionReason
 from afield.gateway import outcomes
 from afield.gateway.api_error import bad_request
 from afield.gateway.calls import Calls
-from afield.gateway.engine_pool import Pool
+from afield.gateway.engine_pool import EnginePool
 from afield.gateway.header_keys import HeaderKeyRow, HeaderKeys, HeaderKeyTicket
 from afield.gateway.metrics import Metrics, Snapshot, exposition
-from afield.gateway.outcome_delivery import Outbox
+from afield.gateway.outcome_delivery import OutcomeDelivery
 from afield.gateway.outcomes import USUAL, Limits, Statement
 from afield.gateway.session import Phase, Session
 from afield.gateway.session_keys import Keys, Scope
@@ -31,7 +31,7 @@ from afield.gateway.shards import Shard
 from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
 from afield.gateway.stored_responses import StoredResponses
-from afield.interfaces import Record, SessionSpec, SessionState, SessionTicket, Transport
+from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState, Transport
 from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
 from afield.wire import Invocation, Submission
 
@@ -52,8 +52,8 @@ class LocalGateway:
     def __init__(
         self,
         *,
-        tokens: ChatTokens,
-        engine: Pool,
+        tokens: ChatTokenizer,
+        engine: EnginePool,
         store: Path,
         admin_key: str,
         public_url: str,
@@ -82,7 +82,7 @@ class LocalGateway:
         self._secret_place = secret
         self._clock = clock
         self._stack = AsyncExitStack()
-        self._outbox: Outbox | None = None
+        self._outbox: OutcomeDelivery | None = None
 
     async def __aenter__(self) -> Self:
         store = Store(self._store_path / "gateway.sqlite", durable=self._durable)
@@ -115,7 +115,7 @@ class LocalGateway:
         self.responses = StoredResponses(store, self.sessions, self.tokens)
         await self._serve_published()
         if self._outlet is not None:
-            outbox = Outbox(self._outlet, store, self.sessions, self._invocation, owns)
+            outbox = OutcomeDelivery(self._outlet, store, self.sessions, self._invocation, owns)
             self._outbox = await self._stack.enter_async_context(outbox)
         chores = [asyncio.create_task(self._reap()), asyncio.create_task(self._watch_lag())]
         if self._keep_sessions_s:
@@ -130,7 +130,7 @@ class LocalGateway:
         await self.sessions.close()
         await self._stack.aclose()
 
-    async def open(self, spec: SessionSpec) -> SessionTicket:
+    async def open(self, spec: SessionSpec) -> SessionCredentials:
         session, _ = await self.enter(spec)
         return self.ticket(session)
 
@@ -145,7 +145,7 @@ class LocalGateway:
         self.keys.forget(session_id)
         self.engine.forget(session_id)
 
-    def ticket(self, session: Session) -> SessionTicket:
+    def ticket(self, session: Session) -> SessionCredentials:
         spec = session.row.spec
         judged = spec.reward_from == "verifier"
         scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
@@ -156,7 +156,7 @@ class LocalGateway:
         verifier = frozenset({Scope.REWARD, Scope.OUTCOME, Scope.READ})
         key = issue(frozenset(scopes - {Scope.REWARD} if judged else scopes))
         base = f"{self.public_url}/k/{key}" if self.path_keys else f"{self.public_url}/s/{session.id}"
-        return SessionTicket(
+        return SessionCredentials(
             id=session.id,
             api_key=key,
             base_url=base,
@@ -261,7 +261,7 @@ class LocalGateway:
     async def abort(self, session_id: str, reason: str) -> None:
         await self.sessions.abort(self.sessions.get(session_id), reason)
 
-    async def finalize(self, session_id: str) -> Record:
+    async def finalize(self, session_id: str) -> SessionRecord:
         session = self.sessions.get(session_id)
         first = session.phase is not Phase.FINALIZED
         await self.sessions.finalize(session)
@@ -281,10 +281,10 @@ class LocalGateway:
         spelled = ((ids, self.tokens.decode(ids)) for ids in committed)
         return sum(tuple(self.tokens.encode_raw(text)) != ids for ids, text in spelled)
 
-    def record(self, session: Session) -> Record:
-        assembled = trajectories.linear(session.forest, self.withheld(session))
+    def record(self, session: Session) -> SessionRecord:
+        assembled = trajectories.linear(session.forest, self.excluded(session))
         turns = [row.turn for row in sorted(session.rows.values(), key=lambda row: (row.seq, row.n))]
-        return Record(
+        return SessionRecord(
             trajectories=assembled.trajectories,
             excluded=(*assembled.excluded, *self.dangling(session)),
             turns=tuple(turns),
@@ -303,9 +303,9 @@ class LocalGateway:
             Exclusion(t.id, 0, ExclusionReason.DANGLING) for t in turns if t.status is TurnStatus.DANGLING
         ]
 
-    def withheld(self, session: Session) -> dict[str, str]:
+    def excluded(self, session: Session) -> dict[str, str]:
         """Turns that are not trained, and why: side calls, answers nobody got, answers asked for again."""
-        return session.withheld()
+        return session.excluded_turns()
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)
@@ -330,7 +330,7 @@ class LocalGateway:
 
     # --- outcomes ---------------------------------------------------------------------------------
 
-    async def settle(self, session: Session, statement: Statement, *, verdict: bool) -> None:
+    async def record_outcome(self, session: Session, statement: Statement, *, verdict: bool) -> None:
         """Durable here first, then in the store of outcomes, where it stands or is refused."""
         if self._outbox is None and statement.record is not None and session.row.spec.exp_id is not None:
             raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
@@ -340,13 +340,13 @@ class LocalGateway:
         if self._outbox and late is not None:
             await self._outbox.bring_late(session, late)
             return
-        await self.sessions.settle(session, statement, verdict=verdict)
-        await self.bring(session)
+        await self.sessions.record_outcome(session, statement, verdict=verdict)
+        await self.deliver(session)
 
-    async def bring(self, session: Session) -> None:
+    async def deliver(self, session: Session) -> None:
         """If an outcome is due, it is brought to where it counts."""
         if self._outbox:
-            await self._outbox.bring(session)
+            await self._outbox.deliver(session)
 
     def _invocation(self, row: SessionRow) -> Invocation:
         spec, base = row.spec, f"{self.public_url}/s/{row.id}"

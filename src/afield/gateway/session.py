@@ -22,7 +22,7 @@ from afield.gateway.message_cache import Memo
 from afield.gateway.request_cache import Recall
 from afield.gateway.store import SessionRow, Tally, TurnRow
 from afield.interfaces import SessionState
-from afield.turn_tree import Forest
+from afield.turn_tree import TurnTree
 from afield.types import Turn, TurnStatus
 
 UNDELIVERED = ExclusionReason.UNDELIVERED
@@ -58,7 +58,7 @@ class Session:
         self.closed = row.phase != Phase.OPEN
         self.deleted = False
         self.rows = {r.n: r for r in rows}
-        self.forest = Forest(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
+        self.forest = TurnTree(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
         self.calls = max(self.rows, default=0)
         self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
@@ -110,13 +110,13 @@ class Session:
     def undelivered(self) -> list[str]:
         return [turn for turn, reason in self.row.withheld.items() if reason == UNDELIVERED]
 
-    def withheld(self, row: SessionRow | None = None) -> dict[str, str]:
+    def excluded_turns(self, row: SessionRow | None = None) -> dict[str, str]:
         """Committed turns that are not trained, and why: side calls, and what the record shows."""
         row = row or self.row
         unused = repeats.excluded(self.forest, row.spec.abandoned_answers, row.withheld)
         held = constraints.excluded(self.forest.turns) if row.spec.constrained_turns == "exclude" else {}
         recorded = held | unused | row.withheld
-        return side_calls.withheld(self.forest.turns, recorded, row.spec.side_calls) | recorded
+        return side_calls.excluded_turns(self.forest.turns, recorded, row.spec.side_calls) | recorded
 
     @property
     def excluded(self) -> dict[str, int]:
@@ -130,7 +130,7 @@ class Session:
     def excluded_in(self, row: SessionRow) -> dict[str, int]:
         """The same as it is, or will be, with this row."""
         tokens: Counter[str] = Counter()
-        for exclusion in trajectories.exclusions(self.forest, self.withheld(row)):
+        for exclusion in trajectories.exclusions(self.forest, self.excluded_turns(row)):
             tokens[exclusion.reason] += exclusion.tokens
         return dict(+tokens)
 
@@ -375,5 +375,5 @@ def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
     )
 
 
-def _prompt_length(forest: Forest, turn: Turn) -> int:
+def _prompt_length(forest: TurnTree, turn: Turn) -> int:
     return forest.length(turn.id) - len(turn.token_ids)

@@ -17,13 +17,13 @@ from typing import Any
 
 from msgspec import structs
 
-from afield.errors import Conflict, Missing
+from afield.errors import Conflict, NotFound
 from afield.gateway import outcomes
 from afield.gateway.api_error import conflict
 from afield.gateway.outcomes import USUAL, Limits, Statement, Turns
 from afield.gateway.session import UNDELIVERED, Phase, Session, state_of
 from afield.gateway.shards import Shard
-from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, TurnRow, to_its_end
+from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, TurnRow, shield_and_wait
 from afield.interfaces import SessionSpec, SessionState
 from afield.types import TurnStatus, check_id
 
@@ -105,7 +105,7 @@ class Sessions:
             opened_by=opened_by,
         )
         opening = self._opening[session_id] = asyncio.create_task(self._create(row))
-        return await to_its_end(opening), True
+        return await shield_and_wait(opening), True
 
     async def _create(self, row: SessionRow) -> Session:
         """Opens of different ids wait together: the store writes them as one group."""
@@ -120,7 +120,7 @@ class Sessions:
     def get(self, session_id: str) -> Session:
         session = self.find(session_id)
         if session is None:
-            raise Missing(f"there is no session {session_id!r}; POST /sessions makes one")
+            raise NotFound(f"there is no session {session_id!r}; POST /sessions makes one")
         return session
 
     def states(self, session_ids: Iterable[str]) -> dict[str, SessionState]:
@@ -194,7 +194,7 @@ class Sessions:
     async def delete(self, session: Session) -> None:
         await self.abort(session, "deleted")
         async with session.lock:
-            await to_its_end(self._store.delete_session(session.id))
+            await shield_and_wait(self._store.delete_session(session.id))
             session.deleted = True
             self._known.pop(session.id, None)  # not before: whoever asks meanwhile would load it again
 
@@ -227,7 +227,7 @@ class Sessions:
                 raise
             return True
 
-    async def settle(self, session: Session, statement: Statement, *, verdict: bool) -> None:
+    async def record_outcome(self, session: Session, statement: Statement, *, verdict: bool) -> None:
         """What the agent, or its verifier, says came of the work. The same again is fine; another is refused.
 
         Rewards, outcome and the end of the session are one write, with the mark that the outcome is due.
@@ -296,7 +296,7 @@ class Sessions:
             for session_id in ended
             if session_id not in self._known and (self._shard is None or self._shard.owns(session_id))
         ]
-        await to_its_end(self._store.delete_sessions(removable))
+        await shield_and_wait(self._store.delete_sessions(removable))
         return len(removable)
 
     async def close(self) -> None:
@@ -320,13 +320,13 @@ class Sessions:
     async def _save(self, session: Session, **changes: Any) -> None:
         """Under the session's lock: what is stored and what is in memory change together."""
         if session.deleted:
-            raise Missing(f"session {session.id} was deleted")
+            raise NotFound(f"session {session.id} was deleted")
         row = structs.replace(session.row, **changes)
         if row.tally is not None and "withheld" in changes:
             row = structs.replace(row, tally=structs.replace(row.tally, excluded=session.excluded_in(row)))
         if self._delivers and not row.delivery and outcomes.due(row):
             row = structs.replace(row, delivery=Delivery.DUE)
-        await to_its_end(self._put(session, row))
+        await shield_and_wait(self._put(session, row))
 
     async def _put(self, session: Session, row: SessionRow) -> None:
         await self._store.put_session(row)

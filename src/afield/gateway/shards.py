@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from afield.errors import Unavailable
-from afield.gateway.api_error import Refusal, engine_down, unauthorized
+from afield.gateway.api_error import ApiError, engine_down, unauthorized
 from afield.gateway.http import Receive, Scope, Send, header, key_of, path_key
 from afield.gateway.request_bodies import decompressed, read_raw
 from afield.gateway.session_keys import header_session_id, session_named_by, split_header_key
@@ -183,11 +183,11 @@ def _asking(method: str, path: str, key: str) -> Scope:
     return {"method": method, "path": path, "query_string": b"", "headers": headers}
 
 
-def _refusal(status: int, answer: bytes) -> Refusal:
+def _refusal(status: int, answer: bytes) -> ApiError:
     """What another process says against a request, said again."""
     try:
         error = msgspec.json.decode(answer)["error"]
-        return Refusal(status, error["type"], error["message"], error["hint"])
+        return ApiError(status, error["type"], error["message"], error["hint"])
     except (msgspec.MsgspecError, KeyError, TypeError):
         text = answer[:300].decode(errors="replace")
         return engine_down(f"another gateway process failed with {status}: {text}")

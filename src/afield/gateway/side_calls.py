@@ -60,7 +60,7 @@ def _matches(fingerprint: Fingerprint, user_agent: str, request: ModelRequest) -
     )
 
 
-def withheld(turns: Sequence[Turn], recorded: Mapping[str, str], policy: SideCalls) -> dict[str, str]:
+def excluded_turns(turns: Sequence[Turn], recorded: Mapping[str, str], policy: SideCalls) -> dict[str, str]:
     """Side calls and their reasons, without those that a trained turn descends from.
 
     `turns` are in the order of their commits, so parents come before children; `recorded` are the turns that

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from msgspec import structs
 
 from afield.chat import Event, Parser, TextDelta, ToolEnd
-from afield.interfaces import Call, Chunk, Engine
+from afield.interfaces import Chunk, Engine, GenerateRequest
 from afield.types import FinishReason, Message, VersionSpan
 
 
@@ -104,7 +104,7 @@ class StopStrings:
         return [TextDelta(text)]
 
 
-async def sampled(engine: Engine, call: Call, stops: StopStrings) -> AsyncGenerator[Chunk]:
+async def sampled(engine: Engine, call: GenerateRequest, stops: StopStrings) -> AsyncGenerator[Chunk]:
     """The chunks of a call with stop strings, which an engine applies to everything that it samples.
 
     Where it ended at one that is not in the text of the reply, it is asked to go on without them.

@@ -403,7 +403,7 @@ def remove_ended(path: Path) -> int:
     return removed
 
 
-async def to_its_end(work: Awaitable[T]) -> T:
+async def shield_and_wait(work: Awaitable[T]) -> T:
     """Await work that, once begun, must not be left half done: a cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     try:

@@ -14,17 +14,17 @@ from urllib.parse import parse_qsl
 
 from msgspec import structs
 
-from afield.chat import ChatTokens, Tool
+from afield.chat import ChatTokenizer, Tool
 from afield.gateway.api_error import bad_request, not_found
 from afield.gateway.call_limits import off_loop
-from afield.gateway.dialects.base import Wish
+from afield.gateway.dialects.base import ResponseOptions
 from afield.gateway.dialects.compaction import Compaction
 from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses_items import InputItems, image_url
 from afield.gateway.dialects.responses_request import KEPT, LOGPROBS, Shown, shown_again
 from afield.gateway.dialects.responses_stream import Items, output_of
 from afield.gateway.http import Scope
-from afield.gateway.model_request import Done, Started
+from afield.gateway.model_request import CallFinished, CallStarted
 from afield.gateway.session import Session
 from afield.gateway.sessions import Sessions
 from afield.gateway.store import Store, TurnRow
@@ -44,7 +44,7 @@ def match(method: str, path: str) -> Mapping[str, str | None] | None:
 
 
 class StoredResponses:
-    def __init__(self, store: Store, sessions: Sessions, tokens: ChatTokens) -> None:
+    def __init__(self, store: Store, sessions: Sessions, tokens: ChatTokenizer) -> None:
         self._store = store
         self._sessions = sessions
         self._tokens = tokens
@@ -91,13 +91,15 @@ class StoredResponses:
             )
         return row
 
-    def _shown(self, session: Session, row: TurnRow, include: list[str]) -> tuple[Shown, Wish]:
+    def _shown(self, session: Session, row: TurnRow, include: list[str]) -> tuple[Shown, ResponseOptions]:
         kept = KEPT.decode(row.shown)
         shown = shown_again(kept, self._store.text(session.id, kept.shared))
         if SEALED in include:
             shown = structs.replace(shown, sealed=True)
         logprobs, count = LOGPROBS in include, int(shown.fields.get("top_logprobs") or 0)
-        return shown, Wish(model=kept.model, logprobs=logprobs, top_logprobs=count, echo={"shown": shown})
+        return shown, ResponseOptions(
+            model=kept.model, logprobs=logprobs, top_logprobs=count, echo={"shown": shown}
+        )
 
     async def _response(self, session: Session, row: TurnRow, include: list[str]) -> Json:
         _, wish = self._shown(session, row, include)
@@ -107,12 +109,12 @@ class StoredResponses:
             parser = self._tokens.parser(tools=())
             thought = await off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
         prompt = session.forest.length(turn.id) - len(turn.token_ids)
-        done = Done(turn, reply, prompt, thought=thought, scores=row.scores)
+        done = CallFinished(turn, reply, prompt, thought=thought, scores=row.scores)
         items = self._items(session, turn, wish)
         return items.ended(done, output_of(items, done))
 
-    def _items(self, session: Session, turn: Turn, wish: Wish) -> Items:
-        started = Started(session.id, turn.id, (), turn.started, sampling=turn.sampling)
+    def _items(self, session: Session, turn: Turn, wish: ResponseOptions) -> Items:
+        started = CallStarted(session.id, turn.id, (), turn.started, sampling=turn.sampling)
         return Items(started, wish, TokenText(self._tokens, wish))
 
     def _image(self, session: Session, digest: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from afield.chat import ChatTokens
+from afield.chat import ChatTokenizer
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.parameters import unsupported
 
@@ -17,7 +17,7 @@ WORDS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def template_arguments(
-    tokens: ChatTokens, request: ModelRequest, *, ignore: bool
+    tokens: ChatTokenizer, request: ModelRequest, *, ignore: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What the template is told beside the trainer's arguments, and the tags of the turn."""
     asked, switches, fixed = request.reasoning, tokens.switches, tokens.arguments
@@ -38,7 +38,7 @@ def template_arguments(
 
 
 def _switched(
-    tokens: ChatTokens, enabled: bool, name: str, ignore: bool
+    tokens: ChatTokenizer, enabled: bool, name: str, ignore: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     switches = tokens.switches
     if switches.name is not None:

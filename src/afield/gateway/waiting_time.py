@@ -26,7 +26,7 @@ class _Place:
         self.until = max(self.until, end)
 
 
-class Line:
+class QueueTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._places: dict[str, _Place] = {}

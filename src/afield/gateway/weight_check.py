@@ -13,8 +13,8 @@ from contextlib import aclosing
 from pathlib import Path
 
 from afield.errors import Unavailable
-from afield.interfaces.engine import Call, Engine
-from afield.interfaces.weight_probe import SESSION, Witness, read_witness
+from afield.interfaces.engine import Engine, GenerateRequest
+from afield.interfaces.weight_probe import SESSION, WeightProbe, read_witness
 from afield.types import Sampling
 
 log = logging.getLogger("afield.gateway")
@@ -24,11 +24,11 @@ FAR = 0.3  # no arithmetic is that bad
 PATIENCE_S = 30.0
 
 
-async def witness_of(path: str) -> Witness | None:
+async def witness_of(path: str) -> WeightProbe | None:
     return await asyncio.to_thread(read_witness, Path(path)) if path else None
 
 
-async def check_heard(engine: Engine, version: int, new: Witness | None, old: Witness | None) -> None:
+async def check_heard(engine: Engine, version: int, new: WeightProbe | None, old: WeightProbe | None) -> None:
     """Unavailable when the engine does not answer with `version`; `old` is the version before, if known."""
     if new is None:
         return
@@ -53,12 +53,12 @@ async def check_heard(engine: Engine, version: int, new: Witness | None, old: Wi
         )
 
 
-def _distance(told: list[float], witness: Witness) -> float:
+def _distance(told: list[float], witness: WeightProbe) -> float:
     return max(abs(p - q) for p, q in zip(told, witness.logprobs, strict=True))
 
 
 async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
-    call = Call(
+    call = GenerateRequest(
         id=SESSION,
         session_id=SESSION,
         prompt_ids=prompt_ids,

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from msgspec import structs
 
-from afield.errors import AfieldError, Conflict, Missing, Unavailable, UsageError
+from afield.errors import AfieldError, Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.weight_check import check_heard, witness_of
-from afield.gateway.workers import Standing, Worker
+from afield.gateway.workers import Worker, WorkerHealth
 from afield.interfaces import Engine, EngineInfo
-from afield.interfaces.weight_probe import Witness
+from afield.interfaces.weight_probe import WeightProbe
 
 log = logging.getLogger("afield.gateway")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
@@ -27,7 +27,7 @@ CHECK_S = 120.0  # until a worker that is looked at has answered
 REFUSALS = (Unavailable, UsageError, Conflict)
 
 
-class Roster:
+class WorkerRegistry:
     def __init__(
         self, workers: Mapping[str, Engine], check: Callable[[Engine], Awaitable[EngineInfo]]
     ) -> None:
@@ -37,8 +37,8 @@ class Roster:
         self.changed = asyncio.Condition()
         self._check = check
         self._weights: tuple[int, str] | None = None
-        self._witness: Witness | None = None  # of these weights
-        self._witness_before: Witness | None = None
+        self._witness: WeightProbe | None = None  # of these weights
+        self._witness_before: WeightProbe | None = None
         self._changing = asyncio.Lock()  # weights and membership, one at a time
         self._tending: set[asyncio.Task[None]] = set()
         self._named = 0
@@ -100,7 +100,7 @@ class Roster:
     def named(self, name: str) -> Worker:
         worker = self.workers.get(name)
         if worker is None:
-            raise Missing(f"there is no worker {name!r}; there are: {', '.join(self.workers) or 'none'}")
+            raise NotFound(f"there is no worker {name!r}; there are: {', '.join(self.workers) or 'none'}")
         return worker
 
     async def add(self, kind: str, url: str, engine: Engine) -> Worker:
@@ -139,7 +139,7 @@ class Roster:
             if not worker.entered:
                 await worker.engine.__aenter__()
                 worker.entered = True
-            await worker.thaw()
+            await worker.resume()
             async with asyncio.timeout(CHECK_S):
                 facts = await self._check(worker.engine)
         except (ValueError, OSError, RuntimeError) as error:  # a server that calls our questions bad ones
@@ -147,8 +147,8 @@ class Roster:
             raise Unavailable(told) from error
         async with self._changing:
             facts = await self._with_weights(worker, facts)
-            if worker.standing is not Standing.LEAVING:
-                worker.facts, worker.standing, worker.reason = facts, Standing.READY, ""
+            if worker.standing is not WorkerHealth.LEAVING:
+                worker.facts, worker.standing, worker.reason = facts, WorkerHealth.READY, ""
 
     async def _with_weights(self, worker: Worker, facts: EngineInfo) -> EngineInfo:
         if self._weights is None:
@@ -169,8 +169,8 @@ class Roster:
 
     def set_aside(self, worker: Worker, reason: str) -> None:
         worker.reason = reason
-        if worker.standing is not Standing.LEAVING:
-            worker.standing = Standing.ASIDE
+        if worker.standing is not WorkerHealth.LEAVING:
+            worker.standing = WorkerHealth.ASIDE
         if self.running and not worker.tended:
             log.error("worker %s is set aside: %s", worker.id, reason)
             worker.tended = True
@@ -181,7 +181,7 @@ class Roster:
     async def _tend(self, worker: Worker) -> None:
         pause = 0.0
         try:
-            while worker.standing is Standing.ASIDE:
+            while worker.standing is WorkerHealth.ASIDE:
                 await asyncio.sleep(pause)
                 pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
                 try:
@@ -236,7 +236,7 @@ class Roster:
     async def _load(self, worker: Worker, version: int, path: str) -> AfieldError | None:
         try:
             await worker.engine.load(version, path)
-            await self.hear(worker)
+            await self.check_weights(worker)
         except REFUSALS as error:
             return error
         except Exception as error:  # a server that calls our questions bad ones, or breaks
@@ -245,7 +245,7 @@ class Roster:
             worker.facts = structs.replace(worker.facts, version=version)
         return None
 
-    async def hear(self, worker: Worker) -> None:
+    async def check_weights(self, worker: Worker) -> None:
         """One that stands still answers nothing, and is heard when it goes on."""
         worker.unheard = worker.frozen
         if not worker.frozen:

@@ -6,11 +6,11 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from afield.gateway.resumable_call import Flight
-from afield.interfaces import Engine, EngineInfo, Freezing, Image
+from afield.gateway.resumable_call import ResumableCall
+from afield.interfaces import Engine, EngineInfo, Image, Pausable
 
 
-class Standing(StrEnum):
+class WorkerHealth(StrEnum):
     READY = "ready"
     ASIDE = "aside"  # broke, or lacks the weights; looked at again and again
     LEAVING = "leaving"
@@ -22,7 +22,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     id: str
     kind: str
     url: str
-    standing: Standing
+    standing: WorkerHealth
     reason: str
     version: int | None
     in_flight: int
@@ -34,7 +34,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
 class Worker:
     def __init__(self, id: str, engine: Engine, *, kind: str = "", url: str = "") -> None:
         self.id, self.engine, self.kind, self.url = id, engine, kind, url
-        self.standing = Standing.ASIDE
+        self.standing = WorkerHealth.ASIDE
         self.reason = "not looked at yet"
         self.entered = False
         self.frozen = False
@@ -42,14 +42,14 @@ class Worker:
         self.tended = False
         self.unheard = False  # it got weights while it stood still
         self.facts: EngineInfo | None = None
-        self.flights: set[Flight] = set()
+        self.flights: set[ResumableCall] = set()
         self.sessions = 0
         self.calls = 0
         self.failures = 0
 
     @property
     def ready(self) -> bool:
-        return self.standing is Standing.READY
+        return self.standing is WorkerHealth.READY
 
     @property
     def load(self) -> tuple[int, int]:
@@ -58,8 +58,8 @@ class Worker:
     def takes(self, images: tuple[Image, ...]) -> bool:
         return self.ready and (not images or (self.facts is not None and self.facts.images))
 
-    async def thaw(self) -> None:
-        if self.thawing and isinstance(self.engine, Freezing):
+    async def resume(self) -> None:
+        if self.thawing and isinstance(self.engine, Pausable):
             await self.engine.resume()
         self.thawing = False
 

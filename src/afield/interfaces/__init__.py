@@ -4,35 +4,35 @@ Read these files and `types`, and you know the system. A backend is done when it
 contract suite of its seam in `tests/contracts`.
 """
 
-from afield.interfaces.engine import Call, Chunk, Engine, EngineInfo, Freezing, Image, Queueing
-from afield.interfaces.gateway import Gateway, Record, SessionSpec, SessionState, SessionTicket
-from afield.interfaces.runtime import Capabilities, Exit, Live, Phase, Runtime
-from afield.interfaces.sandbox import Ran, Sandbox
+from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest, Image, Pausable, Queueing
+from afield.interfaces.gateway import Gateway, SessionCredentials, SessionRecord, SessionSpec, SessionState
+from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus
+from afield.interfaces.sandbox import ExecResult, Sandbox
 from afield.interfaces.trainer import Publisher, StepReport, Trainer
 from afield.interfaces.transport import Fence, Transport, Waiting
 
 __all__ = [
-    "Call",
     "Capabilities",
     "Chunk",
     "Engine",
     "EngineInfo",
+    "ExecResult",
     "Exit",
     "Fence",
-    "Freezing",
     "Gateway",
+    "GenerateRequest",
     "Image",
-    "Live",
+    "Pausable",
     "Phase",
     "Publisher",
     "Queueing",
-    "Ran",
-    "Record",
     "Runtime",
     "Sandbox",
+    "SessionCredentials",
+    "SessionRecord",
     "SessionSpec",
     "SessionState",
-    "SessionTicket",
+    "SessionStatus",
     "StepReport",
     "Trainer",
     "Transport",

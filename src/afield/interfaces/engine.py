@@ -1,6 +1,6 @@
 """Engine: token ids in; token ids, their log-probabilities and the policy version out.
 
-An engine that can hold its calls still in the middle (their state kept, nothing lost) is `Freezing` too.
+An engine that can hold its calls still in the middle (their state kept, nothing lost) is `Pausable` too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """Whether calls may ask for the log-probabilities of their prompt."""
 
 
-class Call(Struct, frozen=True, kw_only=True):
+class GenerateRequest(Struct, frozen=True, kw_only=True):
     """One model call. `max_tokens` is already cut to what context and budget allow.
 
     `images` stand, in order, where `prompt_ids` has the model's image placeholder, once for each (at
@@ -111,7 +111,7 @@ class Engine(Protocol):
 
     async def info(self) -> EngineInfo: ...
 
-    def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+    def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Chunks until one carries a finish. Closing the generator early abandons the call.
 
         With `call.stream` unset the engine may answer in one chunk. A prompt the engine cannot take
@@ -129,7 +129,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Freezing(Protocol):
+class Pausable(Protocol):
     """An engine that can hold still. Both are harmless when repeated."""
 
     async def pause(self) -> None:

@@ -47,7 +47,7 @@ class SessionSpec(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"verdicts {self.verdicts} must be at least 1")
 
 
-class SessionTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SessionCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an agent needs to use its session; and, apart from it, what its verifier needs."""
 
     id: str
@@ -91,7 +91,7 @@ class SessionState(Struct, frozen=True, kw_only=True):
     """Why the model cannot serve what the agent asks, whatever the task; empty where it can."""
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class SessionRecord(Struct, frozen=True, kw_only=True):
     """All that a session sampled, as it trains, its turns for reading, and the images that it trains with."""
 
     trajectories: tuple[Trajectory, ...]
@@ -101,7 +101,7 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 class Gateway(Protocol):
-    async def open(self, spec: SessionSpec) -> SessionTicket:
+    async def open(self, spec: SessionSpec) -> SessionCredentials:
         """The same id and spec again give the same ticket; another spec is a Conflict."""
         ...
 
@@ -119,7 +119,7 @@ class Gateway(Protocol):
         """Take no more calls and end those in flight; their partials are kept. Repeating is harmless."""
         ...
 
-    async def finalize(self, session_id: str) -> Record:
+    async def finalize(self, session_id: str) -> SessionRecord:
         """Freeze the session and give what it sampled. Repeating gives the same record."""
         ...
 

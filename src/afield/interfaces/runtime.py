@@ -50,7 +50,7 @@ class Phase(StrEnum):
     UNKNOWN = "unknown"  # never heard of, forgotten, or the place cannot tell
 
 
-class Live(Struct, frozen=True, kw_only=True):
+class SessionStatus(Struct, frozen=True, kw_only=True):
     """One session as the place it runs in sees it. `where` is what an operator would look for: a process id,
     a container, a job, an address. `since` is wall-clock time.
     """
@@ -104,11 +104,11 @@ class Runtime(Protocol):
         """End an attempt wherever it is. Repeating, or stopping what never ran, is harmless."""
         ...
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         """Where an attempt is. Asking changes nothing; one that is not known here is UNKNOWN."""
         ...
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         """The sessions of this run that are still there; where `capabilities.lists` is false, our own."""
         ...
 

@@ -15,7 +15,7 @@ from afield.types import Reason
 MOST_BYTES = 512 * 2**20
 
 
-class Ran(Struct, frozen=True, kw_only=True):
+class ExecResult(Struct, frozen=True, kw_only=True):
     """What came of a command. A non-zero exit and a timeout are data; `exit_code` is None after a timeout.
 
     Output beyond the bound the sandbox keeps is cut in the middle, and `truncated` says so.
@@ -49,7 +49,7 @@ class Sandbox(Protocol):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         """Run a command line (by `sh -c`) or an argument list. After `timeout` it is killed with all it
         started.
         """

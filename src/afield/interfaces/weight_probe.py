@@ -18,7 +18,7 @@ SESSION = "(witness)"  # of the questions a gateway asks for it; no session can 
 LOOKS, LOOK = 16, 4096  # places in each file, and bytes at each
 
 
-class Witness(Struct, frozen=True, kw_only=True):
+class WeightProbe(Struct, frozen=True, kw_only=True):
     """`logprobs` has one number for each of `lengths`: of the likeliest id after so many of `prompt_ids`."""
 
     prompt_ids: tuple[int, ...]
@@ -33,16 +33,16 @@ class Witness(Struct, frozen=True, kw_only=True):
             raise ValueError(f"a witness of {len(self.prompt_ids)} ids speaks of lengths {self.lengths}")
 
 
-def write_witness(directory: Path, witness: Witness) -> None:
+def write_witness(directory: Path, witness: WeightProbe) -> None:
     """After the weights."""
     told = msgspec.structs.replace(witness, files=_files(directory))
     (directory / FILE).write_bytes(msgspec.json.encode(told))
 
 
-def read_witness(directory: Path) -> Witness | None:
+def read_witness(directory: Path) -> WeightProbe | None:
     """None where there is none, or it was made for other weights than those beside it."""
     try:
-        witness = msgspec.json.decode((directory / FILE).read_bytes(), type=Witness)
+        witness = msgspec.json.decode((directory / FILE).read_bytes(), type=WeightProbe)
         return witness if witness.files == _files(directory) else None
     except (OSError, msgspec.MsgspecError):
         return None

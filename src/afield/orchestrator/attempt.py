@@ -19,12 +19,12 @@ from afield import wire
 from afield.errors import Outage, RolloutFailure, WireError
 from afield.interfaces import Exit, Fence, Gateway, Runtime, Transport, Waiting
 from afield.orchestrator.availability import PAUSE_S, Availability, broken, failure_of, named, now
-from afield.orchestrator.config import Plan
+from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.launcher import Launcher
-from afield.orchestrator.run_state import Ledger, Tried
-from afield.orchestrator.verifier import Judge
-from afield.orchestrator.watcher import LOOKS, Noticer, Running
-from afield.ratelimit import Limiter, LocalLimiter, Pace, Unlimited
+from afield.orchestrator.run_state import AttemptRecord, RunState
+from afield.orchestrator.verifier import VerifierRunner
+from afield.orchestrator.watcher import LOOKS, AttemptWatcher, Running
+from afield.ratelimit import Limiter, LocalLimiter, RateLimits, Unlimited
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, Task
 from afield.wire import OutcomeRecord
 
@@ -33,7 +33,7 @@ log = logging.getLogger("afield.orchestrator.groups")
 LINGER_S = 5.0  # an agent that has delivered is given this long to end by itself
 
 
-class Decider:
+class AttemptRunner:
     """Between `begin` and `leave` it hears hints, sweeps the store and watches the sessions.
 
     `cancelled` has the rollouts of which no attempt is to go on, and why.
@@ -41,12 +41,12 @@ class Decider:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
         transport: Transport,
-        ledger: Ledger,
+        ledger: RunState,
         limiter: Limiter | None,
         verifiers: Runtime | None,
     ) -> None:
@@ -60,14 +60,16 @@ class Decider:
         self._storing = Availability("the store of outcomes", plan, lambda: transport.decision(nobody))
         shared = {"gateway": gateway, "transport": transport, "asking": self.asking}
         self._launcher = Launcher(plan, runtime=runtime, limiter=limiter or Unlimited(), **shared)
-        self._judge: Judge | None = None
+        self._judge: VerifierRunner | None = None
         if verifiers:
             # They run elsewhere: the rate of launches is that of the place of agents.
-            own = LocalLimiter(Pace())
-            self._judge = Judge(self._launcher, Launcher(plan, runtime=verifiers, limiter=own, **shared))
+            own = LocalLimiter(RateLimits())
+            self._judge = VerifierRunner(
+                self._launcher, Launcher(plan, runtime=verifiers, limiter=own, **shared)
+            )
         if plan.judged != (verifiers is not None):
             raise ValueError("a plan is judged if there are verifiers, and only then")
-        self._notice = Noticer(plan, runtime=runtime, ledger=ledger, storing=self._storing, **shared)
+        self._notice = AttemptWatcher(plan, runtime=runtime, ledger=ledger, storing=self._storing, **shared)
         self.cancelled: dict[str, Failure] = {}
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -127,7 +129,7 @@ class Decider:
         redrawn = sum(failure.kind is not FailureKind.INFRASTRUCTURE for failure in failures)
         return f"{rollout_id}.{1 + redrawn}"
 
-    async def resume(self, rollout: Rollout, tried: Tried, born: float) -> Outcome | None:
+    async def resume(self, rollout: Rollout, tried: AttemptRecord, born: float) -> Outcome | None:
         """An attempt somebody before us began: its outcome if it has one or gets one, else it is given up."""
         attempt = tried.attempt
         running = Running(rollout, attempt, born)
@@ -198,12 +200,12 @@ class Decider:
         if found is False:
             return False
         seen = state.unseen_s if state.unseen_s is not None else state.idle_s
-        return bool(state.in_flight) or seen <= self._plan.deadlines.dead_s
+        return bool(state.in_flight) or seen <= self._plan.deadlines.heartbeat_timeout_s
 
     async def _adopted(self, attempt: Attempt) -> bool | None:
         """None where its place does not know, or cannot be asked: then signs of life tell."""
         try:
-            async with asyncio.timeout(self._plan.deadlines.start_s):
+            async with asyncio.timeout(self._plan.deadlines.launch_timeout_s):
                 return await self._runtime.adopt(attempt)
         except Exception as error:
             log.warning("%s cannot be looked for where it ran: %s", attempt.session_id, named(error))

@@ -1,7 +1,7 @@
 """Calls to the gateway or the store: bounded, repeated, and outages told apart.
 
 1. Each try is bounded by `call_timeout_s`. Unavailable, Throttled, a broken connection and a try without an
-   answer are repeated, with growing pauses, until `patience_s` have passed.
+   answer are repeated, with growing pauses, until `unavailable_timeout_s` have passed.
 2. Then it is decided whose trouble it is. When the part answers others, the error is the caller's own and
    fails one rollout. When it answers nobody, it is an Outage, which ends the run; the run can be resumed.
 3. A question about many sessions that one of them spoils is asked in parts, without that one.
@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from afield.errors import AfieldError, Outage, RolloutFailure, Throttled, Unavailable
-from afield.orchestrator.config import Plan
+from afield.errors import AfieldError, Outage, RateLimited, RolloutFailure, Unavailable
+from afield.orchestrator.config import RolloutConfig
 from afield.types import Failure, FailureKind, Reason
 
 log = logging.getLogger("afield.orchestrator.groups")
@@ -26,13 +26,13 @@ log = logging.getLogger("afield.orchestrator.groups")
 PAUSE_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
 T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741  an item of a question about many
-UNANSWERED = (Unavailable, Throttled, OSError)  # TimeoutError is an OSError
+UNANSWERED = (Unavailable, RateLimited, OSError)  # TimeoutError is an OSError
 
 
 class Availability:
     """One part of a run, asked on behalf of many rollouts. `probe` is a cheap call that concerns none."""
 
-    def __init__(self, part: str, plan: Plan, probe: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, part: str, plan: RolloutConfig, probe: Callable[[], Awaitable[object]]) -> None:
         self._part = part
         self._plan = plan
         self._probe = probe
@@ -42,7 +42,7 @@ class Availability:
     async def ask(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         """The answer. Raises what the part answers, Unavailable for this caller alone, or an Outage."""
         began = now()
-        end = began + self._plan.patience_s
+        end = began + self._plan.unavailable_timeout_s
         pause_s, longest_s = PAUSE_S
         failing = False
         try:
@@ -60,8 +60,8 @@ class Availability:
                     failing = True
                     self._failing[method] += 1
                     told = "%s, %s: %s; tried again for up to %g s"
-                    log.warning(told, self._part, method, named(last), self._plan.patience_s)
-                wait_s = (last.retry_after_s if isinstance(last, Throttled) else None) or pause_s
+                    log.warning(told, self._part, method, named(last), self._plan.unavailable_timeout_s)
+                wait_s = (last.retry_after_s if isinstance(last, RateLimited) else None) or pause_s
                 if now() + wait_s > end:
                     raise await self._verdict(method, began, last) from last
                 await asyncio.sleep(wait_s)
@@ -101,7 +101,7 @@ class Availability:
     async def alive(self) -> bool:
         """Whether the part answers a question that concerns no rollout."""
         try:
-            await self._once(self._probe, self._plan.patience_s)
+            await self._once(self._probe, self._plan.unavailable_timeout_s)
         except UNANSWERED as error:
             log.warning("%s does not answer: %s", self._part, named(error))
             return False
@@ -152,9 +152,9 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def patiently(ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
+async def patiently(ask: Callable[[], Awaitable[T]], unavailable_timeout_s: float) -> T:
     """Repeat what raises Unavailable until it works, or until patience ends."""
-    end = now() + patience_s
+    end = now() + unavailable_timeout_s
     pause_s, longest_s = PAUSE_S
     told = False
     while True:
@@ -164,7 +164,7 @@ async def patiently(ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
             if now() > end:
                 raise
             if not told:
-                log.warning("%s; tried again for up to %g s", error, patience_s)
+                log.warning("%s; tried again for up to %g s", error, unavailable_timeout_s)
                 told = True
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)

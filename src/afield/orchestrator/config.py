@@ -9,12 +9,12 @@ from msgspec import field
 
 from afield.options import SessionPolicies
 from afield.orchestrator.deadlines import Deadlines
-from afield.types import Budget, FailureKind, Finished, Outcome, Rollout, Sampling, check_id
+from afield.types import Budget, FailureKind, Outcome, Rollout, RolloutResult, Sampling, check_id
 
 DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 3}
 
 
-class Plan(SessionPolicies, frozen=True, kw_only=True):
+class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     """How rollouts are collected.
 
     `rollouts` of a task make a group, `val_rollouts` in validation. `extra` ones are begun beyond that,
@@ -26,7 +26,7 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
     gives the reward. `rewards` names those that an outcome must have, and no others, if training weighs
     named ones. A reward whose absolute value is above `max_reward` is the verifier's failure.
     A call to the gateway or the store is given up after `call_timeout_s` and repeated; for
-    `patience_s` in all.
+    `unavailable_timeout_s` in all.
     """
 
     exp_id: str
@@ -49,9 +49,9 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
     """What becomes of a reward for a session without a single model call: a failure, or a warning."""
     rewards: tuple[str, ...] = ()
     max_reward: float = 1e6
-    sweep_s: float = 5.0
+    poll_interval_s: float = 5.0
     watch_s: float = 1.0
-    patience_s: float = 600.0
+    unavailable_timeout_s: float = 600.0
     call_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -59,7 +59,14 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
         for name in ("rollouts", "val_rollouts", "quorum", "concurrency"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("sweep_s", "watch_s", "patience_s", "call_timeout_s", "straggler_s", "max_reward"):
+        for name in (
+            "poll_interval_s",
+            "watch_s",
+            "unavailable_timeout_s",
+            "call_timeout_s",
+            "straggler_s",
+            "max_reward",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} = {value} must be positive")
@@ -83,9 +90,9 @@ class Plan(SessionPolicies, frozen=True, kw_only=True):
         return self.straggler_after or max(1, self.rollouts - 1)
 
 
-class Watcher(Protocol):
+class RolloutObserver(Protocol):
     """Told of progress; for screens and metrics, never for decisions."""
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
-    def rollout_finished(self, finished: Finished) -> None: ...
+    def rollout_finished(self, finished: RolloutResult) -> None: ...

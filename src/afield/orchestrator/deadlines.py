@@ -11,28 +11,34 @@ from afield.types import Failure, FailureKind, Reason
 class Deadlines(Struct, frozen=True, kw_only=True):
     """Seconds; None is no bound.
 
-    `queue_s` until it is its turn to be launched; `start_s` until the agent has taken its payload;
-    `first_call_s` until it calls the model; `silence_s` between calls; `run_s` from launch to outcome;
-    `grade_s` from the end of its session to the outcome; `upload_s` from the end of the agent to its
-    outcome; `teardown_s` for ending it; `life_s` for the rollout with all its attempts.
+    `queue_timeout_s` until it is its turn to be launched; `launch_timeout_s` until the agent has taken its
+    payload;
+    `first_call_timeout_s` until it calls the model; `idle_timeout_s` between calls; `attempt_timeout_s` from
+    launch to outcome;
+    `verifier_timeout_s` from the end of its session to the outcome; `upload_timeout_s` from the end of the
+    agent to its
+    outcome; `teardown_timeout_s` for ending it; `rollout_timeout_s` for the rollout with all its attempts.
 
-    An attempt that reaches `run_s` is the policy's failure when the model was called within the last
+    An attempt that reaches `attempt_timeout_s` is the policy's failure when the model was called within the
+    last
     `active_s`, and the infrastructure's otherwise. Time that its calls stand in line is not held against it,
-    up to `run_s` once more; if even that is used up, the failure is the infrastructure's. An agent whose SDK
-    sent signs of life is taken for dead after `dead_s` without one, unless its runtime knows that it runs.
+    up to `attempt_timeout_s` once more; if even that is used up, the failure is the infrastructure's. An
+    agent whose SDK
+    sent signs of life is taken for dead after `heartbeat_timeout_s` without one, unless its runtime knows
+    that it runs.
     """
 
-    queue_s: float | None = None
-    start_s: float = 120.0
-    first_call_s: float | None = None
-    silence_s: float | None = None
-    run_s: float = 300.0
-    grade_s: float | None = None
-    upload_s: float = 5.0
-    teardown_s: float = 30.0
-    life_s: float | None = None
+    queue_timeout_s: float | None = None
+    launch_timeout_s: float = 120.0
+    first_call_timeout_s: float | None = None
+    idle_timeout_s: float | None = None
+    attempt_timeout_s: float = 300.0
+    verifier_timeout_s: float | None = None
+    upload_timeout_s: float = 5.0
+    teardown_timeout_s: float = 30.0
+    rollout_timeout_s: float | None = None
     active_s: float = 60.0
-    dead_s: float = 15.0
+    heartbeat_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -61,10 +67,10 @@ class Progress(Struct):
         self.waited += more if more >= 0 else state.waited_s
         self.looked = state.waited_s
 
-    def ran_s(self, now: float, run_s: float) -> float:
+    def ran_s(self, now: float, attempt_timeout_s: float) -> float:
         """How long it has run, without what it stood in line for."""
         began = now if self.launched is None else self.launched
-        return now - began - min(self.waited, run_s)
+        return now - began - min(self.waited, attempt_timeout_s)
 
 
 def overdue(
@@ -74,21 +80,22 @@ def overdue(
 
     `lives`: its runtime knows that it runs; then silence of its SDK proves nothing.
     """
-    if _over(deadlines.life_s, progress.born, now):
-        return _late(f"the rollout has lived for {deadlines.life_s:g} s with all its attempts")
+    if _over(deadlines.rollout_timeout_s, progress.born, now):
+        return _late(f"the rollout has lived for {deadlines.rollout_timeout_s:g} s with all its attempts")
     if progress.launched is None:
         return None
     if progress.grading:
         return _grading(deadlines, progress, now)
-    if _over(deadlines.upload_s, progress.ended, now):
-        told = f"the agent ended without an outcome; none came within {deadlines.upload_s:g} s (upload_s)"
+    if _over(deadlines.upload_timeout_s, progress.ended, now):
+        late_s = f"{deadlines.upload_timeout_s:g} s (upload_timeout_s)"
+        told = f"the agent ended without an outcome; none came within {late_s}"
         if progress.completed is not None:
             told += (
                 "; its session is completed, so the gateway may have it:"
                 " with --deliver gateway it must write to where the collector looks (--outcomes)"
             )
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
-    if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
+    if progress.ran_s(now, deadlines.attempt_timeout_s) > deadlines.attempt_timeout_s:
         return _ran_out(deadlines, progress, state)
     return _silent(deadlines, progress, state, now, lives) if state else None
 
@@ -99,16 +106,16 @@ def unheard(deadlines: Deadlines, progress: Progress, state: SessionState | None
         return False
     if progress.completed is not None or progress.ended is not None:
         return False
-    return state.unseen_s is not None and state.unseen_s > deadlines.dead_s
+    return state.unseen_s is not None and state.unseen_s > deadlines.heartbeat_timeout_s
 
 
 def _grading(deadlines: Deadlines, progress: Progress, now: float) -> Failure | None:
     """A verifier's time is not the policy's, and not the agent's. `judge` sees to each verifier's own."""
-    if _over(deadlines.upload_s, progress.ended, now):
-        told = f"the verdict that the gateway has was not in the store after {deadlines.upload_s:g} s"
+    if _over(deadlines.upload_timeout_s, progress.ended, now):
+        told = f"the verdict that the gateway has was not in the store after {deadlines.upload_timeout_s:g} s"
         return Failure(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, told)
-    if progress.ran_s(now, deadlines.run_s) > deadlines.run_s:
-        told = f"no verdict within {deadlines.run_s:g} s of the launch; the agent had handed in"
+    if progress.ran_s(now, deadlines.attempt_timeout_s) > deadlines.attempt_timeout_s:
+        told = f"no verdict within {deadlines.attempt_timeout_s:g} s of the launch; the agent had handed in"
         return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
     return None
 
@@ -117,23 +124,25 @@ def _silent(
     deadlines: Deadlines, progress: Progress, state: SessionState, now: float, lives: bool
 ) -> Failure | None:
     """What the gateway's view of the session reveals."""
-    if _over(deadlines.grade_s, progress.completed, now):
-        return _late(f"no outcome in {deadlines.grade_s:g} s after the session was completed")
+    if _over(deadlines.verifier_timeout_s, progress.completed, now):
+        return _late(f"no outcome in {deadlines.verifier_timeout_s:g} s after the session was completed")
     if progress.completed is not None or state.in_flight:
         return None
     if unheard(deadlines, progress, state) and not lives:
         told = f"the agent gave no sign of life for {state.unseen_s or 0.0:.0f} s"
         return Failure(FailureKind.INFRASTRUCTURE, Reason.DIED, told)
-    if not state.calls and _over(deadlines.first_call_s, progress.launched, now):
-        return _late(f"no model call in the first {deadlines.first_call_s:g} s")
-    if state.calls and deadlines.silence_s is not None and state.idle_s > deadlines.silence_s:
-        return _late(f"no model call for {state.idle_s:.0f} s; silence_s is {deadlines.silence_s:g}")
+    if not state.calls and _over(deadlines.first_call_timeout_s, progress.launched, now):
+        return _late(f"no model call in the first {deadlines.first_call_timeout_s:g} s")
+    if state.calls and deadlines.idle_timeout_s is not None and state.idle_s > deadlines.idle_timeout_s:
+        return _late(
+            f"no model call for {state.idle_s:.0f} s; idle_timeout_s is {deadlines.idle_timeout_s:g}"
+        )
     return None
 
 
 def _ran_out(deadlines: Deadlines, progress: Progress, state: SessionState | None) -> Failure:
-    late = f"no outcome within {deadlines.run_s:g} s; "
-    if progress.waited > deadlines.run_s:
+    late = f"no outcome within {deadlines.attempt_timeout_s:g} s; "
+    if progress.waited > deadlines.attempt_timeout_s:
         stood = f"its calls stood in line for {progress.waited:.0f} s"
         return _late(f"{late}{stood}; have more engines, or less concurrency")
     if state is None:

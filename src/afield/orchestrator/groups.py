@@ -14,16 +14,16 @@ from collections.abc import Coroutine, Sequence
 from msgspec import Struct, structs
 
 from afield.errors import first_cause
-from afield.orchestrator.config import Plan
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_state import Note
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_state import RolloutSummary
 from afield.types import Group, Rollout, Sampling, Split, Task, too_few_rewards
 
 CUT = "cut: enough of its group were done"
 
 
-class GroupWish(Struct, frozen=True):
+class GroupSpec(Struct, frozen=True):
     """A task to be attempted, and in which epoch of the data set; `sampling` where it is not the plan's."""
 
     id: str
@@ -33,17 +33,17 @@ class GroupWish(Struct, frozen=True):
     sampling: Sampling | None = None
 
 
-class Ended(Struct, frozen=True):
+class CompletedGroup(Struct, frozen=True):
     """A group whose rollouts have all ended, without their data; `dropped` says why it cannot train."""
 
-    wish: GroupWish
+    wish: GroupSpec
     members: tuple[str, ...]
     baseline: str | None
     dropped: str | None
 
 
-class Collector:
-    def __init__(self, plan: Plan, conductor: Conductor, spool: Spool) -> None:
+class GroupRunner:
+    def __init__(self, plan: RolloutConfig, conductor: RolloutRunner, spool: RolloutStore) -> None:
         self._plan = plan
         self._conductor = conductor
         self._spool = spool
@@ -52,7 +52,7 @@ class Collector:
     def has_room(self) -> bool:
         return self._conductor.has_room
 
-    async def collect(self, wishes: Sequence[GroupWish]) -> list[Group]:
+    async def collect(self, wishes: Sequence[GroupSpec]) -> list[Group]:
         """All these groups, complete, in the order they were asked for."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -61,7 +61,7 @@ class Collector:
             raise first_cause(errors) from errors
         return [await asyncio.to_thread(read_group, self._spool, task.result()) for task in running]
 
-    def group(self, wish: GroupWish) -> Coroutine[None, None, Ended]:
+    def group(self, wish: GroupSpec) -> Coroutine[None, None, CompletedGroup]:
         """Run all rollouts of a group to their end; repeating runs only what has not ended.
 
         They are under way when this returns; awaiting it waits for them.
@@ -73,11 +73,11 @@ class Collector:
 
     async def _ended(
         self,
-        wish: GroupWish,
-        measured: dict[str, asyncio.Task[Note]],
+        wish: GroupSpec,
+        measured: dict[str, asyncio.Task[RolloutSummary]],
         baseline: Rollout | None,
-        beside: asyncio.Task[Note] | None,
-    ) -> Ended:
+        beside: asyncio.Task[RolloutSummary] | None,
+    ) -> CompletedGroup:
         train = wish.split is Split.TRAIN
         await (self._until_enough(measured) if train else asyncio.wait(measured.values()))
         if beside:
@@ -86,23 +86,23 @@ class Collector:
         dropped = too_few_rewards([n.outcome for n in notes], self._plan.quorum if train else 1)
         if beside:
             dropped = dropped or incomparable(beside.result())
-        return Ended(wish, tuple(measured), baseline.id if baseline else None, dropped)
+        return CompletedGroup(wish, tuple(measured), baseline.id if baseline else None, dropped)
 
-    def members(self, wish: GroupWish) -> list[str]:
+    def members(self, wish: GroupSpec) -> list[str]:
         """The ids of its rollouts."""
         return [rollout.id for rollout in self._rollouts(wish)]
 
-    def _rollouts(self, wish: GroupWish) -> list[Rollout]:
+    def _rollouts(self, wish: GroupSpec) -> list[Rollout]:
         train = wish.split is Split.TRAIN
         number = self._plan.rollouts + self._plan.extra if train else self._plan.val_rollouts
         return [self._rollout(wish, f"r{k}", wish.sampling) for k in range(number)]
 
-    def _baseline(self, wish: GroupWish) -> Rollout | None:
+    def _baseline(self, wish: GroupSpec) -> Rollout | None:
         if not self._plan.baseline or wish.split is not Split.TRAIN:
             return None
         return self._rollout(wish, "baseline", greedy(self._plan.sampling))
 
-    def _rollout(self, wish: GroupWish, name: str, sampling: Sampling | None) -> Rollout:
+    def _rollout(self, wish: GroupSpec, name: str, sampling: Sampling | None) -> Rollout:
         return Rollout(
             id=f"{wish.id}-{name}",
             exp_id=self._plan.exp_id,
@@ -112,7 +112,7 @@ class Collector:
             sampling=sampling,
         )
 
-    async def _until_enough(self, running: dict[str, asyncio.Task[Note]]) -> None:
+    async def _until_enough(self, running: dict[str, asyncio.Task[RolloutSummary]]) -> None:
         """Until all have ended; stragglers are cut where the plan says so."""
         plan, loop = self._plan, asyncio.get_running_loop()
         pending = set(running.values())
@@ -136,7 +136,7 @@ def greedy(sampling: Sampling) -> Sampling:
     return structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
 
 
-def incomparable(baseline: Note) -> str | None:
+def incomparable(baseline: RolloutSummary) -> str | None:
     """Why a group has nothing to be measured against; None when it has."""
     failure = baseline.outcome.failure
     if failure is None or baseline.outcome.reward_or_floor(0.0) is not None:
@@ -144,7 +144,7 @@ def incomparable(baseline: Note) -> str | None:
     return f"its baseline carries no reward ({failure.kind}/{failure.reason}: {failure.message[:200]})"
 
 
-def read_group(spool: Spool, ended: Ended) -> Group:
+def read_group(spool: RolloutStore, ended: CompletedGroup) -> Group:
     wish = ended.wish
     return Group(
         id=wish.id,
@@ -156,7 +156,7 @@ def read_group(spool: Spool, ended: Ended) -> Group:
     )
 
 
-def _rewarded(task: asyncio.Task[Note]) -> bool:
+def _rewarded(task: asyncio.Task[RolloutSummary]) -> bool:
     if not task.done() or task.cancelled() or task.exception():
         return False
     return task.result().outcome.reward_or_floor(0.0) is not None

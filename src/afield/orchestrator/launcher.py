@@ -14,11 +14,11 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from afield import wire
-from afield.errors import Outage, Throttled, WireError
+from afield.errors import Outage, RateLimited, WireError
 from afield.interfaces import Gateway, Runtime, SessionSpec, Transport
 from afield.options import policies_of
 from afield.orchestrator.availability import Availability, broken, failure_of, named, now
-from afield.orchestrator.config import Plan
+from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.watcher import Running
 from afield.ratelimit import Limiter
 from afield.types import Attempt, Failure, FailureKind, Reason
@@ -39,7 +39,7 @@ class _Refused:
         self.since = math.inf
         self.last = ""
 
-    def note(self, error: Throttled, others: set[_Refused]) -> None:
+    def note(self, error: RateLimited, others: set[_Refused]) -> None:
         self.since = min(self.since, now())
         self.last = named(error)
         others.add(self)
@@ -50,7 +50,7 @@ class Launcher:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
@@ -69,8 +69,8 @@ class Launcher:
 
     async def launch(self, running: Running, payload: Payload | None = None) -> Failure | None:
         """None once the agent has its payload; else why it has not."""
-        queue_s = self._plan.deadlines.queue_s
-        end = None if queue_s is None else now() + queue_s
+        queue_timeout_s = self._plan.deadlines.queue_timeout_s
+        end = None if queue_timeout_s is None else now() + queue_timeout_s
         refused = _Refused()
         try:
             while running.verdict is None:
@@ -81,7 +81,7 @@ class Launcher:
                         failure = await self._start(running, payload or self._payload)
                         self._launched = self._launched if failure else now()
                         return failure
-                    except Throttled as error:
+                    except RateLimited as error:
                         self._limiter.throttled(error.retry_after_s)
                         refused.note(error, self._refused)
                         running.refusal = refused.last
@@ -91,7 +91,10 @@ class Launcher:
                     return failure
             return running.verdict
         except TimeoutError:
-            late = f"it was not launched within {queue_s} s; raise queue_s, or the rate of launches"
+            late = (
+                f"it was not launched within {queue_timeout_s} s;"
+                " raise queue_timeout_s, or the rate of launches"
+            )
             return running.verdict or broken(late, Reason.LAUNCH)
         finally:
             self._refused.discard(refused)
@@ -99,7 +102,7 @@ class Launcher:
     def _refused_alone(self, refused: _Refused) -> Failure | None:
         """The failure of one that its place refuses for longer than patience while it takes others."""
         since_s = now() - refused.since
-        if since_s <= self._plan.patience_s:
+        if since_s <= self._plan.unavailable_timeout_s:
             return None
         if self._launched <= refused.since and len(self._refused) > 1:
             return None  # it takes nobody: that is no rollout's fault
@@ -117,18 +120,21 @@ class Launcher:
             return running.verdict or failure_of(error, "no session was opened for it", Reason.LAUNCH)
         if running.verdict:
             return running.verdict
-        start_s = self._plan.deadlines.start_s
+        launch_timeout_s = self._plan.deadlines.launch_timeout_s
         running.asked = True
         limit: asyncio.Timeout | None = None
         try:
-            async with running.bounded(start_s) as limit:
+            async with running.bounded(launch_timeout_s) as limit:
                 await self._runtime.launch(running.place, payload)
-        except (Throttled, Outage):
+        except (RateLimited, Outage):
             raise
         except Exception as error:
             if running.verdict or limit is None or not limit.expired():
                 return running.verdict or failure_of(error, "it was not launched", Reason.LAUNCH)
-            late = f"the agent had not taken its payload after {start_s:g} s; raise start_s if it may"
+            late = (
+                f"the agent had not taken its payload after {launch_timeout_s:g} s;"
+                " raise launch_timeout_s if it may"
+            )
             return broken(late, Reason.TIMEOUT)
         running.progress.launched = now()
         return None
@@ -177,7 +183,7 @@ class Launcher:
             sampling=rollout.sampling or self._plan.sampling,
             budget=self._plan.budget,
             **policies_of(self._plan),
-            ttl_s=self._plan.deadlines.run_s + GATEWAY_SLACK_S,
+            ttl_s=self._plan.deadlines.attempt_timeout_s + GATEWAY_SLACK_S,
         )
 
     async def stop(self, attempt: Attempt) -> None:
@@ -185,19 +191,19 @@ class Launcher:
         try:
             await self._stop(attempt)
         except TimeoutError:
-            teardown_s = self._plan.deadlines.teardown_s
-            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_s)
+            teardown_timeout_s = self._plan.deadlines.teardown_timeout_s
+            log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_timeout_s)
         except Exception as error:
             log.warning("%s could not be stopped: %s", attempt.session_id, named(error))
 
     async def _stop(self, attempt: Attempt) -> None:
         """Waiting for its turn does not count against the deadline."""
-        end = now() + self._plan.patience_s
+        end = now() + self._plan.unavailable_timeout_s
         while True:
-            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_s):
+            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_timeout_s):
                 try:
                     return await self._runtime.stop(attempt)
-                except Throttled as error:
+                except RateLimited as error:
                     self._limiter.throttled(error.retry_after_s, stop=True)
                     if now() > end:
                         raise

@@ -19,32 +19,32 @@ from typing import Any, Self, TypeVar
 from afield import wire
 from afield.batches.rewards import usable
 from afield.errors import RETRIED, Outage, Unavailable, UsageError, first_cause
-from afield.interfaces import Gateway, Record, Runtime, Transport
-from afield.orchestrator.attempt import Decider
+from afield.interfaces import Gateway, Runtime, SessionRecord, Transport
+from afield.orchestrator.attempt import AttemptRunner
 from afield.orchestrator.availability import broken, failure_of, named, now, patiently
-from afield.orchestrator.config import Plan, Watcher
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_state import Ledger, Note
+from afield.orchestrator.config import RolloutConfig, RolloutObserver
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_state import RolloutSummary, RunState
 from afield.ratelimit import Limiter
-from afield.types import Attempt, Failure, FailureKind, Finished, Outcome, Reason, Rollout, Split
+from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, RolloutResult, Split
 
 log = logging.getLogger("afield.orchestrator.groups")
 T = TypeVar("T")
 
 
-class Conductor:
+class RolloutRunner:
     """`async with` listens to hints, sweeps the store and watches the sessions; used from one event loop."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
         transport: Transport,
-        ledger: Ledger,
-        spool: Spool,
-        watcher: Watcher,
+        ledger: RunState,
+        spool: RolloutStore,
+        watcher: RolloutObserver,
         limiter: Limiter | None = None,
         verifiers: Runtime | None = None,
     ) -> None:
@@ -53,7 +53,7 @@ class Conductor:
         self._ledger = ledger
         self._spool = spool
         self._watcher = watcher
-        self._decider = Decider(
+        self._decider = AttemptRunner(
             plan,
             gateway=gateway,
             runtime=runtime,
@@ -63,7 +63,7 @@ class Conductor:
             verifiers=verifiers,
         )
         self._slots = asyncio.Semaphore(plan.concurrency)
-        self._runs: dict[str, asyncio.Task[Note]] = {}
+        self._runs: dict[str, asyncio.Task[RolloutSummary]] = {}
         self._queued: dict[str, asyncio.Timeout] = {}
 
     async def __aenter__(self) -> Self:
@@ -93,11 +93,11 @@ class Conductor:
         """Whether another rollout would begin at once."""
         return len(self._runs) < self._plan.concurrency
 
-    async def run(self, rollout: Rollout) -> Note:
+    async def run(self, rollout: Rollout) -> RolloutSummary:
         """How the rollout ended; it lies in the spool then. Running one again, or twice, gives the same."""
         return await asyncio.shield(self.start(rollout))
 
-    def start(self, rollout: Rollout) -> asyncio.Task[Note]:
+    def start(self, rollout: Rollout) -> asyncio.Task[RolloutSummary]:
         """The same, under way. The task is the conductor's: `cancel` ends the rollout, not `Task.cancel`."""
         task = self._runs.get(rollout.id)
         if task is None:
@@ -122,7 +122,7 @@ class Conductor:
         if queueing and not queueing.expired():
             queueing.reschedule(now())
 
-    async def _run(self, rollout: Rollout) -> Note:
+    async def _run(self, rollout: Rollout) -> RolloutSummary:
         born = now()
         try:
             if note := await self._known(rollout):
@@ -140,7 +140,7 @@ class Conductor:
         finally:
             self._decider.cancelled.pop(rollout.id, None)
 
-    async def _known(self, rollout: Rollout) -> Note | None:
+    async def _known(self, rollout: Rollout) -> RolloutSummary | None:
         """How it ended, if it has; what is not in the spool any more the gateway gives again."""
         note = await asyncio.to_thread(self._ledger.finished, rollout.id)
         if note is None or self._spool.holds(rollout.id):
@@ -153,20 +153,23 @@ class Conductor:
 
     async def _enters(self, rollout_id: str) -> bool:
         """Whether there was a place; without one it is cancelled."""
-        queue_s, others = self._plan.deadlines.queue_s, self._plan.concurrency
+        queue_timeout_s, others = self._plan.deadlines.queue_timeout_s, self._plan.concurrency
         try:
-            async with asyncio.timeout(queue_s) as queueing:
+            async with asyncio.timeout(queue_timeout_s) as queueing:
                 if rollout_id not in self._decider.cancelled:
                     self._queued[rollout_id] = queueing
                     return await self._slots.acquire()
         except TimeoutError:
-            told = f"no place in {queue_s} s beside {others} others; raise concurrency or queue_s"
+            told = (
+                f"waited {queue_timeout_s} s for a concurrency slot beside {others} other rollouts;"
+                " raise concurrency or queue_timeout_s"
+            )
             self._decider.cancelled.setdefault(rollout_id, broken(told, Reason.LAUNCH))
         finally:
             self._queued.pop(rollout_id, None)
         return False
 
-    async def _until_it_counts(self, rollout: Rollout, born: float) -> Note:
+    async def _until_it_counts(self, rollout: Rollout, born: float) -> RolloutSummary:
         """Attempts until one has an outcome that stands, or a budget of retries is used up."""
         tried = await asyncio.to_thread(self._ledger.attempts, rollout.id)
         spent = Counter(t.failure.kind for t in tried if t.failure)
@@ -218,27 +221,27 @@ class Conductor:
             return False
         if graded and self._plan.judged and outcome.failure.kind is FailureKind.VERIFIER:
             return False
-        life_s = self._plan.deadlines.life_s
-        if life_s is not None and now() - born > life_s:
+        rollout_timeout_s = self._plan.deadlines.rollout_timeout_s
+        if rollout_timeout_s is not None and now() - born > rollout_timeout_s:
             return False
         kind = outcome.failure.kind
         spent[kind] += 1
         return spent[kind] <= self._plan.retries.get(kind, 0)
 
-    async def _end(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
+    async def _end(self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int) -> RolloutSummary:
         note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
         await asyncio.to_thread(self._ledger.finish, rollout.id, note)
         self._watcher.attempt_ended(rollout, note.outcome, False)
         return note
 
-    async def _unexpected(self, rollout: Rollout, error: Exception) -> Note:
+    async def _unexpected(self, rollout: Rollout, error: Exception) -> RolloutSummary:
         """What nobody thought of went wrong with one rollout: that is its failure, and says where."""
         log.error("%s failed in a way that nothing foresees: %s", rollout.id, named(error), exc_info=error)
         n = max(1, len(await asyncio.to_thread(self._ledger.attempts, rollout.id)))
         outcome = wire.failed(rollout.id, n, failure_of(error, "it was given up"))
-        return await self._end(rollout, outcome, Record(trajectories=(), excluded=()), n)
+        return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), n)
 
-    async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, Record]:
+    async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, SessionRecord]:
         """What its session sampled. A reward for a session that is gone, or cannot be read, is none; nor is
         one that nothing can be trained with."""
         session_id = outcome.session_id
@@ -250,12 +253,12 @@ class Conductor:
             if outcome.failure is None:
                 lost = failure_of(error, "what it sampled cannot be read", Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
-            return outcome, Record(trajectories=(), excluded=())
+            return outcome, SessionRecord(trajectories=(), excluded=())
         names = self._plan.rewards if rollout.split is Split.TRAIN else ()
         outcome = self._sampled(outcome, record)
         return usable(finished_of(rollout, outcome, record, 1), names, self._plan.max_reward), record
 
-    def _sampled(self, outcome: Outcome, record: Record) -> Outcome:
+    def _sampled(self, outcome: Outcome, record: SessionRecord) -> Outcome:
         """A reward that nothing was sampled for trains nothing, and would still move its group's baseline."""
         if outcome.reward is None or record.turns:
             return outcome
@@ -266,13 +269,15 @@ class Conductor:
         failure = Failure(FailureKind.TASK, Reason.REWARD, f"{told}: nothing can be trained with it")
         return wire.failed(outcome.rollout_id, outcome.attempt, failure)
 
-    async def _keep(self, rollout: Rollout, outcome: Outcome, record: Record, n: int) -> Note:
+    async def _keep(
+        self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int
+    ) -> RolloutSummary:
         """Everything there is of a rollout, to the spool."""
         finished = finished_of(rollout, outcome, record, n)
         await asyncio.to_thread(self._spool.put, finished)
         self._watcher.rollout_finished(finished)
         spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
-        return Note(
+        return RolloutSummary(
             outcome,
             n,
             sum(t.owned for t in finished.trajectories),
@@ -281,7 +286,7 @@ class Conductor:
         )
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        return await patiently(ask, self._plan.patience_s)
+        return await patiently(ask, self._plan.unavailable_timeout_s)
 
 
 async def _ending(error: Exception) -> None:
@@ -289,8 +294,8 @@ async def _ending(error: Exception) -> None:
     raise error
 
 
-def finished_of(rollout: Rollout, outcome: Outcome, record: Record, attempts: int) -> Finished:
-    return Finished(
+def finished_of(rollout: Rollout, outcome: Outcome, record: SessionRecord, attempts: int) -> RolloutResult:
+    return RolloutResult(
         rollout=rollout,
         outcome=outcome,
         trajectories=record.trajectories,

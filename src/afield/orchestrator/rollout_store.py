@@ -13,20 +13,20 @@ from pathlib import Path
 import msgspec
 
 from afield.durable_files import write_whole
-from afield.errors import Missing, Unavailable
-from afield.types import Finished
+from afield.errors import NotFound, Unavailable
+from afield.types import RolloutResult
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Finished)
+_DECODER = msgspec.msgpack.Decoder(RolloutResult)
 
 
-class Spool:
+class RolloutStore:
     def __init__(self, root: Path, *, durable: bool = False) -> None:
         """`durable`: a rollout that was put survives a power cut, too."""
         self._root = root
         self._durable = durable
 
-    def put(self, finished: Finished) -> None:
+    def put(self, finished: RolloutResult) -> None:
         path = self._path(finished.rollout.id)
         partial = path.with_name(f"{path.name}.partial")
         try:
@@ -38,12 +38,12 @@ class Spool:
             told = f"cannot keep the rollout {finished.rollout.id} in {self._root}: {error}"
             raise Unavailable(f"{told}; make room, and it goes on") from error
 
-    def get(self, rollout_id: str) -> Finished:
+    def get(self, rollout_id: str) -> RolloutResult:
         path = self._path(rollout_id)
         try:
             return _DECODER.decode(path.read_bytes())
         except FileNotFoundError:
-            raise Missing(f"rollout {rollout_id} is not in {self._root}") from None
+            raise NotFound(f"rollout {rollout_id} is not in {self._root}") from None
         except (OSError, msgspec.MsgspecError) as error:
             raise Unavailable(f"cannot read {path}: {error}") from error
 

@@ -35,7 +35,7 @@ from msgspec import Struct
 from afield.durable_files import write_whole
 from afield.errors import DamagedFile, UsageError
 from afield.private_files import private_directory
-from afield.types import Finished, Task
+from afield.types import RolloutResult, Task
 
 log = logging.getLogger("afield.run")
 STATE = "state.json"
@@ -52,7 +52,7 @@ class StepState(Struct, frozen=True):
     groups: tuple[str, ...] = ()
 
 
-class RunDir:
+class RunDirectory:
     """`durable`: what is written survives a power cut, too, at the price of an fsync per file."""
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
@@ -239,12 +239,12 @@ class RunDir:
     def read_tasks(self) -> list[Task]:
         return _read_lines(self.tasks, Task)
 
-    def write_rollouts(self, step: int, finished: Iterable[Finished]) -> None:
+    def write_rollouts(self, step: int, finished: Iterable[RolloutResult]) -> None:
         lines = [msgspec.json.encode(f) for f in finished]
         self.rollouts(step).parent.mkdir(exist_ok=True)
         self._write(self.rollouts(step), b"".join(line + b"\n" for line in lines))
 
-    def write_validation(self, line: dict[str, Any], finished: Iterable[Finished]) -> None:
+    def write_validation(self, line: dict[str, Any], finished: Iterable[RolloutResult]) -> None:
         """Once for a step; a validation that was written already is left as it is."""
         if line["step"] in {known["step"] for known in self.read_validation()}:
             return
@@ -258,8 +258,8 @@ class RunDir:
     def read_validation(self) -> list[dict[str, Any]]:
         return _whole_lines(self.path / "validation.jsonl")
 
-    def read_rollouts(self, step: int) -> list[Finished]:
-        return _read_lines(self.rollouts(step), Finished)
+    def read_rollouts(self, step: int) -> list[RolloutResult]:
+        return _read_lines(self.rollouts(step), RolloutResult)
 
     def steps(self) -> list[int]:
         """Steps with rollouts on disk."""
@@ -306,16 +306,16 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def find_run(runs: Path, name: str, kind: str = "") -> RunDir:
+def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
     """A run by its id or path; `latest` is the newest of its kind under `runs`."""
     if name == "latest":
         found = sorted(runs.glob(f"{kind}*/run.json"), key=lambda path: path.stat().st_mtime)
         if not found:
             raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
-        return RunDir(found[-1].parent)
+        return RunDirectory(found[-1].parent)
     for path in (Path(name), runs / name):
         if (path / "run.json").exists():
-            return RunDir(path)
+            return RunDirectory(path)
     known = sorted(path.parent.name for path in runs.glob("*/run.json"))
     choices = f"; under {runs} there are: {', '.join(known)}" if known else f"; there are none under {runs}"
     raise UsageError(f"unknown run {name!r}{choices}")

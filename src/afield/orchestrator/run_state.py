@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
 BASELINE = -1  # the place in its group of the rollout that is only compared with
 
 
-class Note(Struct, frozen=True):
+class RolloutSummary(Struct, frozen=True):
     """How a rollout ended, after how many attempts, and the tokens of the attempt that counts."""
 
     outcome: Outcome
@@ -47,7 +47,7 @@ class Note(Struct, frozen=True):
     high: int | None = None
 
 
-class Entry(Struct, frozen=True):
+class PendingGroup(Struct, frozen=True):
     """A group that was begun and that no step has taken yet. `born` counts steps that were done then."""
 
     id: str
@@ -57,7 +57,7 @@ class Entry(Struct, frozen=True):
     dropped: str | None
 
 
-class Tried(Struct, frozen=True):
+class AttemptRecord(Struct, frozen=True):
     """An attempt as it was noted; `failure` is None while nothing is known, and if it counted.
 
     `began` is when it was launched, by the wall clock; before that, when it was noted.
@@ -73,7 +73,7 @@ class Tried(Struct, frozen=True):
         return max(0.0, time.time() - self.began)
 
 
-class Ledger:
+class RunState:
     """Used from any thread: the loop notes attempts while a thread notes a step."""
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
@@ -125,11 +125,11 @@ class Ledger:
         told = (str(failure.kind), str(failure.reason), failure.message[:2000], tokens)
         self._write(sql, (*told, attempt.rollout_id, attempt.n))
 
-    def attempts(self, rollout_id: str) -> list[Tried]:
+    def attempts(self, rollout_id: str) -> list[AttemptRecord]:
         """In their order."""
         sql = "SELECT n, began, kind, reason, message, tokens FROM attempts WHERE rollout_id=? ORDER BY n"
         return [
-            Tried(
+            AttemptRecord(
                 Attempt(rollout_id, n),
                 began,
                 Failure(FailureKind(kind), Reason(reason), message) if kind else None,
@@ -138,13 +138,13 @@ class Ledger:
             for n, began, kind, reason, message, tokens in self._all(sql, rollout_id)
         ]
 
-    def finish(self, rollout_id: str, note: Note) -> None:
+    def finish(self, rollout_id: str, note: RolloutSummary) -> None:
         body = msgspec.msgpack.encode(note)
         self._write("INSERT OR IGNORE INTO finished VALUES (?,?)", (rollout_id, body))
 
-    def finished(self, rollout_id: str) -> Note | None:
+    def finished(self, rollout_id: str) -> RolloutSummary | None:
         row = self._one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
-        return msgspec.msgpack.decode(row[0], type=Note) if row else None
+        return msgspec.msgpack.decode(row[0], type=RolloutSummary) if row else None
 
     def forget(self, rollout_id: str) -> None:
         """How it ended no longer counts: it was cancelled, and is wanted after all. Its attempts are kept."""
@@ -173,10 +173,10 @@ class Ledger:
             self._db.executemany("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
             self._write("UPDATE groups SET ready=1, dropped=? WHERE id=?", (dropped, group_id))
 
-    def untaken(self) -> list[Entry]:
+    def untaken(self) -> list[PendingGroup]:
         """Groups that were begun and that no step has taken, in the order they were begun."""
         sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
-        return [Entry(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._all(sql)]
+        return [PendingGroup(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._all(sql)]
 
     def members(self, group_id: str) -> tuple[list[str], str | None]:
         """The rollouts of a group that is ready, and its baseline."""

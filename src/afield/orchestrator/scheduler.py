@@ -19,11 +19,11 @@ from msgspec import Struct
 
 from afield.errors import UsageError, first_cause
 from afield.interfaces import Gateway
-from afield.orchestrator.groups import Collector, GroupWish
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_state import Entry, Ledger
-from afield.orchestrator.staleness import Window
-from afield.types import ID_PATTERN, Finished, Sampling, Split, Task
+from afield.orchestrator.groups import GroupRunner, GroupSpec
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_state import PendingGroup, RunState
+from afield.orchestrator.staleness import StalenessWindow
+from afield.types import ID_PATTERN, RolloutResult, Sampling, Split, Task
 
 log = logging.getLogger("afield.loop")
 POLL_S = 0.05
@@ -48,11 +48,11 @@ class Schedule(Struct, frozen=True):
     def epoch(self, position: int) -> int:
         return position // len(self.tasks)
 
-    def wish(self, position: int) -> GroupWish:
+    def wish(self, position: int) -> GroupSpec:
         epoch, index = divmod(position, len(self.tasks))
         seed = f"{self.seed}/{epoch}" if self.shuffle else None
         task = self.tasks[_order(len(self.tasks), seed)[index]]
-        return GroupWish(f"{self.exp_id}-e{epoch}-{slug(task.id)}", task, epoch)
+        return GroupSpec(f"{self.exp_id}-e{epoch}-{slug(task.id)}", task, epoch)
 
 
 @lru_cache(maxsize=8)
@@ -76,19 +76,19 @@ class Validation(Struct, frozen=True, kw_only=True):
     tasks: Sequence[Task]
     every: int
     sampling: Sampling
-    report: Callable[[int, list[Finished]], None]
+    report: Callable[[int, list[RolloutResult]], None]
     reported: Callable[[int], bool] = _never
 
 
-class Gatherer:
+class GroupScheduler:
     def __init__(
         self,
-        window: Window,
+        window: StalenessWindow,
         schedule: Schedule,
         *,
-        collector: Collector,
-        ledger: Ledger,
-        spool: Spool,
+        collector: GroupRunner,
+        ledger: RunState,
+        spool: RolloutStore,
         validation: Validation | None = None,
     ) -> None:
         self._window = window
@@ -123,7 +123,7 @@ class Gatherer:
         ]
         return itertools.chain(begun, range(self._ledger.admitted(), self._window.groups))
 
-    def _wanted(self, entry: Entry) -> bool:
+    def _wanted(self, entry: PendingGroup) -> bool:
         """A run that was made shorter has begun groups that no step will take."""
         if self._ledger.done >= self._window.steps:
             return False
@@ -140,7 +140,7 @@ class Gatherer:
     async def _done(self) -> int:
         return await asyncio.to_thread(lambda: self._ledger.done)
 
-    async def _group(self, wish: GroupWish) -> None:
+    async def _group(self, wish: GroupSpec) -> None:
         ended = await self._collector.group(wish)
         told = ended.members, ended.baseline, ended.dropped
         await asyncio.to_thread(self._ledger.ready, wish.id, *told)
@@ -159,7 +159,7 @@ class Gatherer:
         """Nothing of it stays in the spool, whatever a collector before this one left there."""
         exp_id = self._schedule.exp_id
         wishes = [
-            GroupWish(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
+            GroupSpec(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
             for task in validation.tasks
         ]
         if not left_out:
@@ -171,7 +171,7 @@ class Gatherer:
                 await asyncio.to_thread(self._spool.drop, rollout_id)
 
 
-async def our_weights(ledger: Ledger, gateway: Gateway, *, frozen: bool) -> None:
+async def our_weights(ledger: RunState, gateway: Gateway, *, frozen: bool) -> None:
     """Until the gateway samples with this run's weights; what it serves of another run teaches nothing."""
     told = False
     while not await asyncio.to_thread(_ours, ledger, await gateway.version(), frozen=frozen):
@@ -181,7 +181,7 @@ async def our_weights(ledger: Ledger, gateway: Gateway, *, frozen: bool) -> None
         await asyncio.sleep(POLL_S)
 
 
-def _ours(ledger: Ledger, served: int, *, frozen: bool) -> bool:
+def _ours(ledger: RunState, served: int, *, frozen: bool) -> bool:
     if ledger.base is None:
         return served == 0
     ahead = served - ledger.base - (0 if frozen else ledger.done)

@@ -15,12 +15,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-from afield.orchestrator.run_state import Entry
+from afield.orchestrator.run_state import PendingGroup
 
 Mode = Literal["sync", "one-step-off", "async"]
 
 
-class Window(Struct, frozen=True, kw_only=True):
+class StalenessWindow(Struct, frozen=True, kw_only=True):
     """`groups` in all, `batch` a step; the last step takes what is left.
 
     In mode `sync` a step's groups are collected with the weights of the step before; in `one-step-off`
@@ -50,7 +50,7 @@ class Window(Struct, frozen=True, kw_only=True):
         """Whether the group at this position may begin when `done` steps are done."""
         return position < min(self.groups, (done + self.staleness + 1) * self.batch)
 
-    def choose(self, step: int, untaken: Sequence[Entry]) -> list[Entry] | None:
+    def choose(self, step: int, untaken: Sequence[PendingGroup]) -> list[PendingGroup] | None:
         """The groups of this step, oldest first; None when it has to wait for some."""
         size = min(self.batch, self.groups - (step - 1) * self.batch)
         ordered = sorted(untaken, key=lambda entry: (entry.born, entry.position))
@@ -61,7 +61,9 @@ class Window(Struct, frozen=True, kw_only=True):
             return None
         return chosen if not self.strict or self._leaves_time(step, ordered, chosen) else None
 
-    def _leaves_time(self, step: int, untaken: Sequence[Entry], chosen: Sequence[Entry]) -> bool:
+    def _leaves_time(
+        self, step: int, untaken: Sequence[PendingGroup], chosen: Sequence[PendingGroup]
+    ) -> bool:
         """Whether the steps after this one can still take all others in time."""
         taken = {entry.id for entry in chosen}
         due = Counter(max(e.born + self.staleness + 1, step) for e in untaken if e.id not in taken)

@@ -20,15 +20,15 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.durable_files import rename_whole
-from afield.errors import DamagedFile, Fruitless, Unavailable
+from afield.errors import DamagedFile, NoRewards, Unavailable
 from afield.exclusions import UntrainedReason
 from afield.interfaces import Gateway, Publisher, StepReport, Trainer
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_directory import STATE, RunDir, StepState
-from afield.orchestrator.run_state import Entry, Ledger
-from afield.orchestrator.staleness import Window
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_directory import STATE, RunDirectory, StepState
+from afield.orchestrator.run_state import PendingGroup, RunState
+from afield.orchestrator.staleness import StalenessWindow
 from afield.token_account import TokenAccount, of_finished
-from afield.types import Finished, Group, Policy, VersionSpan
+from afield.types import Group, Policy, RolloutResult, VersionSpan
 
 log = logging.getLogger("afield.loop")
 PATIENCE = 3  # steps without a single reward before a run is given up
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Working = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class Recipe(Struct, frozen=True, kw_only=True):
+class LoopConfig(Struct, frozen=True, kw_only=True):
     """`stale` says what happens to a group whose tokens are staler than the window's bound."""
 
     policy: str
@@ -103,24 +103,24 @@ class Batch(Struct, frozen=True):
         return [group for group in self.groups if group.id not in self.dropped]
 
     @property
-    def finished(self) -> list[Finished]:
+    def finished(self) -> list[RolloutResult]:
         return [f for group in self.groups for f in group.finished]
 
 
-class Learner:
+class TrainingLoop:
     """`working` runs blocking work off the event loop."""
 
     def __init__(
         self,
-        window: Window,
-        recipe: Recipe,
+        window: StalenessWindow,
+        recipe: LoopConfig,
         *,
         epoch_of: Callable[[int], int],
         trainer: Trainer,
         gateway: Gateway,
-        ledger: Ledger,
-        spool: Spool,
-        run: RunDir,
+        ledger: RunState,
+        spool: RolloutStore,
+        run: RunDirectory,
         on_step: Callable[[StepLine], None],
         working: Working = asyncio.to_thread,
     ) -> None:
@@ -147,7 +147,7 @@ class Learner:
             barren = 0 if rewarded else barren + 1
             if barren == PATIENCE:
                 often = usual_failure(batch.finished)
-                raise Fruitless(f"{PATIENCE} steps without a single reward; most often: {often}")
+                raise NoRewards(f"{PATIENCE} steps without a single reward; most often: {often}")
             del batch  # or it would be held while the next one is read
 
     async def _begin(self, state: StepState) -> None:
@@ -227,12 +227,12 @@ class Learner:
         self._on_step(line)
         return batch
 
-    async def _chosen(self, step: int) -> list[Entry]:
+    async def _chosen(self, step: int) -> list[PendingGroup]:
         while (chosen := self._window.choose(step, await asyncio.to_thread(self._ledger.untaken))) is None:
             await asyncio.sleep(POLL_S)
         return chosen
 
-    def _read(self, entries: Sequence[Entry]) -> Batch:
+    def _read(self, entries: Sequence[PendingGroup]) -> Batch:
         groups: list[Group] = []
         dropped: dict[str, str] = {}
         for entry in entries:
@@ -246,7 +246,7 @@ class Learner:
         ids = [f.rollout.id for group in groups for f in everyone(group)]
         return Batch(groups, dropped, self._version, self._ledger.wasted(ids) + wasted(groups, dropped))
 
-    def _group(self, entry: Entry) -> Group:
+    def _group(self, entry: PendingGroup) -> Group:
         members, baseline = self._ledger.members(entry.id)
         finished = tuple(map(self._spool.get, members))
         rollout = finished[0].rollout
@@ -324,7 +324,7 @@ class Learner:
         self._ledger.done = step
 
 
-def everyone(group: Group) -> tuple[Finished, ...]:
+def everyone(group: Group) -> tuple[RolloutResult, ...]:
     return (*group.finished, *([group.baseline] if group.baseline else []))
 
 
@@ -400,7 +400,7 @@ def token_account(batch: Batch, report: StepReport) -> TokenAccount:
     return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
 
 
-def mean_metrics(finished: Sequence[Finished]) -> dict[str, float]:
+def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
     """What agents reported beside their rewards, each averaged over those that did."""
     told: dict[str, list[float]] = {}
     for one in finished:
@@ -410,11 +410,11 @@ def mean_metrics(finished: Sequence[Finished]) -> dict[str, float]:
     return {name: math.fsum(v / len(values) for v in values) for name, values in told.items()}
 
 
-def usual_failure(finished: Sequence[Finished]) -> str:
+def usual_failure(finished: Sequence[RolloutResult]) -> str:
     failures = [f.outcome.failure for f in finished if f.outcome.failure]
     told = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
     return told.most_common(1)[0][0] if told else "no failure at all"
 
 
-def _tool_calls(finished: Finished) -> int:
+def _tool_calls(finished: RolloutResult) -> int:
     return sum(len(turn.messages[-1].tool_calls) for turn in finished.turns if turn.messages)

@@ -25,7 +25,7 @@ APART = 1_000  # between the numbers of an attempt's verifiers; no rollout has s
 LOOK_S = 0.25
 
 
-class Judge:
+class VerifierRunner:
     """`agents` launches and ends the judged, `verifiers` those who judge; each in a runtime of its own."""
 
     def __init__(self, agents: Launcher, verifiers: Launcher) -> None:
@@ -71,16 +71,16 @@ class Judge:
             invocation = await self._verifiers.invocation(grading, role="verifier")
             return wire.build_payload(rollout.task, invocation, submission)
 
-        grade_s = self._agents.plan.deadlines.grade_s
+        verifier_timeout_s = self._agents.plan.deadlines.verifier_timeout_s
         try:
-            async with asyncio.timeout(grade_s):
+            async with asyncio.timeout(verifier_timeout_s):
                 if failure := await self._verifiers.launch(grading, payload):
                     return _verifiers(failure)
                 if failure := await self._ended(running, grading, before):
                     return _verifiers(failure)
                 return await self._verdict(running, before)
         except TimeoutError:
-            told = f"no verdict in {grade_s:g} s after the agent had handed in"
+            told = f"no verdict in {verifier_timeout_s:g} s after the agent had handed in"
             if grading.refusal and not grading.launched:
                 told += f"; its place took no more: {grading.refusal}"
             return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
@@ -105,8 +105,8 @@ class Judge:
 
     async def _verdict(self, running: Running, before: int) -> Failure | None:
         """What became of a verifier that has ended; None when it has graded."""
-        upload_s = self._agents.plan.deadlines.upload_s
-        end = now() + upload_s
+        upload_timeout_s = self._agents.plan.deadlines.upload_timeout_s
+        end = now() + upload_timeout_s
         while True:
             state = await self._state(running)
             if state.graded:
@@ -114,9 +114,12 @@ class Judge:
             if len(state.failed_verdicts) > before:
                 return _verifiers(state.failed_verdicts[-1])
             if now() > end:
-                told = f"the verifier ended without a verdict; none came within {upload_s:g} s (upload_s)"
+                told = (
+                    f"the verifier ended without a verdict; none came within {upload_timeout_s:g} s"
+                    " (upload_timeout_s)"
+                )
                 return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
-            await asyncio.sleep(min(LOOK_S, upload_s / 4))
+            await asyncio.sleep(min(LOOK_S, upload_timeout_s / 4))
 
     async def _state(self, running: Running) -> SessionState:
         gateway = self._agents.gateway

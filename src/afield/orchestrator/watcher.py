@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 from afield.errors import Outage
 from afield.interfaces import Exit, Fence, Gateway, Phase, Runtime, SessionState, Transport, Waiting
 from afield.orchestrator.availability import Availability, named
-from afield.orchestrator.config import Plan
+from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Progress, overdue, unheard
-from afield.orchestrator.run_state import Ledger
+from afield.orchestrator.run_state import RunState
 from afield.types import Attempt, Failure, Rollout
 from afield.wire import OutcomeRecord
 
@@ -78,7 +78,7 @@ class Running:
                 self._limit = outer
 
 
-class Noticer:
+class AttemptWatcher:
     """The attempts that run, by session id, and the hints that were acted on.
 
     `asking` and `storing` are how the gateway and the store are asked: shared by all who ask them.
@@ -86,12 +86,12 @@ class Noticer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
         transport: Transport,
-        ledger: Ledger,
+        ledger: RunState,
         asking: Availability,
         storing: Availability,
     ) -> None:
@@ -166,11 +166,11 @@ class Noticer:
                     await self._sort(await self._hints(HINT_WAIT_S))
             except Exception as error:
                 log.warning("no hints (%s); sweeps find what they would tell", named(error))
-                await asyncio.sleep(self._plan.sweep_s)
+                await asyncio.sleep(self._plan.poll_interval_s)
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEPING * self._plan.sweep_s)
+            await asyncio.sleep(SWEEPING * self._plan.poll_interval_s)
             waiting = [r.waiting for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
             try:
                 answers, spoiled = await self._storing.ask_in_parts(
@@ -226,7 +226,7 @@ class Noticer:
 
     async def _phase(self, running: Running) -> Phase:
         try:
-            async with asyncio.timeout(self._plan.deadlines.dead_s):
+            async with asyncio.timeout(self._plan.deadlines.heartbeat_timeout_s):
                 return (await self._runtime.status(running.place)).phase
         except Exception as error:
             log.warning("%s: its runtime cannot say whether it runs: %s", running.session_id, named(error))
@@ -254,7 +254,7 @@ class Noticer:
     def _excuse_apart(self, seconds: float) -> None:
         """Nor could one whose session alone the gateway says nothing of; up to patience, in all."""
         apart = [r for s, r in self.running.items() if ("states", s) in self._apart]
-        apart = [running for running in apart if running.excused_s < self._plan.patience_s]
+        apart = [running for running in apart if running.excused_s < self._plan.unavailable_timeout_s]
         for running in apart:
             running.excused_s += seconds
         self._excuse(apart, seconds)
@@ -278,7 +278,7 @@ class Noticer:
                 self._silent_since = began
                 log.warning("the sessions cannot be looked at: %s", named(error))
             silent_s = clock() - self._silent_since
-            if silent_s > self._plan.patience_s:
+            if silent_s > self._plan.unavailable_timeout_s:
                 told = f"the gateway does not answer for {silent_s:.0f} s: {named(error)}"
                 raise Outage(f"{told}; see that it runs, and go on where it was") from error
         return found

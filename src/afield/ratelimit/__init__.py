@@ -9,8 +9,8 @@ pause, it gets one. Without a given rate the first refusal teaches one. `SharedL
 processes of a machine that share a SQLite file.
 """
 
-from afield.ratelimit.controller import Pace
+from afield.ratelimit.controller import RateLimits
 from afield.ratelimit.local import Limiter, LocalLimiter, Unlimited
 from afield.ratelimit.shared import SharedLimiter
 
-__all__ = ["Limiter", "LocalLimiter", "Pace", "SharedLimiter", "Unlimited"]
+__all__ = ["Limiter", "LocalLimiter", "RateLimits", "SharedLimiter", "Unlimited"]

@@ -36,17 +36,17 @@ SLOW = 1.5
 TICK_S = 1e-6
 
 
-class Pace(Struct, frozen=True, kw_only=True):
+class RateLimits(Struct, frozen=True, kw_only=True):
     """`rate_per_s`: launches and stops together; None learns one from being refused. With `stop_per_s`, stops
     have a rate of their own.
 
     `starting` launches may be under way at once. Not given, it is what the rate brings about while a start
-    takes half again as long as `start_s`; with neither rate nor start time there is no such bound.
+    takes half again as long as `cold_start_s`; with neither rate nor start time there is no such bound.
     """
 
     rate_per_s: float | None = None
     stop_per_s: float | None = None
-    start_s: float = 0.0
+    cold_start_s: float = 0.0
     starting: int | None = None
 
     def __post_init__(self) -> None:
@@ -54,29 +54,31 @@ class Pace(Struct, frozen=True, kw_only=True):
             rate = getattr(self, name)
             if rate is not None and not (math.isfinite(rate) and rate > 0):
                 raise ValueError(f"{name} {rate} must be above 0, or None: learned, or shared")
-        if not (math.isfinite(self.start_s) and self.start_s >= 0):
-            raise ValueError(f"start_s {self.start_s} must be 0 (not known) or a positive number of seconds")
+        if not (math.isfinite(self.cold_start_s) and self.cold_start_s >= 0):
+            raise ValueError(
+                f"cold_start_s {self.cold_start_s} must be 0 (not known) or a positive number of seconds"
+            )
         if self.starting is not None and self.starting < 1:
             raise ValueError(f"starting {self.starting} must be at least 1, or None for no bound of its own")
 
     @property
     def places(self) -> int | None:
         """How many launches may be under way; None is no bound."""
-        if self.starting is not None or self.rate_per_s is None or self.start_s == 0:
+        if self.starting is not None or self.rate_per_s is None or self.cold_start_s == 0:
             return self.starting
-        return max(1, math.ceil(SLOW * self.rate_per_s * self.start_s - 1e-9))
+        return max(1, math.ceil(SLOW * self.rate_per_s * self.cold_start_s - 1e-9))
 
 
-class Beats:
+class Rates:
     """The rates of a pace by what is called. `apart`: stops do not count as launches."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: RateLimits) -> None:
         self.launch = pace.rate_per_s
         self.apart = pace.stop_per_s is not None
         self.stop = pace.stop_per_s if self.apart else pace.rate_per_s
 
 
-class Rhythm(Struct):
+class RateController(Struct):
     """When the next call may be made: all of a limiter's state but the places, and free of I/O.
 
     A cut rate grows in two straight lines: soon from `low` to `knee`, a little below where it was refused,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
-from afield.ratelimit.controller import TICK_S, Beats, Pace, Rhythm
+from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rates
 
 
 class Limiter(Protocol):
@@ -27,12 +27,12 @@ class Limiter(Protocol):
 class LocalLimiter:
     """One budget for one event loop. A cancelled wait costs nothing, or at worst its own turn."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: RateLimits) -> None:
         self.pace = pace
         self._places = pace.places
-        self._beats = Beats(pace)
-        self._launching = Rhythm()
-        self._stopping = Rhythm() if self._beats.apart else self._launching
+        self._beats = Rates(pace)
+        self._launching = RateController()
+        self._stopping = RateController() if self._beats.apart else self._launching
         self._under_way = 0
         self._room = asyncio.Event()
         # Held by the head of a line while it waits; asyncio's locks are first come first served.
@@ -81,10 +81,10 @@ class Unlimited(LocalLimiter):
     """Holds nothing back until the other side refuses a call, and then learns what it takes."""
 
     def __init__(self) -> None:
-        super().__init__(Pace())
+        super().__init__(RateLimits())
 
 
-async def _turn(rhythm: Rhythm, given: float | None) -> None:
+async def _turn(rhythm: RateController, given: float | None) -> None:
     due = rhythm.reserve(_now(), given)
     while (rest := due - _now()) > TICK_S:
         await asyncio.sleep(rest)

@@ -22,7 +22,7 @@ import msgspec
 
 from afield.errors import UsageError
 from afield.private_files import private_database
-from afield.ratelimit.controller import TICK_S, Beats, Pace, Rhythm
+from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rates
 
 # A place that its process no longer renews comes free after this long.
 LEASE_S = 5.0
@@ -44,10 +44,10 @@ CREATE TABLE IF NOT EXISTS places (id INTEGER PRIMARY KEY, until REAL NOT NULL);
 class SharedLimiter:
     """For the processes of one machine that share the file at `path`. `close` when done."""
 
-    def __init__(self, pace: Pace, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, pace: RateLimits, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.pace = pace
         self._places = pace.places
-        beats = Beats(pace)
+        beats = Rates(pace)
         self._launching = ("launch", beats.launch)
         self._stopping = ("stop", beats.stop) if beats.apart else self._launching
         self._path = path
@@ -172,11 +172,11 @@ class SharedLimiter:
         until = self._clock() + LEASE_S
         db.executemany("INSERT OR REPLACE INTO places VALUES (?, ?)", [(p, until) for p in self._held])
 
-    def _rhythm(self, db: sqlite3.Connection, beat: Beat) -> Rhythm:
+    def _rhythm(self, db: sqlite3.Connection, beat: Beat) -> RateController:
         row = db.execute("SELECT state FROM rhythms WHERE kind = ?", (beat[0],)).fetchone()
-        return msgspec.msgpack.decode(row[0], type=Rhythm) if row else Rhythm()
+        return msgspec.msgpack.decode(row[0], type=RateController) if row else RateController()
 
-    def _save(self, db: sqlite3.Connection, beat: Beat, rhythm: Rhythm) -> None:
+    def _save(self, db: sqlite3.Connection, beat: Beat, rhythm: RateController) -> None:
         db.execute("INSERT OR REPLACE INTO rhythms VALUES (?, ?)", (beat[0], msgspec.msgpack.encode(rhythm)))
 
     # --- the file ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from afield.errors import AfieldError, InfrastructureFailure
-from afield.interfaces.runtime import Exit, Live, Phase
+from afield.interfaces.runtime import Exit, Phase, SessionStatus
 from afield.types import Reason
 
 REMEMBERED = 10_000
@@ -81,13 +81,15 @@ class Attempts:
             self.settle(session_id, exit)
             del self._ended[session_id]
 
-    def live(self, session_id: str, where: str = "", *, starting: bool = False) -> Live:
+    def live(self, session_id: str, where: str = "", *, starting: bool = False) -> SessionStatus:
         """What is known of it here; `where` and `starting` are told of one that runs."""
         if not self.running(session_id):
             phase = Phase.ENDED if session_id in self._ended else Phase.UNKNOWN
-            return Live(session_id=session_id, phase=phase)
+            return SessionStatus(session_id=session_id, phase=phase)
         phase = Phase.STARTING if starting else Phase.RUNNING
-        return Live(session_id=session_id, phase=phase, where=where, since=self._since.get(session_id))
+        return SessionStatus(
+            session_id=session_id, phase=phase, where=where, since=self._since.get(session_id)
+        )
 
     async def exit(self, session_id: str) -> Exit:
         if future := self._running.get(session_id):

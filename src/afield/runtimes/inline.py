@@ -13,8 +13,8 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from afield.errors import TaskFailure, Throttled, Unavailable, WireError
-from afield.interfaces.runtime import Capabilities, Exit, Live
+from afield.errors import RateLimited, TaskFailure, Unavailable, WireError
+from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.sdk.agent import entry_of
 from afield.sdk.deliver import deliver as deliver_to_address
@@ -82,7 +82,7 @@ class InlineRuntime:
             raise failure from error
         except Unavailable as error:
             self._attempts.forget(attempt.session_id, broken(str(error), Reason.LAUNCH))
-            raise Throttled(str(error)) from error
+            raise RateLimited(str(error)) from error
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         """Agents end with their process: only this one's own run here."""
@@ -97,10 +97,10 @@ class InlineRuntime:
         if self._runner is not None:
             self._runner.stop(session_id)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         return self._attempts.live(attempt.session_id, f"pid {os.getpid()}")
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return [self._attempts.live(session_id, f"pid {os.getpid()}") for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:

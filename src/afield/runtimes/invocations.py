@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from afield import wire
-from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, WireError
+from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, TaskFailure, WireError
 from afield.sdk.signed_invocations import InvocationKey
 from afield.types import Attempt, Reason
 
@@ -127,9 +127,9 @@ def refused(attempt: Attempt, status: int, said: str) -> RolloutFailure:
     return kind(_words(attempt, status, said), Reason.LAUNCH)
 
 
-def _refused(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | Throttled:
+def _refused(attempt: Attempt, response: aiohttp.ClientResponse, said: str) -> RolloutFailure | RateLimited:
     if response.status in BUSY:
-        return Throttled(_words(attempt, response.status, said), _retry_after(response))
+        return RateLimited(_words(attempt, response.status, said), _retry_after(response))
     return refused(attempt, response.status, said)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from afield.errors import InfrastructureFailure, RolloutFailure, UsageError
-from afield.interfaces.runtime import Capabilities, Exit, Live
+from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
 from afield.log_tail import Slice, note, tail
 from afield.runtimes.attempt_table import REMEMBERED, Attempts, broken
 from afield.runtimes.invocations import SILENT
@@ -153,10 +153,10 @@ class ProcessRuntime:
             self._top_up()
         self._tell()
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         return self._live(attempt.session_id)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return [self._live(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
@@ -225,7 +225,7 @@ class ProcessRuntime:
             del self._logs[next(iter(self._logs))]
         return worker
 
-    def _live(self, session_id: str) -> Live:
+    def _live(self, session_id: str) -> SessionStatus:
         worker = self._where.get(session_id)
         starting = worker is None or session_id not in worker.accepted
         return self._attempts.live(session_id, worker.where if worker else "", starting=starting)

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from msgspec import Struct
 
-from afield.errors import RolloutFailure, Throttled, Unavailable, UsageError
-from afield.interfaces.runtime import Capabilities, Exit, Live, Phase, Runtime
+from afield.errors import RateLimited, RolloutFailure, Unavailable, UsageError
+from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus
 from afield.private_files import private_database, private_directory
 from afield.types import Attempt
 
@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, since REAL NOT NULL) 
 COLUMNS = "session_id, runtime, place, phase, owner, since, outlives, process"
 
 
-class Owner(Struct, frozen=True):
+class ProcessRef(Struct, frozen=True):
     """A process of some machine. `started` is empty where the machine does not tell."""
 
     host: str
@@ -83,17 +83,17 @@ class Entry(Struct, frozen=True, kw_only=True):
     runtime: str
     where: str
     phase: Phase
-    owner: Owner
+    owner: ProcessRef
     since: float
     outlives: bool
-    process: Owner | None = None
+    process: ProcessRef | None = None
 
     @property
     def orphan(self) -> bool:
         return self.owner.alive is False
 
 
-class Roster:
+class SessionRegistry:
     """Opened on first use; every verb is one transaction of some tens of microseconds."""
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +105,7 @@ class Roster:
             self._db.close()
             self._db = None
 
-    def note(self, session_id: str, runtime: str, owner: Owner, *, outlives: bool, phase: Phase) -> None:
+    def note(self, session_id: str, runtime: str, owner: ProcessRef, *, outlives: bool, phase: Phase) -> None:
         """Before a launch, or when a session is taken over: then only phase and owner change."""
         self._do(
             f"INSERT INTO sessions ({COLUMNS}) VALUES (?, ?, '', ?, ?, ?, ?, '') ON CONFLICT (session_id)"
@@ -121,27 +121,27 @@ class Roster:
             (phase, where, str(process) if process else "", session_id),
         )
 
-    def strike(self, session_id: str) -> None:
+    def remove(self, session_id: str) -> None:
         self._do("DELETE FROM sessions WHERE session_id = ?", (session_id,))
 
-    def enter(self, owner: Owner) -> None:
+    def enter(self, owner: ProcessRef) -> None:
         """A controller begins. What could not outlive a dead one is struck off."""
         self._do("INSERT OR IGNORE INTO owners VALUES (?, ?)", (str(owner), time.time()))
         for entry in self.entries():
             if entry.orphan and not entry.outlives:
-                self.strike(entry.session_id)
+                self.remove(entry.session_id)
         for other in self.owners():
             if other.alive is False:
                 self._do("DELETE FROM owners WHERE owner = ?", (str(other),))
 
-    def leave(self, owner: Owner) -> None:
+    def leave(self, owner: ProcessRef) -> None:
         """A controller ends in order, and with it all it had."""
         self._do("DELETE FROM sessions WHERE owner = ?", (str(owner),))
         self._do("DELETE FROM owners WHERE owner = ?", (str(owner),))
 
-    def owners(self) -> list[Owner]:
+    def owners(self) -> list[ProcessRef]:
         """Controllers that have not ended in order; some may be dead."""
-        return [Owner.parse(text) for (text,) in self._do("SELECT owner FROM owners ORDER BY since")]
+        return [ProcessRef.parse(text) for (text,) in self._do("SELECT owner FROM owners ORDER BY since")]
 
     def entries(self) -> list[Entry]:
         rows = self._do(f"SELECT {COLUMNS} FROM sessions ORDER BY since, session_id")
@@ -175,7 +175,7 @@ class Roster:
             raise Unavailable(f"the roster {self.path} cannot be used: {error}") from error
 
 
-class Rostered:
+class TrackedRuntime:
     """A runtime whose sessions are in a roster; everything else is the runtime's own.
 
     Places that would stay, and cost something, after this process was killed have a `guard` beside it.
@@ -184,7 +184,7 @@ class Rostered:
     def __init__(
         self,
         runtime: Runtime,
-        roster: Roster,
+        roster: SessionRegistry,
         runtime_name: str,
         guard: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
@@ -193,7 +193,7 @@ class Rostered:
         self._guarding = contextlib.AsyncExitStack()
         self._roster = roster
         self._name = runtime_name
-        self._us: Owner | None = None
+        self._us: ProcessRef | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -202,7 +202,7 @@ class Rostered:
     async def __aenter__(self) -> Self:
         self._check_others()
         await self.runtime.__aenter__()
-        self._us = Owner.of(os.getpid())
+        self._us = ProcessRef.of(os.getpid())
         self._outlives = self.capabilities.outlives
         self._reaches = self.capabilities.reaches
         try:
@@ -240,8 +240,8 @@ class Rostered:
         self._note(attempt, Phase.STARTING)
         try:
             await self.runtime.launch(attempt, payload)
-        except (RolloutFailure, Throttled):
-            self._roster.strike(attempt.session_id)
+        except (RolloutFailure, RateLimited):
+            self._roster.remove(attempt.session_id)
             raise
         # Asking one that others can reach is a call to a service; whoever wants to know asks there.
         if self._reaches:
@@ -249,14 +249,14 @@ class Rostered:
             return
         live = await self.runtime.status(attempt)
         if live.phase is Phase.ENDED:  # a repeated launch; whoever waited for it will not again
-            self._roster.strike(attempt.session_id)
+            self._roster.remove(attempt.session_id)
         else:
             self._roster.place(attempt.session_id, live.phase, live.where)
 
     async def adopt(self, attempt: Attempt) -> bool | None:
         adopted = await self.runtime.adopt(attempt)
         if adopted is False:
-            self._roster.strike(attempt.session_id)
+            self._roster.remove(attempt.session_id)
         else:
             self._note(attempt, Phase.RUNNING if adopted else Phase.UNKNOWN)
         return adopted
@@ -264,17 +264,17 @@ class Rostered:
     async def wait(self, attempt: Attempt) -> Exit:
         ended = await self.runtime.wait(attempt)
         if not ended.lingers:
-            self._roster.strike(attempt.session_id)
+            self._roster.remove(attempt.session_id)
         return ended
 
     async def stop(self, attempt: Attempt) -> None:
         await self.runtime.stop(attempt)
-        self._roster.strike(attempt.session_id)
+        self._roster.remove(attempt.session_id)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         return await self.runtime.status(attempt)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return await self.runtime.list()
 
     async def logs(self, attempt: Attempt) -> str:
@@ -293,17 +293,17 @@ def _entry(row: tuple[Any, ...]) -> Entry:
         runtime=runtime,
         where=place,
         phase=Phase(phase),
-        owner=Owner.parse(owner),
+        owner=ProcessRef.parse(owner),
         since=since,
         outlives=bool(outlives),
-        process=Owner.parse(process) if process else None,
+        process=ProcessRef.parse(process) if process else None,
     )
 
 
-def _process_of(where: str) -> Owner | None:
+def _process_of(where: str) -> ProcessRef | None:
     """Places on this machine are told as `pid N`, with more behind it."""
     found = re.match(r"pid (\d+)\b", where)
-    return Owner.of(int(found[1])) if found else None
+    return ProcessRef.of(int(found[1])) if found else None
 
 
 def _started(pid: int) -> str:

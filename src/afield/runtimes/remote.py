@@ -19,8 +19,8 @@ from typing import Any, Self
 import aiohttp
 from msgspec import Struct
 
-from afield.errors import AfieldError, InfrastructureFailure, RolloutFailure, Throttled, UsageError
-from afield.interfaces.runtime import Capabilities, Exit, Live, Phase
+from afield.errors import AfieldError, InfrastructureFailure, RateLimited, RolloutFailure, UsageError
+from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.invocations import SILENT, Said
@@ -181,24 +181,24 @@ class ServedRuntime:
             address.leave(session_id)
         await asyncio.gather(*(self._end(address, attempt) for address in having or self._addresses))
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         """Also of an attempt that another process launched, where its server tells sessions apart."""
         session_id = attempt.session_id
         if self._attempts.running(session_id):
             return self._live(session_id)
         sighting = await self._find(session_id)
         if sighting.address:
-            return Live(session_id=session_id, phase=Phase.RUNNING, where=sighting.address.url)
+            return SessionStatus(session_id=session_id, phase=Phase.RUNNING, where=sighting.address.url)
         return self._attempts.live(session_id)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return [self._live(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
         """Empty: whoever serves the agent has its log."""
         return ""
 
-    def _live(self, session_id: str) -> Live:
+    def _live(self, session_id: str) -> SessionStatus:
         having = [address.url for address in self._addresses if session_id in address.accepted]
         starting = session_id in self._launches
         return self._attempts.live(session_id, having[0] if having else "", starting=starting)
@@ -209,7 +209,7 @@ class ServedRuntime:
         session_id = attempt.session_id
         try:
             address = await self._placed(attempt, payload)
-        except Throttled as throttled:
+        except RateLimited as throttled:
             self._attempts.forget(session_id, broken(str(throttled), Reason.LAUNCH))
             return throttled
         except RolloutFailure as failure:
@@ -226,7 +226,7 @@ class ServedRuntime:
         session_id = attempt.session_id
         left = list(self._addresses)
         silent: list[str] = []
-        busy: list[Throttled] = []
+        busy: list[RateLimited] = []
         while left and self._attempts.running(session_id):
             now = asyncio.get_running_loop().time()
             address = min(left, key=lambda a: (a.shunned_until > now, a.load))
@@ -239,7 +239,7 @@ class ServedRuntime:
             except UNREACHED as error:
                 address.shunned_until = now + SHUNNED_S
                 silent.append(f"{address.url}: {_named(error)}")
-            except Throttled as error:
+            except RateLimited as error:
                 busy.append(error)
             finally:
                 address.reserved.discard(session_id)
@@ -247,7 +247,7 @@ class ServedRuntime:
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
         if busy:
             asked = [error.retry_after_s for error in busy if error.retry_after_s is not None]
-            raise Throttled(str(busy[0]), min(asked, default=None))
+            raise RateLimited(str(busy[0]), min(asked, default=None))
         said = f"no address takes {session_id}: {'; '.join(silent)}"
         raise InfrastructureFailure(said, Reason.LAUNCH)
 

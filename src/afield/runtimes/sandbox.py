@@ -18,16 +18,23 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from afield import wire
-from afield.errors import InfrastructureFailure, RolloutFailure, TaskFailure, Throttled, UsageError, WireError
-from afield.interfaces.runtime import Capabilities, Exit, Limit, Live
+from afield.errors import (
+    InfrastructureFailure,
+    RateLimited,
+    RolloutFailure,
+    TaskFailure,
+    UsageError,
+    WireError,
+)
+from afield.interfaces.runtime import Capabilities, Exit, Limit, SessionStatus
 from afield.options import SandboxOptions
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.sandbox import cgroups, socket_directories
 from afield.sandbox.commands import address
-from afield.sandbox.fork_server import Nest
-from afield.sandbox.process import Cell
-from afield.sandbox.program import Ended, Program
+from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.process import SandboxProcess
+from afield.sandbox.program import ProcessExit, Program
 from afield.types import Attempt, Reason
 from afield.wire import Invocation
 
@@ -63,9 +70,9 @@ class SandboxRuntime:
         self._log_dir = log_dir.absolute()
         self._timeout_s = start_timeout_s
         self._attempts = Attempts()
-        self._cells: dict[str, Cell] = {}
+        self._cells: dict[str, SandboxProcess] = {}
         self._launches: dict[str, asyncio.Task[RolloutFailure | None]] = {}
-        self._opening: asyncio.Task[Nest | UsageError] | None = None
+        self._opening: asyncio.Task[ForkServer | UsageError] | None = None
         self._group: asyncio.TaskGroup | None = None
 
     @property
@@ -139,10 +146,10 @@ class SandboxRuntime:
                 async with asyncio.timeout(STOP_S):
                     await cell.ended()
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         return self._live(attempt.session_id)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return [self._live(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
@@ -155,7 +162,7 @@ class SandboxRuntime:
 
     # --- the nest --------------------------------------------------------------------------------
 
-    async def _open(self) -> Nest | UsageError:
+    async def _open(self) -> ForkServer | UsageError:
         """An error is a value here: whoever asks is told, and a later launch tries again."""
         options = self._options
         try:
@@ -167,7 +174,7 @@ class SandboxRuntime:
                 hidden=(*hidden, *self._hidden),
                 once=True,
             )
-            nest = Nest(
+            nest = ForkServer(
                 program,
                 options.limits,
                 directory=socket_directories.fresh(),
@@ -178,7 +185,7 @@ class SandboxRuntime:
         except (UsageError, OSError) as error:
             return UsageError(f"{self._target} cannot be started: {error}")
 
-    def _opened(self) -> asyncio.Task[Nest | UsageError]:
+    def _opened(self) -> asyncio.Task[ForkServer | UsageError]:
         """One that works or is on its way; a new one in place of one that died."""
         if self._opening is None:
             raise RuntimeError("a runtime is used inside 'async with'")
@@ -190,15 +197,15 @@ class SandboxRuntime:
                 self._opening = self._task(self._reopen(nest))
         return self._opening
 
-    async def _reopen(self, nest: Nest) -> Nest | UsageError:
+    async def _reopen(self, nest: ForkServer) -> ForkServer | UsageError:
         await nest.__aexit__()
         return await self._open()
 
-    async def _close(self, opening: asyncio.Task[Nest | UsageError]) -> None:
+    async def _close(self, opening: asyncio.Task[ForkServer | UsageError]) -> None:
         if not opening.done():
             opening.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            if isinstance(nest := await opening, Nest):
+            if isinstance(nest := await opening, ForkServer):
                 await nest.__aexit__()
 
     # --- launching -------------------------------------------------------------------------------
@@ -231,7 +238,7 @@ class SandboxRuntime:
             )
         return [*map(_address_of, urls), *self._allow]
 
-    async def _started(self, session_id: str, reachable: list[tuple[str, int]]) -> Cell:
+    async def _started(self, session_id: str, reachable: list[tuple[str, int]]) -> SandboxProcess:
         nest = await asyncio.shield(self._opened())
         if isinstance(nest, UsageError):
             raise InfrastructureFailure(str(nest), Reason.LAUNCH)
@@ -249,12 +256,12 @@ class SandboxRuntime:
         if not self._attempts.running(session_id):
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
-    async def _post(self, cell: Cell, attempt: Attempt, payload: dict[str, Any]) -> None:
+    async def _post(self, cell: SandboxProcess, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
             connector = aiohttp.UnixConnector(path=str(cell.socket), force_close=True)
             async with aiohttp.ClientSession(connector=connector) as http:
                 await invocations.post(http, "http://cell", attempt, payload)
-        except Throttled as error:
+        except RateLimited as error:
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
         except (aiohttp.ClientError, OSError) as error:
             said = f"the sandbox of {attempt.session_id} did not take its payload"
@@ -265,7 +272,7 @@ class SandboxRuntime:
                 raise InfrastructureFailure(f"{said}: {error!r}; {_tail(cell)}", Reason.LAUNCH) from error
             raise InfrastructureFailure(f"{said}: it died: {_last(ended)}", Reason.DIED) from error
 
-    async def _outlive(self, session_id: str, cell: Cell) -> None:
+    async def _outlive(self, session_id: str, cell: SandboxProcess) -> None:
         ended = await cell.ended()
         if ended.clean and not ended.oom:
             end = Exit(log=ended.said)
@@ -280,7 +287,7 @@ class SandboxRuntime:
 
     # --- small things ----------------------------------------------------------------------------
 
-    def _live(self, session_id: str) -> Live:
+    def _live(self, session_id: str) -> SessionStatus:
         cell = self._cells.get(session_id)
         return self._attempts.live(session_id, f"pid {cell.pid}" if cell else "", starting=cell is None)
 
@@ -321,9 +328,9 @@ def _address_of(url: str) -> tuple[str, int]:
     return parts.hostname or "", parts.port or PORTS[parts.scheme]
 
 
-def _last(ended: Ended) -> str:
+def _last(ended: ProcessExit) -> str:
     return f"{ended}; its log ends: {ended.said or '(empty)'}"
 
 
-def _tail(cell: Cell) -> str:
+def _tail(cell: SandboxProcess) -> str:
     return f"its log is {cell.log}"

@@ -20,7 +20,7 @@ from typing import IO, Any
 import aiohttp
 from msgspec import Struct
 
-from afield.errors import InfrastructureFailure, Throttled
+from afield.errors import InfrastructureFailure, RateLimited
 from afield.log_tail import tail
 from afield.runtimes import invocations
 from afield.sdk.signed_invocations import InvocationKey, fresh_key
@@ -202,7 +202,7 @@ class Worker:
     async def post(self, http: aiohttp.ClientSession, attempt: Attempt, payload: dict[str, Any]) -> None:
         try:
             await invocations.post(http, self._url, attempt, payload, self._key)
-        except Throttled as error:
+        except RateLimited as error:
             # Its places are counted here: one that has no thread left is a place that broke.
             raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
 

@@ -62,7 +62,7 @@ UNREADABLE_PROC = (
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 
 
-class Walls(Struct, frozen=True):
+class BwrapArgs(Struct, frozen=True):
     """The bubblewrap command of a nest, and what it shows."""
 
     command: tuple[str, ...]
@@ -75,12 +75,12 @@ class Walls(Struct, frozen=True):
     """Paths within `mounted` that are covered."""
 
 
-async def walls(program: Program, directory: Path) -> Walls:
+async def walls(program: Program, directory: Path) -> BwrapArgs:
     """Raises UsageError where there is no bubblewrap, or no such agent."""
     return _walls(program, directory, await asyncio.to_thread(_python_path))
 
 
-def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
+def _walls(program: Program, directory: Path, path: list[str]) -> BwrapArgs:
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         raise UsageError(
@@ -113,7 +113,7 @@ def _walls(program: Program, directory: Path, path: list[str]) -> Walls:
     command += ["--remount-ro", "/", "--chdir", WORK, "--"]
     command += [sys.executable, "-I", "-u", "-c", RUN.replace("{path!r}", repr(path))]
     mounted = _outermost((*shown, *folders))
-    return Walls(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
+    return BwrapArgs(tuple(command), tuple(mounted), tuple(sealed), tuple(hidden))
 
 
 def _folders(agent: Iterable[str], shown: Sequence[str]) -> list[str]:

@@ -11,17 +11,17 @@ from contextlib import AsyncExitStack
 from typing import Self
 
 from afield.errors import UsageError
-from afield.interfaces.sandbox import Ran
+from afield.interfaces.sandbox import ExecResult
 from afield.options import SandboxOptions
 from afield.sandbox import socket_directories
-from afield.sandbox.fork_server import Nest
-from afield.sandbox.process import EXEC_S, Cell
+from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.process import EXEC_S, SandboxProcess
 from afield.sandbox.program import Program
 
 PLAIN = SandboxOptions()
 
 
-class CellSandbox:
+class LocalSandbox:
     """`image` is a directory with a root filesystem; none is this machine's own system."""
 
     def __init__(self, image: str = "", options: SandboxOptions = PLAIN) -> None:
@@ -29,11 +29,13 @@ class CellSandbox:
         self._options = options
         self._allow = tuple(address(text) for text in options.allow)
         self._stack = AsyncExitStack()
-        self._cell: Cell | None = None
+        self._cell: SandboxProcess | None = None
 
     async def __aenter__(self) -> Self:
         directory = socket_directories.fresh()
-        nest = Nest(self._program, self._options.limits, directory=directory, log_dir=directory / "logs")
+        nest = ForkServer(
+            self._program, self._options.limits, directory=directory, log_dir=directory / "logs"
+        )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(nest)
             self._cell = await nest.start("sandbox", allow=self._allow)
@@ -52,7 +54,7 @@ class CellSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         return await self._place().exec(command, timeout=timeout, cwd=cwd, env=env, stdin=stdin)
 
     async def upload(self, path: str, data: bytes) -> None:
@@ -61,7 +63,7 @@ class CellSandbox:
     async def download(self, path: str) -> bytes:
         return await self._place().download(path)
 
-    def _place(self) -> Cell:
+    def _place(self) -> SandboxProcess:
         if self._cell is None:
             raise RuntimeError("a sandbox is used inside 'async with'")
         return self._cell

@@ -23,11 +23,11 @@ from typing import Any, Self
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.options import Limits
 from afield.sandbox.bounded_log import Tail
-from afield.sandbox.bwrap import Walls, environment, walls
+from afield.sandbox.bwrap import BwrapArgs, environment, walls
 from afield.sandbox.channel import Channel, Received, pair
 from afield.sandbox.messages import Address, Done, Gone, Kill, Open, Start, Started, Warm
-from afield.sandbox.process import Cell
-from afield.sandbox.program import PORT, Ended, Program
+from afield.sandbox.process import SandboxProcess
+from afield.sandbox.program import PORT, ProcessExit, Program
 from afield.types import Reason
 
 CLOSE_S = 15.0
@@ -39,7 +39,7 @@ REMEDY = (
 DIED = "died with its nest"
 
 
-class Nest:
+class ForkServer:
     """`directory` is for sockets, is made, and is removed in the end; its path must be short, as theirs are.
 
     Logs are `log_dir/NAME.log` for a cell and `log_dir/nest-PID.log` for the warm parent.
@@ -61,8 +61,8 @@ class Nest:
         self._timeout_s = start_timeout_s
         self._log = log_dir / f"nest-{os.getpid()}.log"
         self._ids = itertools.count(1)
-        self._cells: dict[int, Cell] = {}
-        self._starting: dict[int, asyncio.Future[Cell | str]] = {}  # or the problem
+        self._cells: dict[int, SandboxProcess] = {}
+        self._starting: dict[int, asyncio.Future[SandboxProcess | str]] = {}  # or the problem
         self._named: dict[int, tuple[str, Path]] = {}
         self._asked: dict[int, asyncio.Future[Done]] = {}
         self._channel: Channel | None = None
@@ -83,7 +83,7 @@ class Nest:
             raise
         return self
 
-    async def _open(self, walled: Walls) -> None:
+    async def _open(self, walled: BwrapArgs) -> None:
         ours, theirs = pair()
         try:
             with self._log.open("ab") as log:
@@ -170,7 +170,7 @@ class Nest:
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
         timeout_s: float | None = None,
-    ) -> Cell:
+    ) -> SandboxProcess:
         """A new cell, once its port takes connections. It may reach the addresses in `allow`, by these names.
 
         Raises InfrastructureFailure with the end of its log when it does not come up.
@@ -263,7 +263,7 @@ class Nest:
             future.set_result(started.problem or DIED)
             return
         name, log = self._named[started.id]
-        cell = self._cells[started.id] = Cell(
+        cell = self._cells[started.id] = SandboxProcess(
             started.id,
             name,
             pid=started.pid,
@@ -277,14 +277,14 @@ class Nest:
 
     def _bury(self, gone: Gone) -> None:
         if cell := self._cells.pop(gone.id, None):
-            ended = Ended(
+            ended = ProcessExit(
                 code=gone.code,
                 signal=gone.signal,
                 oom=gone.oom,
                 said=str(Tail(str(cell.log))),
                 notes=gone.notes,
             )
-            cell.bury(ended)
+            cell.mark_dead(ended)
 
     def _lost(self) -> None:
         """The keeper is gone, and all cells with it."""
@@ -297,5 +297,5 @@ class Nest:
             if not future.done():
                 future.set_result(Done(id=number, problem="its nest has died"))
         for cell in list(self._cells.values()):
-            cell.bury(Ended(said=str(Tail(str(cell.log))), notes=("its nest ended",)))
+            cell.mark_dead(ProcessExit(said=str(Tail(str(cell.log))), notes=("its nest ended",)))
         self._cells.clear()

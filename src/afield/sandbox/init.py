@@ -41,7 +41,7 @@ def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -
         namespaces.enter()
         if os.fork():
             os._exit(0)
-        first = First(start, load, channel, BoundedLog(log))
+        first = InitProcess(start, load, channel, BoundedLog(log))
         listener = first.prepare()
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -
         _run(start, load, app, listener)
 
 
-class First:
+class InitProcess:
     def __init__(self, start: Start, load: Load, channel: socket.socket, log: BoundedLog) -> None:
         self._start = start
         self._load = load

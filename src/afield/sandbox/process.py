@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from afield.errors import InfrastructureFailure, Missing, Unavailable
-from afield.interfaces.sandbox import MOST_BYTES, Ran, argv_of, check_path, too_large
+from afield.errors import InfrastructureFailure, NotFound, Unavailable
+from afield.interfaces.sandbox import MOST_BYTES, ExecResult, argv_of, check_path, too_large
 from afield.sandbox.channel import Channel
 from afield.sandbox.messages import Done, Exec, File, Kill
 from afield.sandbox.pipes import bounded, feed, read_all
-from afield.sandbox.program import Ended
+from afield.sandbox.program import ProcessExit
 from afield.types import Reason
 
 EXEC_S = 600.0
@@ -32,7 +32,7 @@ class Asking(Protocol):
     ) -> asyncio.Future[Done]: ...
 
 
-class Cell:
+class SandboxProcess:
     """`pid` is its first process as seen from here; `started` is wall-clock time.
 
     `socket` is a path that reaches the program's port from here, for as long as the cell lives: connect to it
@@ -59,7 +59,7 @@ class Cell:
         self.started = started
         self._channel = channel
         self._ask = ask
-        self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
 
     @property
     def alive(self) -> bool:
@@ -69,7 +69,7 @@ class Cell:
         """A connection to the program's port. Raises OSError when nobody is there."""
         return await asyncio.open_unix_connection(str(self.socket))
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> ProcessExit:
         """Until nothing of it is left. Any number may wait."""
         return await asyncio.shield(self._ended)
 
@@ -80,7 +80,7 @@ class Cell:
             with contextlib.suppress(Unavailable):
                 self._channel.send(Kill(id=self.id))
 
-    def bury(self, ended: Ended) -> None:
+    def mark_dead(self, ended: ProcessExit) -> None:
         """For its nest: how it ended."""
         if self.alive:
             self._ended.set_result(ended)
@@ -93,7 +93,7 @@ class Cell:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         """As `seams.sandbox` says. It runs as the program does: same user, limits and network."""
         argv = tuple(argv_of(command, timeout, cwd, env))
         (near_in, far_in), (far_out, near_out), (far_err, near_err) = os.pipe(), os.pipe(), os.pipe()
@@ -110,7 +110,7 @@ class Cell:
                 task.cancel()
             await asyncio.gather(feeding, *reading, return_exceptions=True)
         out, err = outputs
-        return Ran(
+        return ExecResult(
             exit_code=done.code,
             stdout=out.text,
             stderr=err.text,
@@ -140,7 +140,7 @@ class Cell:
             if content.done() and content.result() is None:
                 raise too_large(path, self.name)
             if done.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-                raise Missing(f"there is no file {path} in {self.name}")
+                raise NotFound(f"there is no file {path} in {self.name}")
             if done.code:
                 said = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
                 raise InfrastructureFailure(said, Reason.UPLOAD)

@@ -53,7 +53,7 @@ class Program(Struct, frozen=True, kw_only=True):
         return not (self.target or self.script or self.argv)
 
 
-class Ended(Struct, frozen=True, kw_only=True):
+class ProcessExit(Struct, frozen=True, kw_only=True):
     """How a cell ended. Both `code` and `signal` are None when it was killed from outside, or its nest died.
 
     `oom`: something in it was killed for want of memory. `said` is the end of its log, `notes` what its

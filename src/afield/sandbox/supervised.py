@@ -36,7 +36,7 @@ OWN = 2  # the first process and the agent's
 LINE_S = 10.0
 
 
-class Kept:
+class SupervisedProcess:
     """`tell` reaches the controller: Started once, Gone once after it, and what came of each task."""
 
     def __init__(

@@ -26,13 +26,13 @@ from afield.options import Limits
 from afield.sandbox import cgroups
 from afield.sandbox.channel import Channel, Received, pair, transmit
 from afield.sandbox.messages import Done, Exec, File, Kill, Load, Message, Open, Start, Started, Warm
-from afield.sandbox.supervised import Kept
+from afield.sandbox.supervised import SupervisedProcess
 
 AT_ONCE = 16  # cells that are made at one time
 NEST = Limits(cpus=None, memory_mb=None, pids=16_384, disk_mb=None, files=None)
 
 
-class Keeper:
+class Supervisor:
     def __init__(self, controller: socket.socket) -> None:
         self._done = asyncio.Event()
         self._controller = Channel(controller, self._asked, self._done.set)
@@ -42,7 +42,7 @@ class Keeper:
         self._timeout_s = 60.0
         self._groups = cgroups.found()
         self._directory: Path | None = None
-        self._cells: dict[int, Kept] = {}
+        self._cells: dict[int, SupervisedProcess] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Semaphore(AT_ONCE)
 
@@ -132,11 +132,11 @@ class Keeper:
         if self._warm is None or not self._ready or self._directory is None:
             self._tell(Started(id=start.id, problem="the nest is not ready"))
             return
-        cell = Kept(start, self._directory, self._groups, self._tell)
+        cell = SupervisedProcess(start, self._directory, self._groups, self._tell)
         self._cells[start.id] = cell
         self._task(self._live(cell, self._warm))
 
-    async def _live(self, cell: Kept, warm: Channel) -> None:
+    async def _live(self, cell: SupervisedProcess, warm: Channel) -> None:
         await cell.live(warm, self._turn)
         self._cells.pop(cell.id, None)
 
@@ -170,7 +170,7 @@ def main() -> None:
 
 
 async def _main(controller: socket.socket) -> None:
-    await Keeper(controller).run()
+    await Supervisor(controller).run()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__afield_entry__"
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class AgentEntry(Struct, frozen=True, kw_only=True):
     """How an agent's function is called. `whole`: with the payload as it came, `_rollout` included."""
 
     fn: Callable[..., Any]
@@ -52,18 +52,18 @@ def agent(fn: Callable[..., Any] | None = None, /, *, aggregate: Aggregate = Non
     return mark(fn, entry_of(fn, whole=False, aggregate=aggregate))
 
 
-def mark(fn: F, entry: Entry) -> F:
+def mark(fn: F, entry: AgentEntry) -> F:
     setattr(fn, MARK, entry)
     return fn
 
 
-def entry_of(fn: object, *, whole: bool = False, aggregate: Aggregate = None) -> Entry:
+def entry_of(fn: object, *, whole: bool = False, aggregate: Aggregate = None) -> AgentEntry:
     """The entry of a decorated function, or the one a plain callable gets."""
-    if isinstance(marked := getattr(fn, MARK, None), Entry):
+    if isinstance(marked := getattr(fn, MARK, None), AgentEntry):
         return marked
     if not callable(fn):
         raise UsageError(f"an agent is a function, not {fn!r}")
-    return Entry(fn=fn, whole=whole, takes_context=_takes_context(fn), aggregate=aggregate)
+    return AgentEntry(fn=fn, whole=whole, takes_context=_takes_context(fn), aggregate=aggregate)
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:

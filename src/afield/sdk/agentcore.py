@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from afield.errors import UsageError
-from afield.sdk.agent import Entry
+from afield.sdk.agent import AgentEntry
 from afield.sdk.app import Answer, Entrypoints, Ping, Receive, Scope, Send, parse_json, read_body, respond
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import default_host, in_container, key_for
@@ -55,7 +55,7 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
         self.router.routes.insert(0, stopping)
         self._tasks: dict[str, int] = {}
 
-    def _runner_of(self, entry: Entry) -> Runner:
+    def _runner_of(self, entry: AgentEntry) -> Runner:
         async def invoked(payload: Any) -> Response:
             return _response(self.invoke(payload))
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
-from afield.sdk.agent import Entry, entry_of, mark
+from afield.sdk.agent import AgentEntry, entry_of, mark
 from afield.sdk.result import Aggregate, check_aggregate
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import HEADER, InvocationKey, default_host, in_container, key_for
@@ -95,7 +95,7 @@ class Entrypoints:
         self.runner = self._runner_of(entry)
         return mark(fn, entry)
 
-    def _runner_of(self, entry: Entry) -> Runner:
+    def _runner_of(self, entry: AgentEntry) -> Runner:
         return Runner(entry)
 
     def invoke(self, payload: object) -> Answer:
@@ -118,7 +118,7 @@ class Entrypoints:
 class App(Entrypoints):
     """Decorate one function with `@app.rollout_entrypoint`, then `app.run()`."""
 
-    def __init__(self, entry: Entry | None = None) -> None:
+    def __init__(self, entry: AgentEntry | None = None) -> None:
         self.runner = None if entry is None else self._runner_of(entry)
 
     def run(

@@ -39,7 +39,7 @@ class _Watched:
         self.due = due
 
 
-class Alive:
+class Heartbeat:
     """`keep` and `drop` may be called from any thread; dropping what is not kept is harmless."""
 
     def __init__(self, *, first_s: float = FIRST_S, every_s: float = EVERY_S) -> None:
@@ -121,7 +121,7 @@ class Alive:
                 del self._kept[watched.session_id]
 
 
-PROCESS = Alive()
+PROCESS = Heartbeat()
 
 
 def _link(gateway: Place) -> http.client.HTTPConnection:

@@ -34,11 +34,11 @@ from afield.errors import (
     WireError,
     boundary,
 )
-from afield.sdk.agent import Entry
+from afield.sdk.agent import AgentEntry
 from afield.sdk.classify import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.deliver import file_root
-from afield.sdk.heartbeat import PROCESS, Alive
+from afield.sdk.heartbeat import PROCESS, Heartbeat
 from afield.sdk.outcomes import Refused
 from afield.sdk.result import Result, read_result, read_submission
 from afield.types import Failure, FailureKind, Outcome, Reason
@@ -68,12 +68,12 @@ class Runner:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: AgentEntry,
         *,
         deliver: Deliver = deliver_to_address,
         began: Callable[[str], None] = _nothing,
         ended: Callable[[str], None] = _nothing,
-        alive: Alive = PROCESS,
+        alive: Heartbeat = PROCESS,
     ) -> None:
         self._entry = entry
         self._deliver = deliver

@@ -27,7 +27,7 @@ class Environment(Struct, frozen=True):
     secrets: Path  # signing secrets of gateways, one file for each store
     invocation_key: Path | None = None  # signs what goes to agents that others serve; None is the user's own
     outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
-    acr_secret_key: str = ""  # what clients of `afield acr` sign with
+    acr_secret_key: str = ""  # what clients of `afield agentcore-local` sign with
 
     @classmethod
     def read(cls) -> Self:

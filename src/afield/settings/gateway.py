@@ -40,7 +40,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True):
     """Seed of the embedded engine (default: 0)."""
     engine_dtype: str = "auto"
     """Dtype of the embedded engine; auto is float32 on a CPU and bfloat16 on a GPU."""
-    engine_ledger: Path | None = None
+    record_engine_calls: Path | None = None
     """File that every engine call is written to; None for none."""
     engine_start_timeout_s: float = ENGINE_START_S
     """Seconds to wait at start for an engine that does not answer yet (default: 300)."""

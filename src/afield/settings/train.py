@@ -14,29 +14,38 @@ from afield.options import (
     AgentCoreOptions,
     ContainerOptions,
     KubernetesOptions,
-    LearnOptions,
     RayOptions,
     SandboxOptions,
     SessionPolicies,
+    TrainerOptions,
 )
 from afield.settings.values import check_keys, converted, from_file, merged
 from afield.types import Sampling, check_id
 
 Advantage = Literal["grpo", "remax", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 DEADLINES = (
-    *("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s"),
-    *("dead_s", "straggler_s"),
+    *(
+        "queue_timeout_s",
+        "launch_timeout_s",
+        "first_call_timeout_s",
+        "idle_timeout_s",
+        "verifier_timeout_s",
+        "upload_timeout_s",
+        "teardown_timeout_s",
+        "rollout_timeout_s",
+    ),
+    *("heartbeat_timeout_s", "straggler_s"),
 )
 AMOUNTS = (
     *(
         "temperature",
         "max_reward",
-        "deadline_s",
+        "attempt_timeout_s",
         "lr",
         "grad_clip",
         "adam_eps",
-        "sweep_s",
-        "patience_s",
+        "poll_interval_s",
+        "unavailable_timeout_s",
         "launch_rate",
         "keep_rollouts_gb",
         "keep_sessions_h",
@@ -82,20 +91,20 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     verifier: str = ""  # who gives the rewards, if not the agent itself
     verifier_runtime: str = "sandbox"
     workers: int = 2
-    fresh_process: bool = False
+    process_per_rollout: bool = False
     concurrency: int = 64
-    deadline_s: float = 120.0  # of one attempt, from its launch to its outcome
-    queue_s: float | None = None
-    start_s: float = 120.0
-    first_call_s: float | None = None
-    silence_s: float | None = None
-    grade_s: float | None = None
-    upload_s: float = 5.0
-    teardown_s: float = 30.0
-    life_s: float | None = None
-    dead_s: float = 15.0
-    sweep_s: float = 5.0
-    patience_s: float = 600.0  # how long a store or gateway that does not answer is waited for
+    attempt_timeout_s: float = 120.0  # of one attempt, from its launch to its outcome
+    queue_timeout_s: float | None = None
+    launch_timeout_s: float = 120.0
+    first_call_timeout_s: float | None = None
+    idle_timeout_s: float | None = None
+    verifier_timeout_s: float | None = None
+    upload_timeout_s: float = 5.0
+    teardown_timeout_s: float = 30.0
+    rollout_timeout_s: float | None = None
+    heartbeat_timeout_s: float = 15.0
+    poll_interval_s: float = 5.0
+    unavailable_timeout_s: float = 600.0  # how long a store or gateway that does not answer is waited for
     retries_task: int = 1
     retries_verifier: int = 1
     retries_infrastructure: int = 3
@@ -130,7 +139,7 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     scale_advantages: bool = True
     max_reward: float = 1e6
     freeze_weights: bool = False
-    learn: LearnOptions = LearnOptions()
+    learn: TrainerOptions = TrainerOptions()
     keep_weights: int | None = 2
     keep_rollouts_gb: float | None = 50.0  # of rollouts/; the oldest steps go first
     keep_sessions_h: float | None = 72.0  # in the store of our gateway, after they are over
@@ -148,7 +157,7 @@ class TrainConfig(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fie
     max_submission_mb: int = 16  # of one outcome or reward at our gateway
     max_rewards: int = 10_000  # of one session
     path_keys: bool = False  # whether base URLs carry the session's key
-    engine_ledger: bool = False
+    record_engine_calls: bool = False
     # what each kind of place is told
     sandbox: SandboxOptions = SandboxOptions()
     container: ContainerOptions = ContainerOptions()

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from afield.errors import UsageError
-from afield.types import Finished, Group, Image, Trajectory
+from afield.types import Group, Image, RolloutResult, Trajectory
 
 log = logging.getLogger("afield.trainers")
 NAMED = 8  # rows that are too long are named one by one up to here
@@ -86,7 +86,7 @@ def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None
     return Batch(tuple(ids), tuple(rows), tuple(too_long))
 
 
-def images_of(finished: Finished, trajectory: Trajectory) -> tuple[Image, ...]:
+def images_of(finished: RolloutResult, trajectory: Trajectory) -> tuple[Image, ...]:
     """Those of a row, in order; refused if they were not kept with the rollout."""
     kept = {image.digest: image for image in finished.images}
     if missing := [span.digest for span in trajectory.images if span.digest not in kept]:

@@ -12,7 +12,7 @@ from typing import cast
 
 from msgspec import Struct, structs
 
-from afield.advantages import How, compute_advantages
+from afield.advantages import AdvantageEstimator, compute_advantages
 from afield.errors import UsageError
 from afield.trainers.batch import Row, to_batch
 from afield.trainers.diagnostics import line_up
@@ -109,7 +109,9 @@ def taught(name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weigh
     return Datum(rollout_id=name, trajectory=trajectory, advantages=(float(weight),))
 
 
-def data_from(groups: Sequence[Group], advantage: How = "grpo", *, floor: float = 0.0) -> list[Datum]:
+def data_from(
+    groups: Sequence[Group], advantage: AdvantageEstimator = "grpo", *, floor: float = 0.0
+) -> list[Datum]:
     """The rollouts that afield collected, with their advantages, checked against their recorded turns."""
     line_up(groups)
     rows = to_batch(groups, compute_advantages(groups, advantage, floor=floor)).rows

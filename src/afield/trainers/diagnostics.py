@@ -22,9 +22,9 @@ from afield.token_account import word
 from afield.trainers.batch import Row
 from afield.trainers.delivery import delivery
 from afield.trainers.losses import Loss, effective
-from afield.trainers.micro_batches import Pass
+from afield.trainers.micro_batches import MicroBatch
 
-__all__ = ["Apart", "Audit", "delivery", "line_up"]
+__all__ = ["Apart", "BatchDiagnostics", "delivery", "line_up"]
 
 # --- what a step tells ---------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ class Apart(NamedTuple):
     place: int
 
 
-class Audit:
+class BatchDiagnostics:
     """What a step saw, token by token and update by update. `bound` is how far apart sampler and trainer
     may be about one token; None is as far as they like. Tokens of policy `version` have the weights that the
     trainer has; those of others differ by more than arithmetic.
@@ -52,7 +52,7 @@ class Audit:
         self.counts: Counter[str] = Counter()
         self.tiers: dict[str, list[Tensor]] = {}
 
-    def compare(self, batch: Pass, logp: Tensor) -> None:
+    def compare(self, batch: MicroBatch, logp: Tensor) -> None:
         """Policy against sampler, before any update; refuses what is not a number."""
         logp = logp.detach()
         if (wrong := torch.nonzero(~torch.isfinite(logp)).flatten()).numel():
@@ -80,7 +80,7 @@ class Audit:
                 " do both have the same weights, and is the sampler stale or less precise?"
             )
 
-    def add(self, batch: Pass, loss: Loss) -> None:
+    def add(self, batch: MicroBatch, loss: Loss) -> None:
         self._see(
             ratio=loss.ratio,
             clipped=loss.clipped.float(),
@@ -136,7 +136,7 @@ class Audit:
         return told
 
 
-def place_of(batch: Pass, token: int) -> tuple[str, int]:
+def place_of(batch: MicroBatch, token: int) -> tuple[str, int]:
     """Rollout and turn of a sampled token, and where it is in its row."""
     row, place = batch.rows[int(batch.row[token])], int(batch.place[token])
     turn = next(turn.id for turn in row.trajectory.turns if turn.start <= place < turn.end)

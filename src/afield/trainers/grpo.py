@@ -20,18 +20,18 @@ from typing import Any, Literal
 
 import torch
 
-from afield.advantages import How, compute_advantages, rewards_of
+from afield.advantages import AdvantageEstimator, compute_advantages, rewards_of
 from afield.batches.rewards import turn_returns, unused_turn_rewards, weighed
 from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.options import LoraOptions, Thinking
 from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
 from afield.trainers.batch import Batch, Row, check_rows, to_batch
-from afield.trainers.diagnostics import Audit, delivery, line_up
+from afield.trainers.diagnostics import BatchDiagnostics, delivery, line_up
 from afield.trainers.losses import (
+    DEFAULT_CLIP,
     DUAL_CLIP,
     USUAL_AGGREGATE,
-    USUAL_CLIP,
     Aggregate,
     Estimator,
     Importance,
@@ -44,7 +44,7 @@ from afield.trainers.losses import (
 from afield.trainers.micro_batches import LayoutName
 from afield.trainers.model import Dtype, PolicyModel, device_of
 from afield.trainers.model_directory import copy_but_weights, replaced
-from afield.trainers.optimizer import Scores, Updates
+from afield.trainers.optimizer import Optimizer, Scores
 from afield.trainers.publication import KEPT
 from afield.types import Group
 
@@ -72,7 +72,7 @@ class GRPO:
     """
 
     policy_kind = PolicyModel
-    updates_kind = Updates
+    updates_kind = Optimizer
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class GRPO:
         eps: float = 1e-8,
         floor: float = 0.0,
         scale: bool = True,
-        advantage: How = "grpo",
+        advantage: AdvantageEstimator = "grpo",
         rewards: Mapping[str, float] | None = None,
         credit: Literal["outcome", "turns"] = "outcome",
         discount: float = 1.0,
@@ -135,7 +135,7 @@ class GRPO:
             grad_clip=grad_clip,
             max_tokens_per_pass=max_tokens_per_pass,
         )
-        bounds = (clip[0], clip[1]) if clip else USUAL_CLIP[loss]
+        bounds = (clip[0], clip[1]) if clip else DEFAULT_CLIP[loss]
         self.objective = Objective(
             loss, bounds, dual_clip, importance, importance_cap, kl, kl_estimator, entropy
         )
@@ -161,7 +161,7 @@ class GRPO:
         self.floor = floor
         # Dr. GRPO is what it is for not dividing.
         divided = advantage != "grpo" or (scale and loss != "dr_grpo")
-        self.how: How = advantage if divided else "dr_grpo"
+        self.how: AdvantageEstimator = advantage if divided else "dr_grpo"
         self.rewards = dict(rewards or {})
         self.credit: Literal["outcome", "turns"] = credit
         self.discount = discount
@@ -197,7 +197,7 @@ class GRPO:
         # still counts.
         pulled = self.objective.kl or self.objective.entropy
         rows = [row for row in batch.rows if row.trajectory.owned and (pulled or any(row.advantages))]
-        audit = Audit(self.max_logprob_diff, self.version)
+        audit = BatchDiagnostics(self.max_logprob_diff, self.version)
         if self.control is None and self.engine_dtype:
             self.control = self._control(rows or batch.rows)
         proximal = self.updates.score(rows, audit) if self.minibatches * self.epochs > 1 else None
@@ -282,7 +282,12 @@ class GRPO:
                 yield frozenset(rollout_ids[int(i)] for i in order[part :: self.minibatches])
 
     def _update(
-        self, batch: Batch, rows: list[Row], rollouts: frozenset[str], proximal: Scores | None, audit: Audit
+        self,
+        batch: Batch,
+        rows: list[Row],
+        rollouts: frozenset[str],
+        proximal: Scores | None,
+        audit: BatchDiagnostics,
     ) -> None:
         """One optimiser step from the rows of these rollouts."""
         mine = [row for row in rows if row.rollout_id in rollouts]

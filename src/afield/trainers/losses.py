@@ -23,7 +23,7 @@ Aggregate = Literal["rollout", "token", "constant"]
 Importance = Literal["token", "sequence", "masked", "off"]
 Estimator = Literal["k1", "k2", "k3"]
 
-USUAL_CLIP: dict[str, tuple[float, float]] = {
+DEFAULT_CLIP: dict[str, tuple[float, float]] = {
     "ppo": (0.2, 0.28),
     "dr_grpo": (0.2, 0.28),
     "cispo": (1.0, 4.0),  # only from above: a ratio is never below 0
@@ -59,7 +59,7 @@ class Objective(NamedTuple):
     """Which loss, with its settings."""
 
     loss: LossName = "ppo"
-    clip: tuple[float, float] = USUAL_CLIP["ppo"]
+    clip: tuple[float, float] = DEFAULT_CLIP["ppo"]
     dual_clip: float = DUAL_CLIP
     importance: Importance = "token"
     importance_cap: float = 2.0

@@ -35,7 +35,7 @@ class Masked(NamedTuple):
     words: Tensor
 
 
-class Pass(NamedTuple):
+class MicroBatch(NamedTuple):
     rows: list[Row]
     layout: Padded | Tree
     computed: int  # tokens the model is run over
@@ -58,7 +58,7 @@ def to_passes(
     longest: int | None = None,
     reader: ImageReader | None = None,
     masks: Masks | None = None,
-) -> list[Pass]:
+) -> list[MicroBatch]:
     """Passes over at most `max_tokens` tokens each, unless one row alone has more. With a `longest` row for
     trees, longer ones are padded; so are rows with images, which need `reader`. Turns that were sampled under
     a constraint need `masks`."""
@@ -72,7 +72,7 @@ def _laid_out(
     layout: LayoutName,
     longest: int | None,
     reader: ImageReader | None,
-) -> list[Pass]:
+) -> list[MicroBatch]:
     rows = [row for row in rows if row.trajectory.owned]
     if layout == "padded":
         return _side_by_side(rows, max_tokens, device, reader)
@@ -89,8 +89,8 @@ def _fits_tree(row: Row, longest: int | None) -> bool:
 
 def _side_by_side(
     rows: Sequence[Row], max_tokens: int, device: torch.device, reader: ImageReader | None
-) -> list[Pass]:
-    passes: list[Pass] = []
+) -> list[MicroBatch]:
+    passes: list[MicroBatch] = []
     pending: list[Row] = []
     for row in sorted(rows, key=lambda r: len(r.trajectory.token_ids)):
         if pending and (len(pending) + 1) * len(row.trajectory.token_ids) > max_tokens:
@@ -100,14 +100,14 @@ def _side_by_side(
     return [*passes, _padded(pending, device, reader)] if pending else passes
 
 
-def _tree(rows: list[Row], device: torch.device) -> Pass:
+def _tree(rows: list[Row], device: torch.device) -> MicroBatch:
     packed = pack([row.trajectory.token_ids for row in rows])
     tree = Tree(packed, device)
     sources = [path[place - 1] for row, path in zip(rows, packed.paths, strict=True) for place in places(row)]
     return _pass(rows, tree, len(packed.ids), sources, device)
 
 
-def _padded(rows: list[Row], device: torch.device, reader: ImageReader | None) -> Pass:
+def _padded(rows: list[Row], device: torch.device, reader: ImageReader | None) -> MicroBatch:
     if reader is None and (shown := [row for row in rows if row.trajectory.images]):
         raise UsageError(f"rollout {shown[0].rollout_id}: it has images, and the model takes none")
     width = max(len(row.trajectory.token_ids) for row in rows)
@@ -124,7 +124,7 @@ def places(row: Row) -> list[int]:
 
 def _pass(
     rows: list[Row], layout: Padded | Tree, computed: int, sources: list[int], device: torch.device
-) -> Pass:
+) -> MicroBatch:
     entries: list[tuple[int, int, int, float, float, float, float]] = []
     for line, row in enumerate(rows):
         trajectory = row.trajectory
@@ -136,10 +136,10 @@ def _pass(
                 for p in range(turn.start, turn.end)
             ]
     columns = [torch.tensor(column, device=device) for column in zip(*entries, strict=True)]
-    return Pass(rows, layout, computed, torch.tensor(sources, device=device), *columns, masked=None)
+    return MicroBatch(rows, layout, computed, torch.tensor(sources, device=device), *columns, masked=None)
 
 
-def _masked(batch: Pass, masks: Masks | None) -> Pass:
+def _masked(batch: MicroBatch, masks: Masks | None) -> MicroBatch:
     """With the masks that the constraints of its turns give for the very ids that were sampled."""
     tokens: list[int] = []
     words: list[Tensor] = []
@@ -170,7 +170,7 @@ def _along(row: Row, turn: TurnRange, masks: Masks | None) -> Tensor:
         ) from error
 
 
-def log_probabilities(model: Any, batch: Pass) -> Tensor:
+def log_probabilities(model: Any, batch: MicroBatch) -> Tensor:
     """Of every sampled token, under the distribution `model` would have sampled it from."""
     # A sharded model gathers its weights only when it is called as a whole.
     if not isinstance(model, FSDPModule) and plain_head(model):
@@ -187,7 +187,7 @@ def log_probabilities(model: Any, batch: Pass) -> Tensor:
     return torch.log_softmax(scaled, dim=-1).gather(1, batch.target[:, None]).squeeze(1)
 
 
-def _of_hidden(hidden: Tensor, head: Any, batch: Pass) -> Tensor:
+def _of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
     """Tokens with a mask on their own, so that the others do not pay for it."""
     weight, bias = head.weight, head.bias
     if batch.masked is None:

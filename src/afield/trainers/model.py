@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from afield.errors import UsageError
-from afield.interfaces.weight_probe import Witness, write_witness
+from afield.interfaces.weight_probe import WeightProbe, write_witness
 from afield.masks import Masks
 from afield.options import LoraOptions
 from afield.precision import in_float32
@@ -277,7 +277,7 @@ class PolicyModel:
         """Over all processes."""
         return told
 
-    def witness(self) -> Witness:
+    def witness(self) -> WeightProbe:
         """How engines that have these weights must answer."""
         with self.autocast():
             return witness_of(self.model)

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from afield.errors import UsageError
 from afield.trainers.batch import Row
-from afield.trainers.diagnostics import Audit
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import Loss, Tokens
-from afield.trainers.micro_batches import LayoutName, Pass, log_probabilities, to_passes
+from afield.trainers.micro_batches import LayoutName, MicroBatch, log_probabilities, to_passes
 from afield.trainers.model import PolicyModel
 
 SMALL = 5_000_000
@@ -38,7 +38,7 @@ def few(rows: Sequence[Row]) -> list[Row]:
     return chosen
 
 
-class Updates:
+class Optimizer:
     """`eps` is AdamW's; near the size of a small model's gradients it keeps weights that hardly matter from
     being moved by noise.
     """
@@ -65,7 +65,7 @@ class Updates:
     def layout(self) -> LayoutName:
         return self.policy.layout
 
-    def passes(self, rows: Sequence[Row]) -> list[Pass]:
+    def passes(self, rows: Sequence[Row]) -> list[MicroBatch]:
         if self.policy.device.type == "cpu" and self.policy.model.num_parameters() < SMALL:
             torch.set_num_threads(1)  # a small model's work is less than what sharing it out costs
         policy = self.policy
@@ -80,7 +80,7 @@ class Updates:
         )
 
     @torch.no_grad()
-    def score(self, rows: Sequence[Row], audit: Audit) -> Scores:
+    def score(self, rows: Sequence[Row], audit: BatchDiagnostics) -> Scores:
         """Log-probabilities of each row's sampled tokens under the policy as it is now."""
         scores: Scores = {}
         for batch in self.passes(rows):
@@ -119,7 +119,7 @@ class Updates:
         rows: Sequence[Row],
         loss: LossFunction,
         weigh: Weigh,
-        audit: Audit,
+        audit: BatchDiagnostics,
         *,
         proximal: Scores | None = None,
         reference: bool = False,
@@ -169,13 +169,13 @@ class Updates:
             group["lr"] = self._given["lr"] if lr is None else lr
         self.optimizer.step()
 
-    def _logp(self, model: Any, batch: Pass) -> Tensor:
+    def _logp(self, model: Any, batch: MicroBatch) -> Tensor:
         self.policy.attend(model, batch.layout)
         with self.policy.autocast():
             return log_probabilities(model, batch)
 
     @torch.no_grad()
-    def _reference(self, batch: Pass) -> Tensor:
+    def _reference(self, batch: MicroBatch) -> Tensor:
         with self.policy.reference() as model:
             return self._logp(model, batch)
 

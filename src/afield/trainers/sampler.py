@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from afield.chat import ChatTokens, Tool
+from afield.chat import ChatTokenizer, Tool
 from afield.errors import UsageError
-from afield.interfaces.engine import Call, Chunk, Engine
+from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.trainers.datum import Reply
 from afield.types import FinishReason, Message, Sampling, ToolCall, VersionSpan
 
@@ -77,9 +77,9 @@ class Sampler:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @cached_property
-    def tokens(self) -> ChatTokens:
+    def tokens(self) -> ChatTokenizer:
         """How this model writes messages as ids, and reads them."""
-        return ChatTokens.load(self.path)
+        return ChatTokenizer.load(self.path)
 
     def load(self, version: int, weights: Path) -> None:
         self._await(self._engine.load(version, str(weights)))
@@ -146,7 +146,7 @@ class Sampler:
         room = context - len(ids)
         if room < 1:
             raise UsageError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}")
-        call = Call(
+        call = GenerateRequest(
             id=name,
             session_id=name,
             prompt_ids=ids,

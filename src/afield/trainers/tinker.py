@@ -26,9 +26,9 @@ from afield.options import LoraOptions
 from afield.rounding import rounding_of
 from afield.trainers.batch import Row, check_rows
 from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
-from afield.trainers.diagnostics import Audit
+from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import (
-    USUAL_CLIP,
+    DEFAULT_CLIP,
     Aggregate,
     Estimator,
     Importance,
@@ -42,7 +42,7 @@ from afield.trainers.losses import (
 from afield.trainers.micro_batches import LayoutName
 from afield.trainers.model import Dtype, PolicyModel, device_of
 from afield.trainers.model_directory import replaced
-from afield.trainers.optimizer import LossFunction, Updates
+from afield.trainers.optimizer import LossFunction, Optimizer
 from afield.trainers.sampler import Prompt, Sampler
 from afield.types import Sampling
 
@@ -94,7 +94,7 @@ class Tuner:
             reference=reference,
             layout=layout,
         )
-        self.updates = Updates(
+        self.updates = Optimizer(
             self.policy,
             lr=lr,
             eps=eps,
@@ -180,7 +180,7 @@ class Tuner:
 
     def logprobs(self, data: Sequence[Datum]) -> list[tuple[float, ...]]:
         """Of every trained token, under the weights as they are; to be given back as `proximal`."""
-        scores = self.updates.score(self._rows(data), Audit())
+        scores = self.updates.score(self._rows(data), BatchDiagnostics())
         return [tuple(scores[number].tolist()) if number in scores else () for number in range(len(data))]
 
     def forward_backward(
@@ -210,7 +210,7 @@ class Tuner:
         if proximal is not None:
             scores = {n: torch.tensor(row, device=self.policy.device) for n, row in enumerate(proximal)}
             _check_proximal(rows, scores)
-        audit = Audit(None if imitate else self.max_logprob_diff)
+        audit = BatchDiagnostics(None if imitate else self.max_logprob_diff)
         if self.max_logprob_diff is not None and not imitate and scores is None:
             self.updates.score(rows, audit)
             audit.settle()
@@ -251,7 +251,7 @@ class Tuner:
             return partial(_costed, cost=loss), False
         if loss == "cross_entropy":
             return partial(_costed, cost=lambda seen: -seen.logp * seen.advantage), False
-        return partial(loss_of, objective=Objective(loss, USUAL_CLIP[loss])), False
+        return partial(loss_of, objective=Objective(loss, DEFAULT_CLIP[loss])), False
 
     # --- keeping ----------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ def _check_loss(loss: LossWord | Objective | Cost, aggregate: Aggregate) -> None
     if not isinstance(loss, str | Objective):
         return
     word = loss if isinstance(loss, str) else loss.loss
-    words = (*USUAL_CLIP, "cross_entropy") if isinstance(loss, str) else tuple(USUAL_CLIP)
+    words = (*DEFAULT_CLIP, "cross_entropy") if isinstance(loss, str) else tuple(DEFAULT_CLIP)
     if word not in words:
         raise UsageError(f"unknown loss {word!r}; choose one of: {', '.join(words)}, or give a function")
     if word == "dr_grpo" and aggregate != "constant":

@@ -27,7 +27,7 @@ from afield.conformance.foreign.values import QUOTED, SUM, Values, computed, pla
 from afield.conformance.model import CONTROL
 from afield.conformance.scenario import Reply, Use
 from afield.conformance.script import Sampler
-from afield.interfaces import Call
+from afield.interfaces import GenerateRequest
 
 COMMON = frozenset(
     (
@@ -259,7 +259,7 @@ class RuleModel:
         self._sampler = Sampler(vocabulary)
         self._scripted: Callable[..., Any] = factory.load("engines.scripted:Scripted")
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: GenerateRequest) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)
         if call.session_id in self._silent:
             talk = structs.replace(talk, thinks=False)

@@ -26,7 +26,7 @@ from afield.engines.sglang import wire
 from afield.engines.spans import as_version, exact_spans
 from afield.engines.sse import Events
 from afield.errors import Unavailable, UsageError
-from afield.interfaces.engine import Call, Chunk, EngineInfo
+from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
 from afield.types import VersionSpan
 
 FLUSH_PAUSES_S = (0.0, 0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 4.0)  # the last step of an ended call takes a while
@@ -99,14 +99,14 @@ class SglangEngine(RemoteEngine):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _limit(self, call: Call) -> int:
+    def _limit(self, call: GenerateRequest) -> int:
         check_call(call, self._entered())
         return super()._limit(call)
 
-    def _body(self, call: Call, lease: Lease | None) -> dict[str, Any]:
+    def _body(self, call: GenerateRequest, lease: Lease | None) -> dict[str, Any]:
         return wire.body(call, self._limit(call), lease, self._adapters[lease.version] if lease else "")
 
-    async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         body, low = self._body(call, lease), self._version
         try:
             data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s, still=True)
@@ -120,7 +120,7 @@ class SglangEngine(RemoteEngine):
         for piece in _split(chunk):
             yield piece
 
-    async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _streamed(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         body, low, seen = self._body(call, lease), self._version, 0
         events, last = Events(), None
         async with aclosing(self._reads(body, lease)) as reads:
@@ -166,7 +166,7 @@ class SglangEngine(RemoteEngine):
         return [self._http.decode(event, wire.REPLY) for event in found[:-1]] + [last]
 
     def _chunk(
-        self, call: Call, replies: list[wire.Reply], low: int, seen: int, lease: Lease | None
+        self, call: GenerateRequest, replies: list[wire.Reply], low: int, seen: int, lease: Lease | None
     ) -> Chunk:
         sampled = wire.Sampled(replies, seen, self.url, call.top_logprobs)
         now = as_version(sampled.version, self._initial)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from afield.engines.lora import Lease
 from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
-from afield.interfaces.engine import Call, TopLogprobs
+from afield.interfaces.engine import GenerateRequest, TopLogprobs
 from afield.types import FinishReason
 
 GENERATE = "/generate"
@@ -147,7 +147,7 @@ def _likeliest(told: list[tuple[float, int, Any]], token: int, logprob: float, c
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token))[:count])
 
 
-def prompt_tops(reply: Reply, call: Call, where: str) -> tuple[TopLogprobs, ...] | None:
+def prompt_tops(reply: Reply, call: GenerateRequest, where: str) -> tuple[TopLogprobs, ...] | None:
     """Each prompt token's own log-probability, then the likeliest ones."""
     if call.prompt_logprobs is None:
         return None
@@ -183,7 +183,7 @@ def _finish(finish: Finish, where: str) -> FinishReason:
     return FINISH[finish.type]
 
 
-def body(call: Call, limit: int, lease: Lease | None = None, adapter: str = "") -> dict[str, Any]:
+def body(call: GenerateRequest, limit: int, lease: Lease | None = None, adapter: str = "") -> dict[str, Any]:
     sampling = call.sampling
     asked: dict[str, Any] = {
         "input_ids": call.prompt_ids,

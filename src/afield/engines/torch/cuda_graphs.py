@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.torch.kv_cache import Pass, Slots
+from afield.engines.torch.kv_cache import KVCache, Pass
 from afield.engines.torch.sampler import pick, plain_sums
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class Flight(NamedTuple):
     landed: torch.cuda.Event | None
 
 
-class Steps:
-    def __init__(self, model: PreTrainedModel, slots: Slots, max_slots: int) -> None:
+class CudaGraphRunner:
+    def __init__(self, model: PreTrainedModel, slots: KVCache, max_slots: int) -> None:
         self._model, self._slots = model, slots
         self._device = model.device
         self._cuda = self._records = self._device.type == "cuda"
@@ -212,7 +212,7 @@ class Steps:
 
 
 def forward(
-    model: PreTrainedModel, slots: Slots, step: Pass, keep: int = 1, images: ImageEncoder | None = None
+    model: PreTrainedModel, slots: KVCache, step: Pass, keep: int = 1, images: ImageEncoder | None = None
 ) -> Tensor:
     """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary].
     `images` has what the step shows, of which only the last id's logits are given."""

@@ -1,7 +1,8 @@
 """Fitting a model to the slots, and its decode steps in few kernels where there are kernels for them.
 
 `fit` gives the model the slots' attention. On CUDA it then swaps layers whose arithmetic it knows for
-ones that take fewer kernels, and gives the `Ways` in which fixed steps store keys and attend: Triton's,
+ones that take fewer kernels, and gives the `DecodeKernels` in which fixed steps store keys and attend:
+Triton's,
 or else flash attention's. What they compute is written here in plain torch. Nothing is used that was
 not compared on the device, first with that, then as a whole with a plain forward pass; what is refused
 leaves the model's own layers in place and a note.
@@ -27,7 +28,7 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, sil
 from transformers import PreTrainedModel
 
 from afield.engines.torch.cuda_graphs import forward
-from afield.engines.torch.kv_cache import Slots, use_slots
+from afield.engines.torch.kv_cache import KVCache, use_slots
 from afield.engines.torch.sampler import BLOCK, Sums, plain_sums
 from afield.precision import in_float32
 
@@ -44,7 +45,7 @@ SERVED = (torch.float32, torch.bfloat16, torch.float16)
 Norms = tuple[Tensor, Tensor, float] | None
 
 
-class Ways(NamedTuple):
+class DecodeKernels(NamedTuple):
     """How a fixed step is computed. Queries, keys and values of its lanes are `[lanes, heads, size]`."""
 
     name: str
@@ -102,7 +103,7 @@ def gate(gated: Tensor, up: Tensor) -> Tensor:
     return silu(gated) * up
 
 
-PLAIN = Ways("plain torch", prepare, attend, gate, plain_sums)
+PLAIN = DecodeKernels("plain torch", prepare, attend, gate, plain_sums)
 FLASH = PLAIN._replace(name="flash attention", attend=flash_attend)
 
 
@@ -119,11 +120,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def triton_ways() -> tuple[Ways, tuple[type[Exception], ...]]:
+def triton_ways() -> tuple[DecodeKernels, tuple[type[Exception], ...]]:
     """They need Triton; and what they raise where they do not work."""
     from afield.engines.torch import triton_kernels
 
-    ways = Ways(
+    ways = DecodeKernels(
         "Triton's kernels",
         triton_kernels.prepare,
         triton_kernels.attend,
@@ -133,7 +134,7 @@ def triton_ways() -> tuple[Ways, tuple[type[Exception], ...]]:
     return ways, triton_kernels.REFUSALS
 
 
-def choose(model: PreTrainedModel) -> tuple[Ways | None, tuple[str, ...]]:
+def choose(model: PreTrainedModel) -> tuple[DecodeKernels | None, tuple[str, ...]]:
     """The first ways that give what plain torch gives, and why those before did not."""
     notes: list[str] = []
     for name, load in (("Triton's kernels", triton_ways), (FLASH.name, lambda: (FLASH, ()))):
@@ -156,7 +157,7 @@ def choose(model: PreTrainedModel) -> tuple[Ways | None, tuple[str, ...]]:
     return None, tuple(notes)
 
 
-def compare(ways: Ways, model: PreTrainedModel) -> float:
+def compare(ways: DecodeKernels, model: PreTrainedModel) -> float:
     """How far these ways are from plain torch, in units of what rounding explains."""
     lanes, length = 7, 200
     device, dtype = model.device, model.dtype
@@ -206,7 +207,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """An attention layer's forward: its own, but for fixed steps."""
     slots = past_key_values
-    if not isinstance(slots, Slots) or slots.lanes is None or slots.ways is None:
+    if not isinstance(slots, KVCache) or slots.lanes is None or slots.ways is None:
         return type(self).forward(
             self,
             hidden_states=hidden_states,
@@ -251,7 +252,7 @@ def swap_norms(model: nn.Module) -> list[nn.Module]:
     return swapped
 
 
-def swap_layers(model: nn.Module, ways: Ways) -> list[nn.Module]:
+def swap_layers(model: nn.Module, ways: DecodeKernels) -> list[nn.Module]:
     """Attention that knows fixed steps, and gates in one kernel."""
     swapped: list[nn.Module] = []
     for layer in model.modules():
@@ -287,7 +288,7 @@ class Fit(NamedTuple):
 
     off: float
     control: float = 0.0
-    ways: Ways | None = None
+    ways: DecodeKernels | None = None
     notes: tuple[str, ...] = ()
     swapped: tuple[nn.Module, ...] = ()
 
@@ -301,7 +302,7 @@ def allowed(control: float) -> float:
     return max(LIMIT * control, LEAST)
 
 
-def fit(model: PreTrainedModel, length: int, *, light: bool, ways: Ways | None = None) -> Fit:
+def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels | None = None) -> Fit:
     """Give the model the slots' attention, and if `light`, fewer kernels: these ways, or the ones that work.
 
     Tried on `length` ids.
@@ -374,11 +375,11 @@ def _scores_in_float32(model: PreTrainedModel, ids: Tensor) -> Tensor:
         return _scores(copy.deepcopy(model).float(), ids)
 
 
-def probe(model: PreTrainedModel, text: Text, ways: Ways | None) -> float:
+def probe(model: PreTrainedModel, text: Text, ways: DecodeKernels | None) -> float:
     """How far log-probabilities through slots, id by id after the first half, are from float32's."""
     ids, length = text.ids, len(text.ids)
     layers = model.config.get_text_config().num_hidden_layers
-    slots = Slots(layers, 1, length, model.dtype, model.device, ways)
+    slots = KVCache(layers, 1, length, model.dtype, model.device, ways)
     slots.take(ids.tolist())
     off = torch.zeros((), device=model.device)
     row = torch.zeros(1, dtype=torch.int64, device=model.device)

@@ -4,7 +4,7 @@ A call is its ids, of which the first so many are computed; the rest are pending
 pending ids, at most `prefill_tokens` of them for calls with more than one, and draws a token for
 every call that has none left. A new prompt, a reused prefix and new weights are all just another
 number of pending ids; after a swap it is all of them, so each log-probability is that of the
-version that drew the token, given everything before it. With `Steps`, single ids are computed by
+version that drew the token, given everything before it. With `CudaGraphRunner`, single ids are computed by
 those, and the next step is launched before the host looks at what the last one drew.
 """
 
@@ -22,8 +22,8 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.torch.cuda_graphs import Flight, Steps, forward
-from afield.engines.torch.kv_cache import Slots
+from afield.engines.torch.cuda_graphs import CudaGraphRunner, Flight, forward
+from afield.engines.torch.kv_cache import KVCache
 from afield.engines.torch.sampler import Top, distribution, draw, likeliest
 
 if TYPE_CHECKING:
@@ -145,13 +145,13 @@ class Decoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        slots: Slots,
+        slots: KVCache,
         *,
         version: int,
         max_context: int,
         prefill_tokens: int,
         weights: Sequence[Tensor] = (),
-        steps: Steps | None = None,
+        steps: CudaGraphRunner | None = None,
         notes: tuple[str, ...] = (),
         images: ImageEncoder | None = None,
     ) -> None:
@@ -308,7 +308,7 @@ class Decoder:
         self._launched = following
         return sampled
 
-    def _follow(self, steps: Steps) -> _Launched | None:
+    def _follow(self, steps: CudaGraphRunner) -> _Launched | None:
         """The step after the one in flight, its tokens unseen, if no call has to join it.
 
         A call that turns out to have ended is computed once more, for nothing.
@@ -322,7 +322,7 @@ class Decoder:
             return None
         return self._launch(steps, going, last.flight)
 
-    def _launch(self, steps: Steps, requests: list[Request], after: Flight | None) -> _Launched:
+    def _launch(self, steps: CudaGraphRunner, requests: list[Request], after: Flight | None) -> _Launched:
         requests = sorted(requests, key=lambda request: request.slot)
         slots, uniforms = [r.slot for r in requests], [r.uniform() for r in requests]
         self._slots.make_room(max(r.length for r in requests) + 1)

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from afield.engines.checks import check_call, is_newer
 from afield.engines.lora import is_adapter
-from afield.engines.torch.cuda_graphs import Steps
+from afield.engines.torch.cuda_graphs import CudaGraphRunner
 from afield.engines.torch.decode_kernels import SERVED, fit
 from afield.engines.torch.decoder import NO_PICTURES, Ask, Counters, Decoder, Request, Sampled
 from afield.engines.torch.images import ImageEncoder, ImagePrompt
-from afield.engines.torch.kv_cache import Slots
+from afield.engines.torch.kv_cache import KVCache
 from afield.engines.torch.weights import Parameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
-from afield.interfaces.engine import Call, Chunk, EngineInfo
+from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
 from afield.masks import Masks, Walker
 from afield.rounding import Rounding
 from afield.types import Constraint, Failure, FailureKind, FinishReason, Reason
@@ -130,7 +130,7 @@ def _deliver(batch: list[tuple[_Mailbox, Item]]) -> None:
         mailbox.receive(item)
 
 
-def to_ask(call: Call, seed: int, pictured: ImagePrompt | None = None) -> Ask:
+def to_ask(call: GenerateRequest, seed: int, pictured: ImagePrompt | None = None) -> Ask:
     """The same call gives the same numbers, whatever else the engine is doing."""
     sampling = call.sampling
     own = (call.draw or call.id) if sampling.seed is None else sampling.seed
@@ -238,7 +238,7 @@ class TorchEngine:
             constraints=self._masks is not None and not self._masks.missing,
         )
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+    async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         info = await self.info()
         check_call(call, info)
         pictured = await self._pictured(call, info) if call.images else None
@@ -259,7 +259,7 @@ class TorchEngine:
             if not ended and self._down is None:
                 self._inbox.put(_Drop(request))
 
-    async def _pictured(self, call: Call, info: EngineInfo) -> ImagePrompt:
+    async def _pictured(self, call: GenerateRequest, info: EngineInfo) -> ImagePrompt:
         """The prompt with its images, decoded off the event loop; refused where it is too long with them."""
         images = self._running().images
         if images is None:
@@ -363,7 +363,7 @@ class TorchEngine:
             )
         vision, notes = load_vision(self._path)
         mrope = vision is not None and vision.mrope
-        slots = Slots(
+        slots = KVCache(
             layers,
             self._max_slots,
             context,
@@ -385,7 +385,7 @@ class TorchEngine:
             max_context=context,
             prefill_tokens=self._prefill_tokens or PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"]),
             weights=[parameter.tensor for parameter in self._parameters],
-            steps=Steps(model, slots, self._max_slots) if fixed else None,
+            steps=CudaGraphRunner(model, slots, self._max_slots) if fixed else None,
             notes=(*fitted.notes, *notes),
             images=ImageEncoder(vision) if vision else None,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.torch.kv_cache import Pass, Slots
+from afield.engines.torch.kv_cache import KVCache, Pass
 from afield.types import Image
 from afield.vision import ImageFeatures, PixelInputs, Vision, joined
 
@@ -98,7 +98,7 @@ class ImageEncoder:
         """Other weights."""
         self._features.clear()
 
-    def forward(self, model: PreTrainedModel, slots: Slots, step: Pass) -> Tensor:
+    def forward(self, model: PreTrainedModel, slots: KVCache, step: Pass) -> Tensor:
         """As `graphs.forward` of a step with images."""
         assert step.pictured is not None
         row, column, ids = step.pictured

@@ -3,7 +3,7 @@
 A slot is one row of `[slots, length, heads, head_dim]` per layer plus the ids it was computed from.
 A call owns a slot while it runs; afterwards the slot keeps its ids, so that a prompt that begins the
 same way computes only the rest. Rows and length grow with use and never beyond what was allowed.
-`Slots` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
+`KVCache` is the `past_key_values` of a forward pass: `arrange` says which rows take part and where
 their new keys go (`fixed` does so for a step whose shapes never change), and the model's layers then
 call `update`. With `ways` a fixed step's layers find rows and memory in `lanes` and `memory` instead.
 It needs torch and transformers only.
@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 if TYPE_CHECKING:
-    from afield.engines.torch.decode_kernels import Ways
+    from afield.engines.torch.decode_kernels import DecodeKernels
 
 FIRST_ROWS = 8
 # On a GPU growing costs more than room does: steps recorded for the old memory have to be recorded again.
@@ -63,7 +63,7 @@ class Lanes(NamedTuple):
     positions: Tensor
 
 
-class Slots(Cache):
+class KVCache(Cache):
     def __init__(
         self,
         layers: int,
@@ -71,7 +71,7 @@ class Slots(Cache):
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
-        ways: Ways | None = None,
+        ways: DecodeKernels | None = None,
         image_id: int | None = None,
         mrope: bool = False,
     ):

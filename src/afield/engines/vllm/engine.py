@@ -28,7 +28,7 @@ from afield.engines.vllm import wire
 from afield.engines.vllm.lora import MODELS, VllmAdapters, adapter_name, is_tied
 from afield.engines.vllm.weight_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
 from afield.errors import Unavailable, UsageError
-from afield.interfaces.engine import Call, Chunk, EngineInfo, TopLogprobs
+from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest, TopLogprobs
 from afield.types import VersionSpan
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1 to update weights and pause"
@@ -140,7 +140,9 @@ class VllmEngine(RemoteEngine):
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _request(self, call: Call, lease: Lease | None) -> tuple[str, dict[str, Any], dict[str, str]]:
+    def _request(
+        self, call: GenerateRequest, lease: Lease | None
+    ) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Path, body and headers."""
         limit = self._limit(call)
         make = wire.generate_body if self._exact else wire.completions_body
@@ -155,7 +157,7 @@ class VllmEngine(RemoteEngine):
             model, headers["x-request-id"] = adapter_name(model, lease.version), lease.id
         return path, make(model, call, limit, self._encoded.ids(call)), headers
 
-    async def _whole(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call, lease)
         low = self._version
         data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s, still=True)
@@ -179,7 +181,9 @@ class VllmEngine(RemoteEngine):
         """Versions of calls without an adapter are an interval while adapters are served beside them."""
         return self._mixes and self._leases.newest is not None
 
-    def _cut(self, call: Call, sampled: wire.Sampled, low: int, lease: Lease | None) -> list[Chunk]:
+    def _cut(
+        self, call: GenerateRequest, sampled: wire.Sampled, low: int, lease: Lease | None
+    ) -> list[Chunk]:
         """One chunk for each version span."""
         if sampled.finish is None:
             raise Unavailable(f"{self.url} gave an answer without an end")
@@ -205,7 +209,7 @@ class VllmEngine(RemoteEngine):
             for start, end, first, last in cuts
         ]
 
-    def _scored(self, call: Call, sampled: wire.Sampled) -> tuple[TopLogprobs, ...] | None:
+    def _scored(self, call: GenerateRequest, sampled: wire.Sampled) -> tuple[TopLogprobs, ...] | None:
         if call.prompt_logprobs is None:
             return None
         length = len(sampled.prompt_ids or call.prompt_ids)
@@ -214,7 +218,7 @@ class VllmEngine(RemoteEngine):
             raise Unavailable(f"{self.url} gave log-probabilities of {told} ids for a prompt of {length}")
         return sampled.prompt_tops
 
-    async def _streamed(self, call: Call, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _streamed(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call, lease)
         events, low, length = Events(), self._version, 0
         last: Chunk | None = None
@@ -235,7 +239,9 @@ class VllmEngine(RemoteEngine):
             last = structs.replace(last, versions=(VersionSpan(0, length, lowest, lowest),), low=lowest)
         yield last
 
-    def _merge(self, call: Call, found: list[bytes], low: int, before: int, lease: Lease | None) -> Chunk:
+    def _merge(
+        self, call: GenerateRequest, found: list[bytes], low: int, before: int, lease: Lease | None
+    ) -> Chunk:
         if found[-1] == wire.DONE:
             found.pop()
         decoder = wire.FULL_REPLIES if call.top_logprobs else wire.REPLIES

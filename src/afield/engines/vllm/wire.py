@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from afield.engines.spans import Problem, Span
 from afield.errors import Unavailable
-from afield.interfaces.engine import Call, Image, TopLogprobs
+from afield.interfaces.engine import GenerateRequest, Image, TopLogprobs
 from afield.types import FinishReason
 
 GENERATE = "/inference/v1/generate"
@@ -157,7 +157,7 @@ def _prompt_tops(told: PromptLogprobs) -> tuple[TopLogprobs, ...]:
     return tuple(tuple((token, entry.logprob) for token, entry in (top or {}).items()) for top in told)
 
 
-def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
+def generate_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "token_ids": ids,
@@ -174,7 +174,7 @@ def generate_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[
     return body
 
 
-def completions_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
+def completions_body(model: str, call: GenerateRequest, limit: int, ids: msgspec.Raw) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": ids,
@@ -186,7 +186,7 @@ def completions_body(model: str, call: Call, limit: int, ids: msgspec.Raw) -> di
     }
 
 
-def _sampling(call: Call, limit: int) -> dict[str, Any]:
+def _sampling(call: GenerateRequest, limit: int) -> dict[str, Any]:
     sampling = call.sampling
     # Text is not what we read; held back for the sake of a stop string, it would hold ids back, too.
     strings = {"stop": call.stop, "include_stop_str_in_output": True} if call.stop else {}

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from afield.chat import ChatTokens
+from afield.chat import ChatTokenizer
 from afield.gateway.dialects.anthropic import Anthropic
-from afield.gateway.dialects.base import Asked, Dialect, View, Wish
+from afield.gateway.dialects.base import Dialect, RawRequest, ResponseOptions, StreamEncoder
 from afield.gateway.dialects.chat import Chat
 from afield.gateway.dialects.completions import Completions
 from afield.gateway.dialects.gemini import Gemini
 from afield.gateway.dialects.responses import Responses
 
-__all__ = ["Asked", "Dialect", "Dialects", "View", "Wish"]
+__all__ = ["Dialect", "Dialects", "RawRequest", "ResponseOptions", "StreamEncoder"]
 
 GEMINI = "/v1beta/models/(?P<model>[^:]+)"
 Route = tuple[str, re.Pattern[str], str]
@@ -44,7 +44,7 @@ class Match(Struct, frozen=True):
 class Dialects:
     """All of them, for one model."""
 
-    def __init__(self, tokens: ChatTokens) -> None:
+    def __init__(self, tokens: ChatTokenizer) -> None:
         made = (Chat(tokens), Completions(tokens), Responses(tokens), Anthropic(), Gemini(tokens))
         self._by_name: dict[str, Dialect] = {dialect.name: dialect for dialect in made}
 

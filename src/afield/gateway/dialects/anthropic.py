@@ -13,11 +13,11 @@ from typing import Any
 from msgspec import Raw
 
 from afield.chat import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
-from afield.gateway.api_error import Refusal, bad_request
+from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects import anthropic_request
-from afield.gateway.dialects.base import EVENTS, Asked, Wish, event
+from afield.gateway.dialects.base import EVENTS, RawRequest, ResponseOptions, event
 from afield.gateway.dialects.json_arguments import as_object
-from afield.gateway.model_request import Done, ModelRequest, Piece, Started
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
 from afield.gateway.turn_ids import item_id, seal
 from afield.types import FinishReason, ToolCall
 
@@ -36,19 +36,19 @@ PING = event("ping", {"type": "ping"})
 class Anthropic:
     name = "anthropic"
 
-    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         try:
             return anthropic_request.decode(asked)
         except RecursionError as error:
             raise bad_request("the request is nested too deeply to be read") from error
 
-    def error(self, refusal: Refusal) -> dict[str, Any]:
+    def error(self, refusal: ApiError) -> dict[str, Any]:
         return error(refusal)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"input_tokens": tokens}
 
-    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
+    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
         reply = done.reply
         content: list[dict[str, Any]] = []
         if reply.reasoning and wish.reasoning:
@@ -60,11 +60,11 @@ class Anthropic:
         message = envelope(started, wish) | {"content": content, "usage": usage(done)} | stopped(done)
         return message | sampled(done, wish)
 
-    def view(self, started: Started, wish: Wish) -> AnthropicView:
-        return AnthropicView(started, wish)
+    def view(self, started: CallStarted, wish: ResponseOptions) -> AnthropicStream:
+        return AnthropicStream(started, wish)
 
 
-def error(refusal: Refusal) -> dict[str, Any]:
+def error(refusal: ApiError) -> dict[str, Any]:
     kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     text = refusal.text
     if refusal.sizes:
@@ -72,7 +72,7 @@ def error(refusal: Refusal) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
 
 
-def stopped(done: Done) -> dict[str, Any]:
+def stopped(done: CallFinished) -> dict[str, Any]:
     if done.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": done.stop}
     if done.turn.finish_reason is not FinishReason.STOP:
@@ -80,7 +80,7 @@ def stopped(done: Done) -> dict[str, Any]:
     return {"stop_reason": "tool_use" if done.reply.tool_calls else "end_turn", "stop_sequence": None}
 
 
-def usage(done: Done) -> dict[str, Any]:
+def usage(done: CallFinished) -> dict[str, Any]:
     told = _usage(done.prompt_tokens, len(done.turn.token_ids))
     return told | {"output_tokens_details": {"thinking_tokens": done.thought}}
 
@@ -90,7 +90,7 @@ def _usage(prompt: int, sampled: int) -> dict[str, Any]:
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 
 
-def envelope(started: Started, wish: Wish) -> dict[str, Any]:
+def envelope(started: CallStarted, wish: ResponseOptions) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "id": item_id("msg", started.turn_id),
         "type": "message",
@@ -104,7 +104,7 @@ def envelope(started: Started, wish: Wish) -> dict[str, Any]:
     return shown | {"prompt_token_ids": started.prompt_ids} if wish.token_ids else shown
 
 
-def sampled(done: Done, wish: Wish) -> dict[str, Any]:
+def sampled(done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
     ids = {"token_ids": done.turn.token_ids} if wish.token_ids else {}
     return ids | ({"logprobs": done.turn.logprobs} if wish.logprobs else {})
 
@@ -122,12 +122,12 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     }
 
 
-class AnthropicView:
+class AnthropicStream:
     """The answer in events: one block is open at a time."""
 
     content_type = EVENTS
 
-    def __init__(self, started: Started, wish: Wish) -> None:
+    def __init__(self, started: CallStarted, wish: ResponseOptions) -> None:
         self._started = started
         self._wish = wish
         self._open = ""
@@ -139,15 +139,15 @@ class AnthropicView:
             "message_start", {"type": "message_start", "message": envelope(self._started, self._wish)}
         )
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: CallDelta) -> bytes:
         return b"".join([self._show(event) for event in piece.events])
 
-    def closing(self, done: Done) -> bytes:
+    def closing(self, done: CallFinished) -> bytes:
         last = {"type": "message_delta", "delta": stopped(done), "usage": usage(done)}
         end = event("message_delta", last | sampled(done, self._wish))
         return self._close() + end + event("message_stop", {"type": "message_stop"})
 
-    def failing(self, refusal: Refusal) -> bytes:
+    def failing(self, refusal: ApiError) -> bytes:
         return event("error", error(refusal))
 
     def keepalive(self) -> bytes:

@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 from afield.chat import Tool
 from afield.gateway.api_error import bad_request
 from afield.gateway.dialects import tool_choice
-from afield.gateway.dialects.base import STRICT, TOOLS_TAG, Asked, Wish, asks_again, encode
+from afield.gateway.dialects.base import STRICT, TOOLS_TAG, RawRequest, ResponseOptions, asks_again, encode
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.json_arguments import as_arguments
 from afield.gateway.dialects.output_format import one, response_format
@@ -27,7 +27,7 @@ from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import checked
 from afield.gateway.model_request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.parameters import check, check_within
-from afield.gateway.requested_sampling import Wishing, wishes
+from afield.gateway.requested_sampling import RequestedSampling, wishes
 from afield.gateway.turn_ids import unseal
 from afield.types import ImageRef, Message, ToolCall
 
@@ -93,7 +93,7 @@ class ToolChoice(Struct):
     disable_parallel_tool_use: bool | None = False
 
 
-class Body(Wishing, kw_only=True):
+class Body(RequestedSampling, kw_only=True):
     messages: list[Entry]
     model: str = ""
     system: str | list[Block] | None = None
@@ -117,7 +117,7 @@ BODY = Reading("anthropic", Body, "a Messages request")
 # --- the request ---------------------------------------------------------------------------------
 
 
-def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     wire, tags = BODY.read(asked)
     for name in ("thinking", "output_config", "chat_template_kwargs", "tool_choice"):
         if held := getattr(wire, name):
@@ -160,7 +160,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         image_places=reader.gallery.places,
     )
     thinking = wire.thinking or {}
-    wish = Wish(
+    wish = ResponseOptions(
         model=wire.model,
         logprobs=bool(wire.logprobs),
         token_ids=bool(wire.return_token_ids),

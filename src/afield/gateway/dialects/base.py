@@ -1,6 +1,7 @@
 """What a dialect is: a way to ask, and a view of what comes.
 
-A dialect decodes a request into a `ModelRequest` and a `Wish`, and shows the items of the call as one
+A dialect decodes a request into a `ModelRequest` and a `ResponseOptions`, and shows the items of the call as
+one
 answer (`answer`) or as a stream of bytes (`view`). The table in `parameters` says what becomes of each
 parameter; of a conversation's parts, those that only a provider understands are left out with a tag
 `unenforced:NAME`. It keeps no state: everything a later request may refer to is in the ids and marks
@@ -15,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from afield.gateway.api_error import Refusal, bad_request
+from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.message_cache import Memo
-from afield.gateway.model_request import Done, ModelRequest, Piece, Started
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
 from afield.wire import json_problem
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ STRICT = f"{TOOLS_TAG}.strict"  # tag of a turn whose tools' arguments are not h
 MAX_KEY = 256  # characters of an idempotency key that are looked at
 
 
-class Asked(Struct, frozen=True):
+class RawRequest(Struct, frozen=True):
     """A request as it came. `parts` are the named pieces of its path, header names are in lower case.
 
     `memo` is what the session's client has sent before, where the dialect cares to use it.
@@ -47,7 +48,7 @@ class Asked(Struct, frozen=True):
     """Whether the session goes on without parameters that would be refused."""
 
 
-class Wish(Struct, frozen=True, kw_only=True):
+class ResponseOptions(Struct, frozen=True, kw_only=True):
     """What the client wants of the answer, besides the answer. `echo` is what its dialect repeats in it."""
 
     model: str = ""
@@ -63,18 +64,18 @@ class Wish(Struct, frozen=True, kw_only=True):
     echo: Mapping[str, Any] = {}
 
 
-class View(Protocol):
+class StreamEncoder(Protocol):
     """One answer as a stream: `opening`, any number of `piece`s, then `closing` or `failing`."""
 
     content_type: bytes
 
     def opening(self) -> bytes: ...
 
-    def piece(self, piece: Piece) -> bytes: ...
+    def piece(self, piece: CallDelta) -> bytes: ...
 
-    def closing(self, done: Done) -> bytes: ...
+    def closing(self, done: CallFinished) -> bytes: ...
 
-    def failing(self, refusal: Refusal) -> bytes: ...
+    def failing(self, refusal: ApiError) -> bytes: ...
 
     def keepalive(self) -> bytes:
         """Sent while nothing else is; may come before the opening."""
@@ -84,13 +85,13 @@ class View(Protocol):
 class Dialect(Protocol):
     name: str
 
-    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]: ...
+    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]: ...
 
-    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]: ...
+    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]: ...
 
-    def view(self, started: Started, wish: Wish) -> View: ...
+    def view(self, started: CallStarted, wish: ResponseOptions) -> StreamEncoder: ...
 
-    def error(self, refusal: Refusal) -> dict[str, Any]: ...
+    def error(self, refusal: ApiError) -> dict[str, Any]: ...
 
     def count(self, tokens: int) -> dict[str, Any]:
         """The answer to a question how many tokens a request has."""
@@ -113,12 +114,12 @@ def event(name: str, value: object) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
-def asks_again(asked: Asked) -> bool:
+def asks_again(asked: RawRequest) -> bool:
     """Whether the client's library says that it has asked this before."""
     count = asked.headers.get("x-stainless-retry-count", "")
     return count.isdigit() and int(count) > 0
 
 
-def idempotency_key(asked: Asked) -> str:
+def idempotency_key(asked: RawRequest) -> str:
     """The client's own name for a request, the same in all tries; empty if it gives none."""
     return asked.headers.get("idempotency-key", "")[:MAX_KEY]

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.chat import ChatTokens, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
-from afield.gateway.api_error import Refusal, bad_request
+from afield.chat import ChatTokenizer, Event, ReasoningDelta, TextDelta, Tool, ToolArguments, ToolStart
+from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects.base import (
     EVENTS,
     STRICT,
     TOOLS_TAG,
-    Asked,
-    Wish,
+    RawRequest,
+    ResponseOptions,
     asks_again,
     data,
     encode,
@@ -36,15 +36,15 @@ from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
 from afield.gateway.message_cache import Memo
 from afield.gateway.model_request import (
     NO_REASONING,
-    Done,
+    CallDelta,
+    CallFinished,
+    CallStarted,
     ModelRequest,
     OutputFormat,
-    Piece,
     Reasoning,
-    Started,
 )
 from afield.gateway.parameters import check_within, unsupported
-from afield.gateway.requested_sampling import Wishing, wishes
+from afield.gateway.requested_sampling import RequestedSampling, wishes
 from afield.gateway.scores import Scores
 from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
@@ -110,7 +110,7 @@ class WireTool(Struct):
     type: str = "function"
 
 
-class Structured(Wishing, kw_only=True):
+class Structured(RequestedSampling, kw_only=True):
     """The fields of OpenAI and vLLM for the form of a reply."""
 
     response_format: dict[str, Any] | None = None
@@ -163,7 +163,7 @@ MESSAGES = msgspec.json.Decoder(list[WireMessage])
 TOOLS = msgspec.json.Decoder(list[WireTool] | None)
 
 
-def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     wire, tags = BODY.read(asked)
     _check(wire)
     if wire.stream_options:
@@ -201,7 +201,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         images=gallery.images,
         image_places=gallery.places,
     )
-    wish = Wish(
+    wish = ResponseOptions(
         model=wire.model or "",
         usage=wants_usage(wire.stream_options),
         logprobs=bool(wire.logprobs),
@@ -365,20 +365,20 @@ def _tools(raw: bytes, ignore: bool) -> tuple[tuple[Tool, ...], tuple[str, ...]]
 # --- answers -------------------------------------------------------------------------------------
 
 
-def error(refusal: Refusal) -> dict[str, Any]:
+def error(refusal: ApiError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
     told = {"message": refusal.text, "type": kind, "param": refusal.parameter, "code": refusal.code}
     return {"error": told}
 
 
-def finish_reason(done: Done) -> str:
+def finish_reason(done: CallFinished) -> str:
     if done.turn.finish_reason is FinishReason.STOP and done.reply.tool_calls:
         return "tool_calls"
     return str(done.turn.finish_reason)
 
 
-def usage(done: Done) -> dict[str, Any]:
+def usage(done: CallFinished) -> dict[str, Any]:
     sampled = len(done.turn.token_ids)
     total = done.prompt_tokens + sampled
     return {
@@ -393,19 +393,19 @@ def usage(done: Done) -> dict[str, Any]:
 class Chat:
     name = "chat"
 
-    def __init__(self, tokens: ChatTokens) -> None:
+    def __init__(self, tokens: ChatTokenizer) -> None:
         self._tokens = tokens
 
-    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         return decode(asked)
 
-    def error(self, refusal: Refusal) -> dict[str, Any]:
+    def error(self, refusal: ApiError) -> dict[str, Any]:
         return error(refusal)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"total_tokens": tokens}
 
-    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
+    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
         reply = done.reply
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
         if reply.reasoning and wish.reasoning:
@@ -424,15 +424,15 @@ class Chat:
             answer["prompt_token_ids"] = started.prompt_ids
         return answer
 
-    def view(self, started: Started, wish: Wish) -> ChatView:
-        return ChatView(started, wish, self._tokens)
+    def view(self, started: CallStarted, wish: ResponseOptions) -> ChatStream:
+        return ChatStream(started, wish, self._tokens)
 
 
 def _wire_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def envelope(kind: str, started: Started, wish: Wish) -> dict[str, Any]:
+def envelope(kind: str, started: CallStarted, wish: ResponseOptions) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{started.session_id}-{started.turn_id}",
         "object": kind,
@@ -441,12 +441,12 @@ def envelope(kind: str, started: Started, wish: Wish) -> dict[str, Any]:
     }
 
 
-class ChatView:
+class ChatStream:
     """The answer in chunks. What all chunks share is encoded once."""
 
     content_type = EVENTS
 
-    def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
+    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
         self._started = started
         self._wish = wish
         self._tokens = tokens
@@ -458,7 +458,7 @@ class ChatView:
         ids = self._started.prompt_ids if self._wish.token_ids else None
         return self._chunk(delta, after=b',"prompt_token_ids":' + encode(ids) if ids is not None else b"")
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: CallDelta) -> bytes:
         deltas = [delta for event in piece.events if (delta := _delta(event))]
         if not self._wish.reasoning:
             deltas = [delta for delta in deltas if "reasoning_content" not in delta]
@@ -467,19 +467,19 @@ class ChatView:
             return self._chunk(b"{}", extra) if extra else b""
         return b"".join(self._chunk(encode(delta), b"" if n else extra) for n, delta in enumerate(deltas))
 
-    def closing(self, done: Done) -> bytes:
+    def closing(self, done: CallFinished) -> bytes:
         last = self._chunk(b"{}", finish=encode(finish_reason(done)))
         if self._wish.usage:
             last += b"data: " + self._head + b',"choices":[],"usage":' + encode(usage(done)) + b"}\n\n"
         return last + b"data: [DONE]\n\n"
 
-    def failing(self, refusal: Refusal) -> bytes:
+    def failing(self, refusal: ApiError) -> bytes:
         return data(error(refusal))
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"
 
-    def _extra(self, piece: Piece) -> bytes:
+    def _extra(self, piece: CallDelta) -> bytes:
         extra = b""
         if self._wish.logprobs and piece.token_ids:
             sampled = (piece.token_ids, piece.logprobs, piece.top_logprobs)
@@ -509,8 +509,8 @@ def logprobs(
     ids: Sequence[int],
     values: Sequence[float],
     tops: Sequence[TopLogprobs],
-    tokens: ChatTokens,
-    wish: Wish,
+    tokens: ChatTokenizer,
+    wish: ResponseOptions,
 ) -> dict[str, Any]:
     content = TokenText(tokens, wish).entries(ids, values, tops, wish.top_logprobs)
     return {"content": content, "refusal": None}

@@ -11,15 +11,15 @@ from typing import Any
 
 from msgspec import structs
 
-from afield.chat import ChatTokens, Tool
-from afield.gateway.api_error import Refusal, bad_request
-from afield.gateway.dialects.base import Asked, Wish
+from afield.chat import ChatTokenizer, Tool
+from afield.gateway.api_error import ApiError, bad_request
+from afield.gateway.dialects.base import RawRequest, ResponseOptions
 from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses import Responses
 from afield.gateway.dialects.responses_items import InputItems
 from afield.gateway.dialects.responses_stream import Items, usage
 from afield.gateway.dialects.summaries import ASK, COMPACTION, summary_of
-from afield.gateway.model_request import Done, ModelRequest, Started
+from afield.gateway.model_request import CallFinished, CallStarted, ModelRequest
 from afield.gateway.turn_ids import item_id, response_id, seal_summary
 from afield.types import Message, Turn
 
@@ -32,7 +32,7 @@ class Compaction(Responses):
 
     def __init__(
         self,
-        tokens: ChatTokens,
+        tokens: ChatTokenizer,
         path: Callable[[str], list[Turn]],
         tools: Callable[[str], tuple[Tool, ...]],
         image: Callable[[str], str | None],
@@ -42,7 +42,7 @@ class Compaction(Responses):
         self._tools = tools
         self._image = image
 
-    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         request, wish = super().decode(asked)
         if not request.model:
             raise bad_request("a compaction needs a model", "name it in model")
@@ -64,9 +64,11 @@ class Compaction(Responses):
         )
         return request, wish
 
-    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
+    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
         if not done.reply.content:
-            raise Refusal(502, "no_summary", "the model wrote no summary", "try again, or leave it more room")
+            raise ApiError(
+                502, "no_summary", "the model wrote no summary", "try again, or leave it more room"
+            )
 
         def items(_: Turn) -> Items:
             return Items(started, wish, TokenText(self._tokens, wish))

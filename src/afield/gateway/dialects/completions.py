@@ -12,13 +12,13 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from afield.chat import ChatTokens, TextDelta
-from afield.gateway.api_error import Refusal, bad_request
+from afield.chat import ChatTokenizer, TextDelta
+from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import EVENTS, Asked, Wish, asks_again, data
+from afield.gateway.dialects.base import EVENTS, RawRequest, ResponseOptions, asks_again, data
 from afield.gateway.dialects.logprobs import TokenText, check_count
 from afield.gateway.dialects.request_body import Reading
-from afield.gateway.model_request import Done, ModelRequest, Piece, Started
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
 from afield.gateway.parameters import check_within
 from afield.gateway.requested_sampling import wishes
 from afield.gateway.scores import Scores
@@ -46,7 +46,7 @@ class Body(chat.Structured, kw_only=True):
 BODY = Reading("completions", Body, "a completion request")
 
 
-def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     wire, tags = BODY.read(asked)
     _check(wire)
     for name in ("stream_options", "structured_outputs"):
@@ -70,7 +70,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         names=NAMES | {"output": form} if output else NAMES,
         tags=tags,
     )
-    wish = Wish(
+    wish = ResponseOptions(
         model=wire.model or "",
         usage=chat.wants_usage(wire.stream_options),
         logprobs=wire.logprobs is not None and wire.logprobs is not False,
@@ -119,19 +119,19 @@ def _prompt(given: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
 class Completions:
     name = "completions"
 
-    def __init__(self, tokens: ChatTokens) -> None:
+    def __init__(self, tokens: ChatTokenizer) -> None:
         self._tokens = tokens
 
-    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         return decode(asked)
 
-    def error(self, refusal: Refusal) -> Json:
+    def error(self, refusal: ApiError) -> Json:
         return chat.error(refusal)
 
     def count(self, tokens: int) -> Json:
         return {"total_tokens": tokens}
 
-    def answer(self, started: Started, done: Done, wish: Wish) -> Json:
+    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> Json:
         shape = Shape(started, wish, self._tokens)
         scores = done.scores or Scores()
         given = shape.prompt_logprobs(scores.prompt) if wish.echo else None
@@ -144,14 +144,14 @@ class Completions:
             choice |= {"prompt_token_ids": started.prompt_ids, "token_ids": done.turn.token_ids}
         return shape.envelope | {"choices": [choice], "usage": chat.usage(done)}
 
-    def view(self, started: Started, wish: Wish) -> CompletionsView:
-        return CompletionsView(started, wish, self._tokens)
+    def view(self, started: CallStarted, wish: ResponseOptions) -> CompletionsStream:
+        return CompletionsStream(started, wish, self._tokens)
 
 
 class Shape:
     """What one answer is made of; counts the characters its tokens have spelled."""
 
-    def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
+    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
         self.envelope: Json = {
             "id": f"cmpl-{started.session_id}-{started.turn_id}",
             "object": "text_completion",
@@ -230,10 +230,10 @@ def _joined(given: Json | None, sampled: Json | None) -> Json | None:
     return {name: given[name] + sampled[name] for name in sampled}
 
 
-class CompletionsView:
+class CompletionsStream:
     content_type = EVENTS
 
-    def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
+    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
         self._started = started
         self._wish = wish
         self._shape = Shape(started, wish, tokens)
@@ -247,7 +247,7 @@ class CompletionsView:
             return b""
         return self._chunk(self._shape.choice("", None) | {"prompt_token_ids": self._started.prompt_ids})
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: CallDelta) -> bytes:
         before = b"" if self._repeated else self._repeat(piece.prompt_logprobs)
         text = "".join(event.text for event in piece.events if isinstance(event, TextDelta))
         asked = self._wish.logprobs or self._wish.token_ids
@@ -264,13 +264,13 @@ class CompletionsView:
         ids = {"prompt_token_ids": self._started.prompt_ids} if self._wish.token_ids else {}
         return self._chunk(self._shape.choice(self._shape.before(), scored) | ids)
 
-    def closing(self, done: Done) -> bytes:
+    def closing(self, done: CallFinished) -> bytes:
         out = self._chunk(self._shape.choice("", None, finish=str(done.turn.finish_reason)))
         if self._wish.usage:
             out += data(self._shape.envelope | {"choices": [], "usage": chat.usage(done)})
         return out + b"data: [DONE]\n\n"
 
-    def failing(self, refusal: Refusal) -> bytes:
+    def failing(self, refusal: ApiError) -> bytes:
         return data(chat.error(refusal))
 
     def keepalive(self) -> bytes:

@@ -13,13 +13,13 @@ from typing import Any
 
 from msgspec import Raw
 
-from afield.chat import ChatTokens, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
-from afield.gateway.api_error import Refusal, bad_request
+from afield.chat import ChatTokenizer, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects import gemini_request
-from afield.gateway.dialects.base import EVENTS, Asked, Wish, data, encode
+from afield.gateway.dialects.base import EVENTS, RawRequest, ResponseOptions, data, encode
 from afield.gateway.dialects.json_arguments import as_object
 from afield.gateway.dialects.logprobs import recorded
-from afield.gateway.model_request import Done, ModelRequest, Piece, Started
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
 from afield.gateway.turn_ids import item_id, seal
 from afield.types import FinishReason
 
@@ -39,22 +39,22 @@ STATUS = {
 class Gemini:
     name = "gemini"
 
-    def __init__(self, tokens: ChatTokens) -> None:
+    def __init__(self, tokens: ChatTokenizer) -> None:
         self._tokens = tokens
 
-    def decode(self, asked: Asked) -> tuple[ModelRequest, Wish]:
+    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         try:
             return gemini_request.decode(asked)
         except RecursionError as error:
             raise bad_request("the request is nested too deeply to be read") from error
 
-    def error(self, refusal: Refusal) -> dict[str, Any]:
+    def error(self, refusal: ApiError) -> dict[str, Any]:
         return error(refusal)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"totalTokens": tokens}
 
-    def answer(self, started: Started, done: Done, wish: Wish) -> dict[str, Any]:
+    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
         reply = done.reply
         signature = seal(started.turn_id)
         parts = [thought(reply.reasoning, signature)] if reply.reasoning and wish.reasoning else []
@@ -63,11 +63,11 @@ class Gemini:
         parts += [function_call(call.id, call.name, call.arguments, signature) for call in reply.tool_calls]
         return chunk(parts, started, wish, ending(done, wish, self._tokens), done)
 
-    def view(self, started: Started, wish: Wish) -> GeminiView:
-        return GeminiView(started, wish, self._tokens)
+    def view(self, started: CallStarted, wish: ResponseOptions) -> GeminiStream:
+        return GeminiStream(started, wish, self._tokens)
 
 
-def error(refusal: Refusal) -> dict[str, Any]:
+def error(refusal: ApiError) -> dict[str, Any]:
     text = refusal.text
     if refusal.sizes:
         prompt, limit = refusal.sizes
@@ -88,10 +88,10 @@ def function_call(id: str, name: str, arguments: str, signature: str) -> dict[st
 
 def chunk(
     parts: Sequence[dict[str, Any]],
-    started: Started,
-    wish: Wish,
+    started: CallStarted,
+    wish: ResponseOptions,
     candidate: dict[str, Any] | None = None,
-    done: Done | None = None,
+    done: CallFinished | None = None,
 ) -> dict[str, Any]:
     content = {"role": "model", "parts": parts}
     shown: dict[str, Any] = {
@@ -114,7 +114,7 @@ def _usage(prompt: int, sampled: int, thought: int) -> dict[str, int]:
     return {"promptTokenCount": prompt, **counted, "totalTokenCount": prompt + sampled}
 
 
-def ending(done: Done, wish: Wish, tokens: ChatTokens) -> dict[str, Any]:
+def ending(done: CallFinished, wish: ResponseOptions, tokens: ChatTokenizer) -> dict[str, Any]:
     stopped = done.turn.finish_reason is FinishReason.STOP or done.stop is not None
     end: dict[str, Any] = {"finishReason": "STOP" if stopped else "MAX_TOKENS"}
     if wish.logprobs:
@@ -133,13 +133,13 @@ def ending(done: Done, wish: Wish, tokens: ChatTokens) -> dict[str, Any]:
     return end
 
 
-def _candidate(token: int, logprob: float, tokens: ChatTokens) -> dict[str, Any]:
+def _candidate(token: int, logprob: float, tokens: ChatTokenizer) -> dict[str, Any]:
     text = tokens.piece(token).decode(errors="replace")
     return {"token": text, "tokenId": token, "logProbability": logprob}
 
 
-class GeminiView:
-    def __init__(self, started: Started, wish: Wish, tokens: ChatTokens) -> None:
+class GeminiStream:
+    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
         self._started = started
         self._wish = wish
         self._tokens = tokens
@@ -153,17 +153,17 @@ class GeminiView:
     def opening(self) -> bytes:
         return b"" if self._sse else b"["
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: CallDelta) -> bytes:
         parts = [part for event in piece.events if (part := self._part(event))]
         return self._write(chunk(parts, self._started, self._wish)) if parts else b""
 
-    def closing(self, done: Done) -> bytes:
+    def closing(self, done: CallFinished) -> bytes:
         # Clients take a chunk without parts for an answer gone wrong.
         end = ending(done, self._wish, self._tokens)
         last = self._write(chunk([{"text": ""}], self._started, self._wish, end, done))
         return last if self._sse else last + b"]\n"
 
-    def failing(self, refusal: Refusal) -> bytes:
+    def failing(self, refusal: ApiError) -> bytes:
         return self._write(error(refusal)) if self._sse else self._write(error(refusal)) + b"]\n"
 
     def keepalive(self) -> bytes:

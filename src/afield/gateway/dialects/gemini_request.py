@@ -18,7 +18,7 @@ import msgspec
 from afield.chat import Tool
 from afield.gateway.api_error import bad_request
 from afield.gateway.dialects import tool_choice
-from afield.gateway.dialects.base import TOOLS_TAG, Asked, Wish, asks_again, encode
+from afield.gateway.dialects.base import TOOLS_TAG, RawRequest, ResponseOptions, asks_again, encode
 from afield.gateway.dialects.gemini_wire import (
     Blob,
     Body,
@@ -72,7 +72,7 @@ THINKING = "generationConfig.thinkingConfig"
 URL_SAFE = str.maketrans("-_", "+/")
 
 
-def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     wire, config, ignored = body_of(asked)
     _check(wire, config)
     if wire.tool_config:
@@ -113,7 +113,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         image_places=reader.gallery.places,
     )
     echo = {"sse": asked.query.get("alt") == "sse"}
-    wish = Wish(
+    wish = ResponseOptions(
         model=model,
         logprobs=bool(config.response_logprobs),
         top_logprobs=config.logprobs or 0,

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from afield.gateway.dialects.base import Asked, encode, read
+from afield.gateway.dialects.base import RawRequest, encode, read
 from afield.gateway.dialects.request_body import Reading
-from afield.gateway.requested_sampling import Wishing
+from afield.gateway.requested_sampling import RequestedSampling
 
 
 def camel_name(name: str) -> str:
@@ -75,7 +75,7 @@ class ThinkingConfig(Wire):
     thinking_level: str | None = None
 
 
-class GenerationConfig(Wishing, kw_only=True, rename="camel"):
+class GenerationConfig(RequestedSampling, kw_only=True, rename="camel"):
     max_output_tokens: int | None = None
     stop_sequences: list[str] | None = None
     response_mime_type: str | None = None
@@ -139,7 +139,7 @@ ANY = msgspec.json.Decoder()
 OPAQUE = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
 
 
-def body_of(asked: Asked) -> tuple[Body, GenerationConfig, tuple[str, ...]]:
+def body_of(asked: RawRequest) -> tuple[Body, GenerationConfig, tuple[str, ...]]:
     """A request and its configuration, and the tags of what was ignored. Where it wraps another, as in
     counting tokens, the one inside."""
     given = asked.body

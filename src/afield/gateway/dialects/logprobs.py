@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
-from afield.chat import ChatTokens
+from afield.chat import ChatTokenizer
 from afield.gateway.api_error import bad_request
-from afield.gateway.dialects.base import Wish
+from afield.gateway.dialects.base import ResponseOptions
 from afield.interfaces.engine import TopLogprobs
 
 MOST = 20
@@ -30,7 +30,7 @@ def check_count(count: int | None, name: str, most: int = MOST) -> int:
 class TokenText:
     """How tokens are written in an answer."""
 
-    def __init__(self, tokens: ChatTokens, wish: Wish) -> None:
+    def __init__(self, tokens: ChatTokenizer, wish: ResponseOptions) -> None:
         self._tokens = tokens
         self._as_ids = wish.tokens_as_ids
 

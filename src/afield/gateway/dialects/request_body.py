@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from afield.gateway import parameters
-from afield.gateway.dialects.base import Asked, read
+from afield.gateway.dialects.base import RawRequest, read
 
 T = TypeVar("T", bound=Struct)
 VALUE = msgspec.json.Decoder()
@@ -56,7 +56,7 @@ class Reading(Generic[T]):
         self._strict = msgspec.json.Decoder(cast("type[T]", strict))
         self._lenient = msgspec.json.Decoder(body)
 
-    def read(self, asked: Asked, body: bytes | None = None) -> tuple[T, tuple[str, ...]]:
+    def read(self, asked: RawRequest, body: bytes | None = None) -> tuple[T, tuple[str, ...]]:
         """The request, and the tags of what was ignored."""
         text = asked.body if body is None else body
         try:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct
 
-from afield.gateway.api_error import Refusal, bad_request
-from afield.gateway.dialects.base import Asked, Wish, asks_again, encode
+from afield.gateway.api_error import ApiError, bad_request
+from afield.gateway.dialects.base import RawRequest, ResponseOptions, asks_again, encode
 from afield.gateway.dialects.chat import ROLES
 from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import check_count
@@ -28,7 +28,7 @@ from afield.gateway.dialects.thinking import AskedReasoning
 from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
 from afield.gateway.model_request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
 from afield.gateway.parameters import check_within
-from afield.gateway.requested_sampling import Wishing, wishes
+from afield.gateway.requested_sampling import RequestedSampling, wishes
 from afield.gateway.turn_ids import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.types import ImageRef, Message, ToolCall
 
@@ -65,7 +65,7 @@ class Item(Struct):
     output: str | list[Part] | dict[str, Any] | None = None
 
 
-class Body(Wishing, kw_only=True):
+class Body(RequestedSampling, kw_only=True):
     input: str | list[Item] | None = None
     model: str | None = ""
     instructions: str | None = None
@@ -143,7 +143,7 @@ BODY = Reading("responses", Body, "a Responses request")
 NESTED = ("reasoning", "text", "stream_options", "chat_template_kwargs", "structured_outputs")
 
 
-def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
+def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     wire, tags = BODY.read(asked)
     for name in NESTED:
         if held := getattr(wire, name):
@@ -197,7 +197,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
         images=talk.gallery.images,
         image_places=talk.gallery.places,
     )
-    wish = Wish(
+    wish = ResponseOptions(
         model=wire.model or "",
         logprobs=scored,
         top_logprobs=wire.top_logprobs or 0,
@@ -207,7 +207,7 @@ def decode(asked: Asked) -> tuple[ModelRequest, Wish]:
     return request, wish
 
 
-def _thread(asked: Asked) -> str:
+def _thread(asked: RawRequest) -> str:
     """Codex says which thread a sub-agent has; its main thread stays nameless, as with other clients."""
     spawned = "x-codex-parent-thread-id" in asked.headers or "x-openai-subagent" in asked.headers
     return asked.headers.get("thread-id", "") if spawned else ""
@@ -240,7 +240,7 @@ def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, I
             missing = (
                 f"previous_response_id {wire.previous_response_id[:80]!r} is not a response of this session"
             )
-            raise Refusal(400, "previous_response_not_found", missing, "send the whole history as input")
+            raise ApiError(400, "previous_response_not_found", missing, "send the whole history as input")
     references = [n for n, item in items if item.type == "item_reference"]
     if not references:
         return after, items

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from afield.chat import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
-from afield.gateway.api_error import Refusal
-from afield.gateway.dialects.base import EVENTS, Wish, event
+from afield.gateway.api_error import ApiError
+from afield.gateway.dialects.base import EVENTS, ResponseOptions, event
 from afield.gateway.dialects.logprobs import TokenText
 from afield.gateway.dialects.responses_request import Shown
 from afield.gateway.dialects.responses_tools import free_text
-from afield.gateway.model_request import Done, Piece, Started
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted
 from afield.gateway.turn_ids import item_id, response_id, seal
 from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, Message, ToolCall
@@ -29,7 +29,7 @@ CODES = {429: "rate_limit_exceeded", 500: "server_error", 502: "server_error", 5
 class Items:
     """Makes the output items of one turn, and knows what the answer says around them."""
 
-    def __init__(self, started: Started, wish: Wish, texts: TokenText) -> None:
+    def __init__(self, started: CallStarted, wish: ResponseOptions, texts: TokenText) -> None:
         self._started = started
         self._wish = wish
         self._texts = texts
@@ -117,7 +117,7 @@ class Items:
         }
         return made | self.shown.fields | rest
 
-    def ended(self, done: Done, output: list[Json]) -> Json:
+    def ended(self, done: CallFinished, output: list[Json]) -> Json:
         rest: Json = {"usage": usage(done)}
         if done.turn.ended is not None and not cut(done):
             rest["completed_at"] = int(done.turn.ended)
@@ -139,11 +139,11 @@ def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def cut(done: Done) -> bool:
+def cut(done: CallFinished) -> bool:
     return done.turn.finish_reason is FinishReason.LENGTH
 
 
-def usage(done: Done) -> Json:
+def usage(done: CallFinished) -> Json:
     sampled = len(done.turn.token_ids)
     return {
         "input_tokens": done.prompt_tokens,
@@ -154,13 +154,13 @@ def usage(done: Done) -> Json:
     }
 
 
-def output_of(items: Items, done: Done) -> list[Json]:
+def output_of(items: Items, done: CallFinished) -> list[Json]:
     """The items of a whole reply."""
     status = "incomplete" if cut(done) and not done.reply.tool_calls else "completed"
     return items.of_reply(done.reply, status, spoken(items, done))
 
 
-def spoken(items: Items, done: Done) -> list[Json]:
+def spoken(items: Items, done: CallFinished) -> list[Json]:
     """The log-probabilities of a reply's text."""
     scores = done.scores
     if scores is None or scores.spoken is None:
@@ -168,12 +168,12 @@ def spoken(items: Items, done: Done) -> list[Json]:
     return items.logprobs(scores.spoken, done.turn.token_ids, done.turn.logprobs, scores.top)
 
 
-class ResponsesView:
+class ResponsesStream:
     """The same as a stream. A text that follows a call is an item of its own."""
 
     content_type = EVENTS
 
-    def __init__(self, started: Started, wish: Wish, texts: TokenText) -> None:
+    def __init__(self, started: CallStarted, wish: ResponseOptions, texts: TokenText) -> None:
         self._items = Items(started, wish, texts)
         self._logprobs = wish.logprobs
         self._ids: list[int] = []
@@ -196,7 +196,7 @@ class ResponsesView:
         response = self._items.response("in_progress", [])
         return self._send("response.created", response=response) + self._progress()
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: CallDelta) -> bytes:
         if self._logprobs:
             self._ids += piece.token_ids
             self._values += piece.logprobs
@@ -204,7 +204,7 @@ class ResponsesView:
             self._told = self._items.logprobs(piece.spoken, self._ids, self._values, self._tops)
         return b"".join([self._event(event) for event in piece.events])
 
-    def closing(self, done: Done) -> bytes:
+    def closing(self, done: CallFinished) -> bytes:
         out = b""
         if self._open is None and not self._output:
             out = self._start("message")
@@ -212,7 +212,7 @@ class ResponsesView:
         response = self._items.ended(done, self._output)
         return out + self._send(f"response.{response['status']}", response=response)
 
-    def failing(self, refusal: Refusal) -> bytes:
+    def failing(self, refusal: ApiError) -> bytes:
         out = self.opening()
         fault = {"code": CODES.get(refusal.status, refusal.code), "message": refusal.text}
         response = self._items.response("failed", self._output, error=fault)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from afield import factory
-from afield.client.rollouts import Quiet
+from afield.client.rollouts import NullObserver
 from afield.errors import Unavailable
 from afield.interfaces import Gateway
-from afield.orchestrator.config import Plan
-from afield.orchestrator.groups import Collector
-from afield.orchestrator.rollout import Conductor
-from afield.orchestrator.rollout_store import Spool
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.scheduler import Schedule
 from afield.settings import TrainConfig
 from afield.training_run import GatewayChild, Parts, Places, answers, gateway_child, gateway_of, meanwhile
@@ -36,21 +36,21 @@ class Opened(NamedTuple):
     """What collects, ready to be asked. `base` is the version that the gateway served before us."""
 
     gateway: Gateway
-    collector: Collector
-    conductor: Conductor
+    collector: GroupRunner
+    conductor: RolloutRunner
     schedule: Schedule
-    plan: Plan
-    spool: Spool
+    plan: RolloutConfig
+    spool: RolloutStore
     base: int
     engine_dtype: str
     child: GatewayChild | None
 
 
-class Crew:
+class CollectorThread:
     """Started once, closed once; every method may be called from any thread."""
 
     def __init__(
-        self, config: TrainConfig, run: RunDir, tasks: Sequence[Task], admin_key: str | None = None
+        self, config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], admin_key: str | None = None
     ) -> None:
         self.config = config
         self.run = run
@@ -130,7 +130,7 @@ class Crew:
 
 @asynccontextmanager
 async def opened(
-    config: TrainConfig, run: RunDir, tasks: Sequence[Task], admin_key: str | None
+    config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], admin_key: str | None
 ) -> AsyncIterator[Opened]:
     async with AsyncExitStack() as stack:
         stack.enter_context(run.locked("collect"))
@@ -150,10 +150,10 @@ async def opened(
         )
         if config.gateway:
             await answers(config, run, admin_key)
-        conductor = await parts.conductor(gateway, places, Quiet())
+        conductor = await parts.conductor(gateway, places, NullObserver())
         yield Opened(
             gateway=gateway,
-            collector=Collector(parts.plan, conductor, parts.spool),
+            collector=GroupRunner(parts.plan, conductor, parts.spool),
             conductor=conductor,
             schedule=parts.schedule,
             plan=parts.plan,

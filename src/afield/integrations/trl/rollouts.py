@@ -19,12 +19,12 @@ import msgspec
 
 from afield import factory, wire
 from afield.errors import UsageError, WireError
-from afield.integrations.trl.collector_thread import Crew
+from afield.integrations.trl.collector_thread import CollectorThread
 from afield.integrations.trl.rows import How, Recipe, Weigh
 from afield.integrations.trl.staleness import Pace
 from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import PATHS, Environment, TrainConfig, build, from_file, located, merged, read_tasks
 from afield.types import Task
 
@@ -189,11 +189,11 @@ def as_tasks(given: Rows) -> list[Task]:
     return list(tasks.values())
 
 
-def crew_of(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> Crew:
+def crew_of(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> CollectorThread:
     """Rollouts that another run left would be taken for this one's, so the directory has to be fresh."""
     environment = Environment.read()
     name = f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"
-    run = RunDir(Path(directory) if directory else environment.runs / name)
+    run = RunDirectory(Path(directory) if directory else environment.runs / name)
     if run.began:
         raise UsageError(f"{run.path} holds another run's rollouts; name a fresh directory")
-    return Crew(config, run, tasks, environment.admin_key)
+    return CollectorThread(config, run, tasks, environment.admin_key)

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from afield.advantages import compute_advantages
 from afield.errors import UsageError
-from afield.types import Finished, Group, Message, Trajectory
+from afield.types import Group, Message, RolloutResult, Trajectory
 
 Weigh = Literal["rollout", "token"]
 How = Literal["grpo", "dr_grpo", "rloo", "remax"]
@@ -64,16 +64,16 @@ def rows(group: Group, recipe: Recipe, *, number: int, base: int, lengths: Lengt
     return made
 
 
-def owned(finished: Finished) -> int:
+def owned(finished: RolloutResult) -> int:
     return sum(t.owned for t in finished.trajectories)
 
 
-def oldest(finished: Finished) -> int:
+def oldest(finished: RolloutResult) -> int:
     """The version that sampled its oldest token."""
     return min(span.low for t in finished.trajectories for span in t.versions)
 
 
-def check(finished: Finished, trajectory: Trajectory, temperature: float) -> None:
+def check(finished: RolloutResult, trajectory: Trajectory, temperature: float) -> None:
     shown = [turn.id for turn in finished.turns if any(message.images for message in turn.messages)]
     if trajectory.images or shown:
         raise UsageError(
@@ -102,7 +102,7 @@ def check(finished: Finished, trajectory: Trajectory, temperature: float) -> Non
             raise UsageError(f"{where}: its first token has no prompt before it, so it cannot be rescored")
 
 
-def _sample(finished: Finished, trajectory: Trajectory, worth: float, number: int, version: int) -> Any:
+def _sample(finished: RolloutResult, trajectory: Trajectory, worth: float, number: int, version: int) -> Any:
     from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
         RolloutSample,
     )
@@ -124,7 +124,9 @@ def _sample(finished: Finished, trajectory: Trajectory, worth: float, number: in
     )
 
 
-def messages(finished: Finished, trajectory: Trajectory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def messages(
+    finished: RolloutResult, trajectory: Trajectory
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """For people who read traces: what the row's first turn was asked, and what came after."""
     mine = {turn.id for turn in trajectory.turns}
     told = [turn.messages for turn in finished.turns if turn.id in mine and turn.messages]

@@ -20,9 +20,9 @@ from afield.integrations.trl.collector_thread import Opened
 from afield.integrations.trl.rollouts import Rows, as_tasks, check_sampling, configured, crew_of
 from afield.integrations.trl.rows import check
 from afield.integrations.trl.weights import WeightTransfer
-from afield.orchestrator.groups import GroupWish
+from afield.orchestrator.groups import GroupSpec
 from afield.orchestrator.scheduler import slug
-from afield.types import Finished, Group, Trajectory
+from afield.types import Group, RolloutResult, Trajectory
 
 Branches = Literal["refuse", "main"]
 
@@ -109,7 +109,7 @@ class SyncRollouts:
             self._weights.send_weights(iter(model.named_parameters()))
             self._step = trainer.state.global_step
 
-    def _wishes(self, prompts: Sequence[str]) -> list[GroupWish]:
+    def _wishes(self, prompts: Sequence[str]) -> list[GroupSpec]:
         number, wishes = self.config.rollouts, []
         self._calls += 1
         seen: defaultdict[str, int] = defaultdict(int)
@@ -121,11 +121,11 @@ class SyncRollouts:
                 raise UsageError(f"the prompt {prompt!r} comes {count} times, not num_generations={number}")
             for _ in range(count // number):
                 name = f"{self._crew.run.id}-c{self._calls}-{slug(prompt)}-{seen[prompt]}"
-                wishes.append(GroupWish(name, self._by_id[prompt], self._calls))
+                wishes.append(GroupSpec(name, self._by_id[prompt], self._calls))
                 seen[prompt] += 1
         return wishes
 
-    def _row(self, finished: Finished, version: int | None) -> Row:
+    def _row(self, finished: RolloutResult, version: int | None) -> Row:
         reward = finished.outcome.reward_or_floor(0.0)
         trajectories = [t for t in finished.trajectories if t.owned]
         if reward is None or not trajectories:
@@ -153,7 +153,7 @@ class SyncRollouts:
                 made.spool.drop(finished.rollout.id)
 
 
-def check_version(finished: Finished, trajectory: Trajectory, version: int | None) -> None:
+def check_version(finished: RolloutResult, trajectory: Trajectory, version: int | None) -> None:
     """TRL takes the trainer's log-probabilities for the sampler's: right for its own weights only."""
     for span in trajectory.versions:
         if version is not None and (span.low, span.high) != (version, version):

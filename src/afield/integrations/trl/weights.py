@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afield.errors import UsageError
-from afield.integrations.trl.collector_thread import Crew
+from afield.integrations.trl.collector_thread import CollectorThread
 from afield.rounding import Rounding, rounding_of, write_rounding
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
@@ -33,7 +33,7 @@ class WeightTransfer:
 
     def __init__(
         self,
-        crew: Crew,
+        crew: CollectorThread,
         *,
         keep: int | None = KEPT,
         report: Callable[[dict[str, Any]], None] | None = None,

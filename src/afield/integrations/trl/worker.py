@@ -18,12 +18,12 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from afield.batches.rewards import unused_turn_rewards
-from afield.errors import Fruitless, Unavailable, first_cause
+from afield.errors import NoRewards, Unavailable, first_cause
 from afield.exclusions import UntrainedReason
-from afield.integrations.trl.collector_thread import Crew, Opened
+from afield.integrations.trl.collector_thread import CollectorThread, Opened
 from afield.integrations.trl.rows import Lengths, Recipe, rows
 from afield.integrations.trl.staleness import Pace
-from afield.orchestrator.groups import GroupWish, read_group
+from afield.orchestrator.groups import GroupSpec, read_group
 from afield.orchestrator.training_loop import usual_failure
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished, word
 from afield.types import Group
@@ -45,7 +45,7 @@ class Ready(NamedTuple):
 class RolloutWorker:
     """`rollout_buffer` and `metrics_queue` are TRL's; the rest of its state is the event loop's alone."""
 
-    def __init__(self, crew: Crew, pace: Pace, recipe: Recipe) -> None:
+    def __init__(self, crew: CollectorThread, pace: Pace, recipe: Recipe) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._crew = crew
@@ -60,7 +60,7 @@ class RolloutWorker:
         self._lengths = Lengths()
         self._running: dict[int, int] = {}  # position to the version it was begun at
         self._ready: dict[int, Ready] = {}
-        self._wishes: dict[int, GroupWish] = {}
+        self._wishes: dict[int, GroupSpec] = {}
         self._barren = 0
         self._excluded = ExclusionWatch()
         self._ending = False
@@ -138,7 +138,7 @@ class RolloutWorker:
             await asyncio.sleep(POLL_S)
         return False
 
-    async def _group(self, made: Opened, position: int, wish: GroupWish) -> None:
+    async def _group(self, made: Opened, position: int, wish: GroupSpec) -> None:
         ended = await made.collector.group(wish)
         if self._ending:
             return
@@ -197,7 +197,7 @@ class RolloutWorker:
         self._barren = 0 if rewards else self._barren + 1
         if self._barren >= PATIENCE * max(1, self._pace.step // self._expected):
             often = usual_failure(group.finished)
-            raise Fruitless(f"{self._barren} groups without a single reward; most often: {often}")
+            raise NoRewards(f"{self._barren} groups without a single reward; most often: {often}")
 
     def _tokens(self, group: Group, given: Sequence[Any], dropped: str | None) -> dict[str, Any]:
         """What became of a group's sampled tokens, by reason."""
@@ -221,7 +221,7 @@ class RolloutWorker:
         for rollout_id in [one for wish in wishes for one in made.collector.members(wish)]:
             made.conductor.cancel(rollout_id, ENDED)
         if ending := [asyncio.create_task(made.collector.group(wish)) for wish in wishes]:
-            await asyncio.wait(ending, timeout=made.plan.deadlines.teardown_s)
+            await asyncio.wait(ending, timeout=made.plan.deadlines.teardown_timeout_s)
 
 
 def token_account(group: Group, given: Sequence[Any], dropped: str | None) -> TokenAccount:

@@ -81,7 +81,7 @@ def _closed(client: RolloutClient) -> None:
 SHARED = _Shared()
 
 
-class Loop(AgentLoopBase):
+class AgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **prompt: Any) -> list[AgentLoopOutput]:
         given, client, door = SHARED.made or await self.loop.run_in_executor(
             None, SHARED.get, self.config, self.server_manager

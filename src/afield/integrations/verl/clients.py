@@ -21,7 +21,7 @@ from afield.client import RolloutClient
 from afield.errors import Unavailable, UsageError
 from afield.integrations.verl.settings import DEADLINES, Given
 from afield.options import policies_of
-from afield.ratelimit import Pace
+from afield.ratelimit import RateLimits
 from afield.settings import Environment
 
 OWN = "afield"
@@ -54,7 +54,9 @@ class Door(Struct, frozen=True):
 def client(given: Given, door: Door, part: str = "") -> RolloutClient:
     """Started. Each process that has one needs a `part` of its own in the run's folder."""
     settings, trainer = given.settings, given.trainer
-    pace = Pace(rate_per_s=settings.launch_rate, start_s=settings.cold_start_s, starting=settings.launching)
+    pace = RateLimits(
+        rate_per_s=settings.launch_rate, cold_start_s=settings.cold_start_s, starting=settings.launching
+    )
     folder = Path(trainer.folder).expanduser().absolute()
     return connect.client(
         gateway=door.url,
@@ -65,7 +67,7 @@ def client(given: Given, door: Door, part: str = "") -> RolloutClient:
         exp_id=f"{trainer.name}.{part}" if part else trainer.name,
         directory=folder / part if part else folder,
         workers=settings.workers,
-        fresh_process=settings.fresh_process,
+        process_per_rollout=settings.process_per_rollout,
         pace=pace,
         limiter_file=settings.limiter_file or None,
         options=dict(settings.options) or None,
@@ -77,12 +79,12 @@ def client(given: Given, door: Door, part: str = "") -> RolloutClient:
         sampling=trainer.sampling,
         budget=trainer.budget,
         **policies_of(settings),
-        sweep_s=settings.sweep_s,
-        patience_s=settings.patience_s,
+        poll_interval_s=settings.poll_interval_s,
+        unavailable_timeout_s=settings.unavailable_timeout_s,
         rewards=tuple(settings.rewards),
-        run_s=settings.deadline_s,
-        active_s=min(60.0, settings.deadline_s / 2),
-        dead_s=settings.dead_s,
+        attempt_timeout_s=settings.attempt_timeout_s,
+        active_s=min(60.0, settings.attempt_timeout_s / 2),
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
         **{name: getattr(settings, name) for name in DEADLINES},
     ).start()
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import Struct, structs
 
 from afield.client import RolloutClient, RolloutFuture
-from afield.errors import Fruitless, Unavailable, UsageError
+from afield.errors import NoRewards, Unavailable, UsageError
 from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.orchestrator.groups import greedy
-from afield.orchestrator.rollout_store import Spool
+from afield.orchestrator.rollout_store import RolloutStore
 from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import Rollout, Sampling, Split
 
@@ -143,7 +143,7 @@ class Manager:
         self._client = client
         self._queue = queue
         self._door = door
-        self._spool = Spool(client.rundir.spool)
+        self._spool = RolloutStore(client.rundir.spool)
         self._writer = ThreadPoolExecutor(1, "afield-verl")  # in order, and veRL's queue has one loop anyway
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}  # uids veRL waits for, and their partition
@@ -307,14 +307,14 @@ class Manager:
             log.info("%s", group.tally)
             self._client.rundir.append_metrics(group.tally.line())
             if asked.split is Split.VAL and not group.tally.counts["rows"]:
-                raise Fruitless(f"a validation of {asked.groups} tasks without any result: {judged.dropped}")
+                raise NoRewards(f"a validation of {asked.groups} tasks without any result: {judged.dropped}")
         if asked.split is Split.TRAIN:
             self._fruitless = self._fruitless + 1 if judged.dropped else 0
             if self._fruitless >= self._given.settings.fruitless:
                 told = (
                     f"{self._fruitless} groups in a row could not be trained; the last one: {judged.dropped}"
                 )
-                raise Fruitless(told)
+                raise NoRewards(told)
 
     # --- when something breaks ---------------------------------------------------------------------
 

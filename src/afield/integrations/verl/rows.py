@@ -25,7 +25,7 @@ from afield.batches.sample import Sample
 from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
 from afield.token_account import TokenAccount, of_finished, word
-from afield.types import FailureKind, Finished, Group, ImageSpan, Turn
+from afield.types import FailureKind, Group, ImageSpan, RolloutResult, Turn
 from afield.vision import FAMILIES, Vision, decoded
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Session(Struct, frozen=True, kw_only=True):
     score: float
     info: dict[str, float]
     metrics: dict[str, float]
-    finished: Finished
+    finished: RolloutResult
 
 
 class Judged(Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class Judged(Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    finished: Sequence[Finished],
+    finished: Sequence[RolloutResult],
     *,
     quorum: int,
     floor: float = 0.0,
@@ -111,7 +111,7 @@ def judge(
     return Judged(sessions=(), left_out=left_out, dropped=told + why)
 
 
-def token_account(finished: Sequence[Finished], judged: Judged) -> TokenAccount:
+def token_account(finished: Sequence[RolloutResult], judged: Judged) -> TokenAccount:
     """What became of a group's sampled tokens; veRL alone knows which of its rows have an advantage."""
     account = of_finished(finished)
     if judged.dropped:
@@ -123,7 +123,7 @@ def token_account(finished: Sequence[Finished], judged: Judged) -> TokenAccount:
 
 
 def session(
-    finished: Finished,
+    finished: RolloutResult,
     number: int,
     *,
     floor: float = 0.0,
@@ -163,7 +163,7 @@ def session(
     )
 
 
-def _alone(finished: Finished) -> Group:
+def _alone(finished: RolloutResult) -> Group:
     rollout = finished.rollout
     return Group(
         id=rollout.group_id, task_id=rollout.task.id, epoch=0, split=rollout.split, finished=(finished,)
@@ -173,11 +173,11 @@ def _alone(finished: Finished) -> Group:
 # --- what turns earn -----------------------------------------------------------------------------
 
 
-def _weighed(finished: Finished, credit: Credit) -> Finished:
+def _weighed(finished: RolloutResult, credit: Credit) -> RolloutResult:
     return weighed([_alone(finished)], credit.weights)[0].finished[0] if credit.weights else finished
 
 
-def _unused(finished: Finished, credit: Credit) -> int:
+def _unused(finished: RolloutResult, credit: Credit) -> int:
     how = "turns" if credit.turns else "outcome"
     return unused_turn_rewards([_alone(finished)], credit=how, weights=credit.weights)
 
@@ -209,7 +209,7 @@ class _Earned(Struct, frozen=True):
         return tuple(reversed(made))
 
 
-def _earned(finished: Finished, score: float, credit: Credit) -> _Earned:
+def _earned(finished: RolloutResult, score: float, credit: Credit) -> _Earned:
     given = turn_rewards(finished) if credit.turns else {}
     total = None
     if credit.turns and credit.one_sum:
@@ -217,12 +217,12 @@ def _earned(finished: Finished, score: float, credit: Credit) -> _Earned:
     return _Earned(score, given, credit.discount if credit.turns else 1.0, total)
 
 
-def _returns(finished: Finished, floor: float, credit: Credit) -> dict[str, float]:
+def _returns(finished: RolloutResult, floor: float, credit: Credit) -> dict[str, float]:
     made = turn_returns([_alone(finished)], outcome="last", discount=credit.discount, floor=floor)
     return made[finished.rollout.id]
 
 
-def baseline(finished: Finished, *, floor: float, credit: Credit) -> float | None:
+def baseline(finished: RolloutResult, *, floor: float, credit: Credit) -> float | None:
     """What a greedy rollout is worth to compare with: its reward, or the mean return of its turns."""
     finished = _weighed(finished, credit)
     score = finished.outcome.reward_or_floor(floor)
@@ -257,7 +257,7 @@ def _row(
     )
 
 
-def _stray(finished: Finished, image_id: int) -> str:
+def _stray(finished: RolloutResult, image_id: int) -> str:
     """A turn with a placeholder that stands for no image."""
     return next((turn.id for turn in finished.turns if image_id in turn.token_ids), "")
 
@@ -272,7 +272,7 @@ def vision_of(model: str) -> Vision | None:
         return None
 
 
-def _info(finished: Finished, unused: int) -> dict[str, float]:
+def _info(finished: RolloutResult, unused: int) -> dict[str, float]:
     """What veRL shows and validates beside the reward, by the agent's own names."""
     outcome = finished.outcome
     failed = outcome.failure is not None and outcome.failure.kind is FailureKind.POLICY

@@ -27,8 +27,24 @@ PLACED = ("agent", "limiter_file")  # paths, which count from where the trainer 
 ANY_ROWS = ("grpo", "gae", "reinforce_plus_plus", "remax")
 # Estimators that look at where in a row a reward is; all others take the sum of a row, grpo that of the last.
 BY_TOKEN = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline")
-DEADLINES = ("queue_s", "start_s", "first_call_s", "silence_s", "grade_s", "upload_s", "teardown_s", "life_s")
-AMOUNTS = (*DEADLINES, "deadline_s", "dead_s", "patience_s", "sweep_s", "launch_rate")
+DEADLINES = (
+    "queue_timeout_s",
+    "launch_timeout_s",
+    "first_call_timeout_s",
+    "idle_timeout_s",
+    "verifier_timeout_s",
+    "upload_timeout_s",
+    "teardown_timeout_s",
+    "rollout_timeout_s",
+)
+AMOUNTS = (
+    *DEADLINES,
+    "attempt_timeout_s",
+    "heartbeat_timeout_s",
+    "unavailable_timeout_s",
+    "poll_interval_s",
+    "launch_rate",
+)
 COUNTS = ("workers", "concurrency", "quorum", "fruitless", "max_tokens", "max_calls")
 SIZES = ("max_context", "launching")
 NOT_NEGATIVE = ("retries_task", "retries_verifier", "retries_infrastructure", "cold_start_s")
@@ -57,20 +73,20 @@ class Settings(SessionPolicies, frozen=True, kw_only=True, forbid_unknown_fields
     name: str = ""  # of the experiment; empty takes veRL's project and experiment names
     folder: str = ""  # empty is `afield` under trainer.default_local_dir
     workers: int = 2
-    fresh_process: bool = False
+    process_per_rollout: bool = False
     concurrency: int = 64
-    deadline_s: float = 300.0
-    queue_s: float | None = None
-    start_s: float = 120.0
-    first_call_s: float | None = None
-    silence_s: float | None = None
-    grade_s: float | None = None
-    upload_s: float = 5.0
-    teardown_s: float = 30.0
-    life_s: float | None = None
-    dead_s: float = 15.0
-    sweep_s: float = 5.0
-    patience_s: float = 600.0
+    attempt_timeout_s: float = 300.0
+    queue_timeout_s: float | None = None
+    launch_timeout_s: float = 120.0
+    first_call_timeout_s: float | None = None
+    idle_timeout_s: float | None = None
+    verifier_timeout_s: float | None = None
+    upload_timeout_s: float = 5.0
+    teardown_timeout_s: float = 30.0
+    rollout_timeout_s: float | None = None
+    heartbeat_timeout_s: float = 15.0
+    poll_interval_s: float = 5.0
+    unavailable_timeout_s: float = 600.0
     retries_task: int = 1
     retries_verifier: int = 1
     retries_infrastructure: int = 3

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from afield.errors import AfieldError, InfrastructureFailure, TaskFailure, Throttled, UsageError
+from afield.errors import AfieldError, InfrastructureFailure, RateLimited, TaskFailure, UsageError
 from afield.options import AgentCoreOptions
 from afield.runtimes.invocations import MISPLACED
 from afield.types import Reason
@@ -198,12 +198,12 @@ def meaning(error: Refused | Silent, session_id: str, arn: str) -> AfieldError:
         return InfrastructureFailure(f"{told}; whether the session began is not known", Reason.LAUNCH)
     match error.status:
         case 429:
-            return Throttled(told, error.retry_after_s)
+            return RateLimited(told, error.retry_after_s)
         case 402:
             # A quota frees up as sessions end, which takes longer than a window of a rate.
-            return Throttled(f"{told}; set sessions to the quota", error.retry_after_s or QUOTA_S)
+            return RateLimited(f"{told}; set sessions to the quota", error.retry_after_s or QUOTA_S)
         case 409:
-            return Throttled(told, error.retry_after_s)
+            return RateLimited(told, error.retry_after_s)
         case 424:
             return _of_agent(told, str(error))
         case 400:
@@ -222,6 +222,6 @@ def _of_agent(told: str, said: str) -> AfieldError:
     found = AGENT_SAID.search(said)
     status = int(found[1] or found[2]) if found else 0
     if status in (429, 503):
-        return Throttled(told)
+        return RateLimited(told)
     kind = TaskFailure if 400 <= status < 500 and status not in MISPLACED else InfrastructureFailure
     return kind(told, Reason.LAUNCH)

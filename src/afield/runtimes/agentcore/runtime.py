@@ -20,15 +20,15 @@ from afield import wire
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
+    RateLimited,
     RolloutFailure,
     TaskFailure,
-    Throttled,
     UsageError,
     WireError,
 )
-from afield.interfaces.runtime import Capabilities, Exit, Live, Phase
+from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.options import AgentCoreOptions
-from afield.ratelimit import LocalLimiter, Pace
+from afield.ratelimit import LocalLimiter, RateLimits
 from afield.runtimes.agentcore.api import QUOTA_S, SLOW, Api, Refused, Silent, meaning
 from afield.runtimes.agentcore.deploy import LONGEST_S, Deployed, check_options, deploy, find
 from afield.runtimes.agentcore.logs import session_log
@@ -152,13 +152,13 @@ class AgentCoreRuntime:
         else:
             await self._end(session_id, entry.arn, entry.qualifier)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         entry = self._ledger.get(attempt.session_id)
         if entry is None:
-            return Live(session_id=attempt.session_id, phase=Phase.UNKNOWN)
+            return SessionStatus(session_id=attempt.session_id, phase=Phase.UNKNOWN)
         return _live(entry)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return [_live(entry) for entry in self._ledger.alive(self._name)]
 
     async def logs(self, attempt: Attempt) -> str:
@@ -212,7 +212,7 @@ class AgentCoreRuntime:
                     await self._room.wait()
             except TimeoutError as error:
                 said = f"{session_id} has to wait: sessions = {most} are alive"
-                raise Throttled(said, QUOTA_S) from error
+                raise RateLimited(said, QUOTA_S) from error
         else:
             raise _unwanted(session_id)
         if not entry.alive:
@@ -269,7 +269,7 @@ class AgentCoreRuntime:
                 await self._end(entry.session_id, entry.arn, entry.qualifier)
                 return
             except AfieldError as error:
-                if not pause_s or not isinstance(error, Throttled):
+                if not pause_s or not isinstance(error, RateLimited):
                     log.warning("%s could not be stopped: %s", entry.session_id, error)
                     return
             await asyncio.sleep(pause_s)
@@ -295,7 +295,7 @@ class AgentCoreRuntime:
     async def _stop_ours(self) -> None:
         """Everything this process launched or adopted and that was not stopped yet, at the rate of stops."""
         left = [e.session_id for e in self._ledger.alive(self._name) if e.session_id in self._ours]
-        limiter = LocalLimiter(Pace(rate_per_s=self._options.stop_rate))
+        limiter = LocalLimiter(RateLimits(rate_per_s=self._options.stop_rate))
         try:
             async with asyncio.timeout(CLOSING_S + len(left) / self._options.stop_rate):
                 await asyncio.gather(*(self._surely_stop(session_id, limiter) for session_id in left))
@@ -310,7 +310,7 @@ class AgentCoreRuntime:
                 try:
                     await self.stop(attempt)
                     return
-                except Throttled as error:
+                except RateLimited as error:
                     limiter.throttled(error.retry_after_s, stop=True)
                 except AfieldError as error:
                     log.warning("%s could not be stopped: %s", session_id, error)
@@ -330,7 +330,7 @@ def _unwanted(session_id: str) -> InfrastructureFailure:
     return InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
 
 
-def _live(entry: Entry) -> Live:
+def _live(entry: Entry) -> SessionStatus:
     phase = PHASES[entry.phase] if entry.alive else Phase.ENDED
     where = f"{entry.name} of {entry.arn}"
-    return Live(session_id=entry.session_id, phase=phase, where=where, since=entry.since)
+    return SessionStatus(session_id=entry.session_id, phase=phase, where=where, since=entry.since)

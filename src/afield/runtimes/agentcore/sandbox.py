@@ -20,8 +20,8 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from afield.errors import AfieldError, InfrastructureFailure, Missing, Throttled, UsageError
-from afield.interfaces.sandbox import Ran, argv_of, check_path, too_large
+from afield.errors import AfieldError, InfrastructureFailure, NotFound, RateLimited, UsageError
+from afield.interfaces.sandbox import ExecResult, argv_of, check_path, too_large
 from afield.options import AgentCoreOptions
 from afield.runtimes.agentcore.api import Api, Refused, Silent, called, meaning
 from afield.runtimes.agentcore.deploy import deploy
@@ -76,7 +76,7 @@ class AgentCoreSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         if not 0 < timeout <= LONGEST_S:
             raise UsageError(
                 f"timeout = {timeout:g}: a command on AgentCore takes from 1 to {LONGEST_S} seconds"
@@ -107,7 +107,7 @@ class AgentCoreSandbox:
         name = shlex.quote(_named(path))
         ran = await self._run(f"[ -f {name} ] || exit {NO_FILE}; base64 < {name}", LONGEST_S, 2 * MOST_BYTES)
         if ran.exit_code == NO_FILE:
-            raise Missing(f"there is no file {path} in the sandbox")
+            raise NotFound(f"there is no file {path} in the sandbox")
         if ran.truncated:
             raise too_large(path, "the sandbox", MOST_BYTES)
         try:
@@ -156,7 +156,7 @@ class AgentCoreSandbox:
         if not ran.ok:
             raise InfrastructureFailure(f"{path} was not written: {ran.stderr.strip()}", Reason.UPLOAD)
 
-    async def _run(self, line: str, timeout: float, keep: int) -> Ran:
+    async def _run(self, line: str, timeout: float, keep: int) -> ExecResult:
         """A service that is busy is asked again: what it refused did not run."""
         # Quoted for a shell of the service's or for none: both make the same three words of it.
         command = {"command": f"/bin/sh -c {shlex.quote(line)}", "timeout": math.ceil(timeout)}
@@ -164,12 +164,12 @@ class AgentCoreSandbox:
         while True:
             try:
                 return await self._ran(command, keep)
-            except Throttled as error:
+            except RateLimited as error:
                 if asyncio.get_running_loop().time() > end:
                     raise InfrastructureFailure(str(error), Reason.LAUNCH) from error
                 await asyncio.sleep(error.retry_after_s or PAUSE_S)
 
-    async def _ran(self, command: dict[str, Any], keep: int) -> Ran:
+    async def _ran(self, command: dict[str, Any], keep: int) -> ExecResult:
         try:
             async with asyncio.timeout(command["timeout"] + GRACE_S + self._options.cold_start_s):
                 return await self._api.threaded("start", lambda: self._talk(command, keep))
@@ -178,8 +178,8 @@ class AgentCoreSandbox:
         except (Refused, Silent) as error:
             raise _broken(error, self._name, self._arn) from error
 
-    def _talk(self, command: dict[str, Any], keep: int) -> Ran:
-        def talk() -> Ran:
+    def _talk(self, command: dict[str, Any], keep: int) -> ExecResult:
+        def talk() -> ExecResult:
             answer = self._api.data.invoke_agent_runtime_command(
                 agentRuntimeArn=self._arn,
                 qualifier=self._options.qualifier,
@@ -199,7 +199,7 @@ def _named(path: str) -> str:
     return posixpath.join(".", path)
 
 
-def _read(stream: Any, keep: int) -> Ran:
+def _read(stream: Any, keep: int) -> ExecResult:
     out, err = Output(keep), Output(keep)
     add: dict[str, Callable[[bytes], None]] = {"stdout": out.add, "stderr": err.add}
     stop: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ def _read(stream: Any, keep: int) -> Ran:
     if stop is None:
         raise Silent("the answer broke off before the command had ended")
     timed_out = stop["status"] == "TIMED_OUT"
-    return Ran(
+    return ExecResult(
         exit_code=None if timed_out else stop["exitCode"],
         stdout=out.text,
         stderr=err.text,
@@ -223,6 +223,6 @@ def _read(stream: Any, keep: int) -> Ran:
 
 def _broken(error: Refused | Silent, name: str, arn: str) -> AfieldError:
     meant = meaning(error, name, arn)
-    if isinstance(meant, (Throttled, InfrastructureFailure)):
+    if isinstance(meant, (RateLimited, InfrastructureFailure)):
         return meant
     return InfrastructureFailure(str(meant), Reason.DIED)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from afield.errors import InfrastructureFailure
-from afield.interfaces.runtime import Live, Phase
+from afield.interfaces.runtime import Phase, SessionStatus
 from afield.options import ContainerOptions
 from afield.runtimes.docker.engine import Engine, Refused
 from afield.runtimes.docker.spec import (
@@ -57,11 +57,11 @@ class Fleet:
             raise Refused(f"{said}; give rollouts other ids, or stop that run")
         return found
 
-    async def alive(self, session_id: str, patience_s: float = 0.0) -> dict[str, Any]:
+    async def alive(self, session_id: str, unavailable_timeout_s: float = 0.0) -> dict[str, Any]:
         """The same of one that runs. Raises with the last words of one that has ended, or does so within
-        `patience_s`.
+        `unavailable_timeout_s`.
         """
-        end = asyncio.get_running_loop().time() + patience_s
+        end = asyncio.get_running_loop().time() + unavailable_timeout_s
         name = name_of(session_id)
         while True:
             found = await self.find(session_id)
@@ -76,7 +76,7 @@ class Fleet:
                 return found
             await asyncio.sleep(SOON_S)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         rows = await self._engine.list(f"{RUN}={self._run}")
         return [live_of(row) for row in rows if SESSION in (row.get("Labels") or {})]
 

@@ -21,12 +21,12 @@ import aiohttp
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
+    RateLimited,
     RolloutFailure,
-    Throttled,
     Unavailable,
     UsageError,
 )
-from afield.interfaces.runtime import Capabilities, Exit, Live, Phase
+from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.options import ContainerOptions
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import Attempts, broken
@@ -183,13 +183,13 @@ class ContainerRuntime:
             await asyncio.wait([task])
         await self._remove(session_id)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         found = await self._fleet.find(attempt.session_id)
         if found is None:
-            return Live(session_id=attempt.session_id, phase=Phase.UNKNOWN)
+            return SessionStatus(session_id=attempt.session_id, phase=Phase.UNKNOWN)
         return live_of_one(attempt.session_id, found)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         return await self._fleet.list()
 
     async def logs(self, attempt: Attempt) -> str:
@@ -203,7 +203,7 @@ class ContainerRuntime:
         try:
             await self._place(attempt, payload)
             return None
-        except Throttled as throttled:
+        except RateLimited as throttled:
             self._attempts.forget(session_id, broken(str(throttled), Reason.LAUNCH))
             failure: AfieldError = throttled
         except RolloutFailure as rollout_failure:
@@ -283,7 +283,7 @@ class ContainerRuntime:
                 await invocations.post(self._http, url, attempt, payload)
                 return
             except (aiohttp.ClientError, OSError) as error:
-                await self._fleet.alive(attempt.session_id, patience_s=1.0)
+                await self._fleet.alive(attempt.session_id, unavailable_timeout_s=1.0)
                 if last or isinstance(error, TimeoutError):
                     why = f"{type(error).__name__}: {error}"
                     said = f"{name_of(attempt.session_id)} did not take its payload: {why}"

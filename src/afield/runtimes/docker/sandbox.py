@@ -21,8 +21,8 @@ from uuid import uuid4
 from msgspec import Struct
 from msgspec.structs import replace
 
-from afield.errors import AfieldError, InfrastructureFailure, Missing
-from afield.interfaces.sandbox import MOST_BYTES, Ran, argv_of, check_path, too_large
+from afield.errors import AfieldError, InfrastructureFailure, NotFound
+from afield.interfaces.sandbox import MOST_BYTES, ExecResult, argv_of, check_path, too_large
 from afield.options import ContainerOptions
 from afield.runtimes.docker.engine import Engine, Refused, need_library
 from afield.runtimes.docker.spec import death_of, labels_of, name_of
@@ -178,12 +178,12 @@ class ContainerSandbox:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-    ) -> Ran:
+    ) -> ExecResult:
         argv = argv_of(command, timeout, cwd, env)
         out = Output(self._keep_bytes)
         ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, out)
         stdout, stderr = ended.out.text, ended.err.text
-        return Ran(
+        return ExecResult(
             exit_code=None if ended.timed_out else ended.exit_code,
             stdout=stdout,
             stderr=stderr,
@@ -206,7 +206,7 @@ class ContainerSandbox:
         if ended.out.cut:
             raise too_large(path, "the sandbox", self._most_bytes)
         if ended.exit_code == NO_FILE:
-            raise Missing(f"there is no file {path} in the sandbox")
+            raise NotFound(f"there is no file {path} in the sandbox")
         if ended.exit_code != 0:
             raise InfrastructureFailure(f"{path} was not read: {ended.err.text.strip()}", Reason.UPLOAD)
         return content

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from afield.interfaces.runtime import Limit, Live, Phase
+from afield.interfaces.runtime import Limit, Phase, SessionStatus
 from afield.options import ContainerOptions, Limits
 
 RUN, SESSION = "afield.run", "afield.session"
@@ -84,11 +84,11 @@ def phase_of(state: str) -> Phase:
     return Phase.STARTING if state in STARTING else Phase.RUNNING
 
 
-def live_of(row: Mapping[str, Any]) -> Live:
+def live_of(row: Mapping[str, Any]) -> SessionStatus:
     """From one row of the engine's list."""
     names: Iterable[str] = row.get("Names") or ()
     where = next((name.lstrip("/") for name in names), str(row["Id"])[:12])
-    return Live(
+    return SessionStatus(
         session_id=row["Labels"][SESSION],
         phase=phase_of(row["State"]),
         where=f"container {where}",
@@ -96,9 +96,9 @@ def live_of(row: Mapping[str, Any]) -> Live:
     )
 
 
-def live_of_one(session_id: str, found: Mapping[str, Any]) -> Live:
+def live_of_one(session_id: str, found: Mapping[str, Any]) -> SessionStatus:
     """From what the engine tells of one container."""
-    return Live(
+    return SessionStatus(
         session_id=session_id,
         phase=phase_of(found["State"]["Status"]),
         where=f"container {found['Name'].lstrip('/')}",

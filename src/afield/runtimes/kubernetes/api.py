@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from afield.errors import AfieldError, Throttled, Unavailable, UsageError
+from afield.errors import AfieldError, RateLimited, Unavailable, UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.objects import Listed, Status
 
@@ -160,7 +160,7 @@ def refusal(status: int, said: bytes, retry_after: str = "") -> AfieldError:
     told = f"the API server answered {status}: {message}"
     quota = status == 403 and "exceeded quota" in message
     if status == 429 or quota:
-        return Throttled(told, float(retry_after) if retry_after.isdigit() else None)
+        return RateLimited(told, float(retry_after) if retry_after.isdigit() else None)
     if status >= 500:
         return Unavailable(told)
     return Refused(told, status, found.reason)

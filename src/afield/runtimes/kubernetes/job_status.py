@@ -36,7 +36,7 @@ class End(Struct, frozen=True):
     sure: bool = True
 
 
-class Sight(Struct):
+class Observed(Struct):
     """What was last seen of a session in the cluster."""
 
     job: Job | None = None
@@ -54,12 +54,14 @@ class Sight(Struct):
         return f"its pod {self.pod.metadata.name} is {self.pod.status.phase}" + (f" ({why})" if why else "")
 
 
-def end_of(sight: Sight) -> End | None:
+def end_of(sight: Observed) -> End | None:
     ended = sight.job.ended if sight.job else None
     if ended and ended.type == "Complete":
         return End()
     if ended and ended.reason == "DeadlineExceeded":
-        return End(f"it ran past its deadline ({_words(ended)}); raise deadline_s if it may", Reason.TIMEOUT)
+        return End(
+            f"it ran past its deadline ({_words(ended)}); raise job_deadline_s if it may", Reason.TIMEOUT
+        )
     if found := _pod_end(sight):
         return found
     if sight.job_gone:
@@ -69,7 +71,7 @@ def end_of(sight: Sight) -> End | None:
     return None
 
 
-def _pod_end(sight: Sight) -> End | None:
+def _pod_end(sight: Observed) -> End | None:
     pod = sight.pod
     if pod is None:
         return None
@@ -88,7 +90,7 @@ def _pod_end(sight: Sight) -> End | None:
     return None
 
 
-def hopeless(pod: Pod) -> str:
+def unstartable(pod: Pod) -> str:
     """Why a pod will never start; empty while it may."""
     for status in pod.status.container_statuses:
         waiting = status.state.waiting
@@ -97,7 +99,7 @@ def hopeless(pod: Pod) -> str:
     return ""
 
 
-def homeless(pod: Pod) -> str:
+def unschedulable(pod: Pod) -> str:
     """Why no node takes a pod now; empty where one has."""
     scheduled = pod.condition("PodScheduled")
     if scheduled and scheduled.status == "False" and scheduled.reason == "Unschedulable":

@@ -10,9 +10,9 @@ import asyncio
 from typing import Any
 
 from afield import wire
-from afield.errors import InfrastructureFailure, TaskFailure, Throttled, WireError
+from afield.errors import InfrastructureFailure, RateLimited, TaskFailure, WireError
 from afield.runtimes.attempt_table import Attempts
-from afield.runtimes.kubernetes.job_status import homeless, hopeless
+from afield.runtimes.kubernetes.job_status import unschedulable, unstartable
 from afield.runtimes.kubernetes.namespace import Space
 from afield.runtimes.kubernetes.objects import Pod
 from afield.runtimes.kubernetes.sessions import Session, Sessions
@@ -61,7 +61,7 @@ class Launch:
             if pod is not None and pod.ready:
                 return pod
             # By our own clock: the cluster's may be another.
-            housed = housed if pod and homeless(pod) else now()
+            housed = housed if pod and unschedulable(pod) else now()
             if pod is not None:
                 self._check_hope(pod, now() - housed)
             elif now() - asked >= PODLESS_S:
@@ -71,8 +71,8 @@ class Launch:
         return None
 
     def _check_hope(self, pod: Pod, homeless_s: float) -> None:
-        why = hopeless(pod)
-        if homeless_s >= (most_s := self._space.options.unschedulable_s) and (told := homeless(pod)):
+        why = unstartable(pod)
+        if homeless_s >= (most_s := self._space.options.unschedulable_s) and (told := unschedulable(pod)):
             why = f"no node takes it for {most_s:g} s: {told}; ask for less, or raise unschedulable_s"
         if why:
             raise InfrastructureFailure(f"{self._session.id} cannot start: {why}", Reason.LAUNCH)
@@ -83,7 +83,7 @@ class Launch:
             return
         why = await (await self._space.pods()).not_created(session.uid)
         if "exceeded quota" in why:
-            raise Throttled(f"{session.id} gets no pod: {why}")
+            raise RateLimited(f"{session.id} gets no pod: {why}")
         if why:
             raise InfrastructureFailure(f"{session.id} gets no pod: {why}", Reason.LAUNCH)
 

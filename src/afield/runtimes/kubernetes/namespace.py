@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from afield.errors import Throttled, Unavailable
+from afield.errors import RateLimited, Unavailable
 from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.api import TOKEN_S, Cluster, Refused, opened, patiently
 from afield.runtimes.kubernetes.job import job_for
@@ -75,7 +75,7 @@ class Space:
         name = name_of(self.run, session_id)
         job = await cluster.get(cluster.jobs(name), Job)
         if job.metadata.deletion_timestamp:
-            raise Throttled(f"an earlier Job {name} is still being deleted", 1.0)
+            raise RateLimited(f"an earlier Job {name} is still being deleted", 1.0)
         return False
 
     async def delete(self, session_id: str, uid: str = "") -> None:

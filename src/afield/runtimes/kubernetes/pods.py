@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from afield.errors import AfieldError, Throttled, Unavailable
+from afield.errors import AfieldError, RateLimited, Unavailable
 from afield.runtimes import invocations
 from afield.runtimes.invocations import Said
 from afield.runtimes.kubernetes.api import CONNECT_S, SILENT, Cluster, Refused, named, refusal, status_in
@@ -51,7 +51,7 @@ class Pods:
         retry_after = response.headers.get("Retry-After", "")
         if status_in(said).kind:
             error = refusal(response.status, said, retry_after)
-            if isinstance(error, Unavailable | Throttled):
+            if isinstance(error, Unavailable | RateLimited):
                 return Unanswered(str(error), again=response.status != 504)
             raise error
         # Alone in its pod, an agent that is too busy is a place that broke.

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from afield.errors import Throttled, Unavailable, UsageError
+from afield.errors import RateLimited, Unavailable, UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.api import Cluster, Refused, patiently
 from afield.runtimes.kubernetes.job import job_for
@@ -37,7 +37,7 @@ async def check(cluster: Cluster, options: KubernetesOptions, run: str) -> None:
         await _allowed(cluster)
         await _parts(cluster, options)
         await _accepted(cluster, options, run)
-    except (Unavailable, Throttled) as error:
+    except (Unavailable, RateLimited) as error:
         raise UsageError(f"the cluster cannot be used: {error}; is its address right?") from error
 
 
@@ -112,7 +112,7 @@ async def _accepted(cluster: Cluster, options: KubernetesOptions, run: str) -> N
     body = job_for(options, run, "check.1")
     try:
         await patiently(lambda: cluster.call("POST", cluster.jobs(), params={"dryRun": "All"}, body=body))
-    except Throttled:
+    except RateLimited:
         return  # full for now
     except Refused as error:
         if error.status != 409:

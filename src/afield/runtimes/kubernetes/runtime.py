@@ -18,12 +18,12 @@ from typing import Any, Self
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
+    RateLimited,
     RolloutFailure,
-    Throttled,
     Unavailable,
     UsageError,
 )
-from afield.interfaces.runtime import Capabilities, Exit, Live, Phase
+from afield.interfaces.runtime import Capabilities, Exit, Phase, SessionStatus
 from afield.options import KubernetesOptions
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.kubernetes.api import TOKEN_S, Refused
@@ -138,7 +138,7 @@ class KubernetesRuntime:
         session = await self._enter(session_id)
         try:
             lives = await self._seen_working(session)
-        except (Unavailable, Throttled, Refused) as error:
+        except (Unavailable, RateLimited, Refused) as error:
             log.warning("%s cannot be looked for: %s; tried again", session_id, error)
             self._background(self._seek(session))
             return None
@@ -163,14 +163,14 @@ class KubernetesRuntime:
         if session_id not in self._launches:
             self._sessions.leave(session_id)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         session_id = attempt.session_id
         job = await self._space.find(session_id)
         if job is None:
-            return Live(session_id=session_id, phase=Phase.UNKNOWN)
+            return SessionStatus(session_id=session_id, phase=Phase.UNKNOWN)
         return self._live(job, session_id)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         jobs = await self._space.all()
         seen = [self._live(job, job.metadata.annotations.get(SESSION, "")) for job in jobs]
         return [live for live in seen if live.session_id and live.phase is not Phase.ENDED]
@@ -197,8 +197,8 @@ class KubernetesRuntime:
             async with asyncio.timeout(self._start_timeout_s):
                 await Launch(self._space, self._attempts, self._sessions, session).run(attempt, payload)
             return None
-        except Throttled as error:
-            throttled = Throttled(str(error), error.retry_after_s)
+        except RateLimited as error:
+            throttled = RateLimited(str(error), error.retry_after_s)
             self._attempts.forget(session_id, broken(str(error), Reason.LAUNCH))
             await self._abandon(session)
             return throttled
@@ -250,7 +250,7 @@ class KubernetesRuntime:
                 if await self._seen_working(session) is not False:
                     return
                 self._attempts.settle(session.id, Exit(lingers=True))
-            except (Unavailable, Throttled, Refused) as error:
+            except (Unavailable, RateLimited, Refused) as error:
                 log.info("%s still cannot be looked for: %s", session.id, error)
 
     def _review(self, session: Session, doubted: bool = False) -> None:
@@ -303,12 +303,12 @@ class KubernetesRuntime:
 
     # --- small things ----------------------------------------------------------------------------
 
-    def _live(self, job: Job, session_id: str) -> Live:
+    def _live(self, job: Job, session_id: str) -> SessionStatus:
         born = job.metadata.creation_timestamp
         phase = Phase.RUNNING if job.status.ready else Phase.STARTING
         if job.ended or job.metadata.deletion_timestamp or self._attempts.finished(session_id):
             phase = Phase.ENDED
-        return Live(
+        return SessionStatus(
             session_id=session_id,
             phase=phase,
             where=f"{self._options.namespace}/{job.metadata.name}",
@@ -324,7 +324,7 @@ class KubernetesRuntime:
                 while True:
                     try:
                         return await self._space.delete(session.id, session.uid)
-                    except Throttled as error:
+                    except RateLimited as error:
                         await asyncio.sleep(error.retry_after_s or 1.0)
                     except AfieldError as error:
                         return log.warning("%s is left behind until its deadline: %s", session.id, error)

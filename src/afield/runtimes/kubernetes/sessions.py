@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from afield.runtimes.kubernetes.api import Cluster
-from afield.runtimes.kubernetes.job_status import Sight
+from afield.runtimes.kubernetes.job_status import Observed
 from afield.runtimes.kubernetes.namespace import Space
 from afield.runtimes.kubernetes.objects import SESSION, Job, Pod
 from afield.runtimes.kubernetes.watch import Watch
@@ -21,7 +21,7 @@ class Session:
 
     def __init__(self, session_id: str) -> None:
         self.id = session_id
-        self.sight = Sight()
+        self.sight = Observed()
         self.news = asyncio.Event()
         self.was_ready = False
         self.taken = False

@@ -47,7 +47,7 @@ class Standing(Struct, frozen=True, kw_only=True):
     threads: tuple[str, ...] = ()
 
 
-class Sitting(Struct, frozen=True, kw_only=True):
+class RaySessionInfo(Struct, frozen=True, kw_only=True):
     """A session that is there."""
 
     session_id: str
@@ -63,7 +63,7 @@ class _Session:
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
 
-class Nest:
+class ForkServerActor:
     """An asyncio actor; its methods run on one event loop."""
 
     def __init__(self, settings: Settings) -> None:
@@ -119,7 +119,7 @@ class Nest:
         ended = self._ended.get(session_id)
         return ended.log if ended else ""
 
-    async def sessions(self) -> list[Sitting]:
+    async def sessions(self) -> list[RaySessionInfo]:
         return [self._sitting(session_id, session) for session_id, session in self._sessions.items()]
 
     async def over(self) -> str:
@@ -205,11 +205,11 @@ class Nest:
             self._ended.popitem(last=False)
         session.ended.set_result(event)
 
-    def _sitting(self, session_id: str, session: _Session) -> Sitting:
+    def _sitting(self, session_id: str, session: _Session) -> RaySessionInfo:
         phase, where = Phase.STARTING, self._where
         if session.taken.done():
             phase, where = Phase.RUNNING, f"{where}, pid {session.taken.result().pid}"
-        return Sitting(session_id=session_id, where=where, since=session.since, phase=phase)
+        return RaySessionInfo(session_id=session_id, where=where, since=session.since, phase=phase)
 
     def _own_tail(self) -> str:
         return tail(Path(f"/proc/self/fd/{self._log.fileno()}"), TAIL_BYTES)

@@ -68,7 +68,7 @@ class Session:
         return os.pread(self.log_fd, size - start, start).decode("utf-8", "replace").strip()
 
 
-class Parent:
+class RayForkServer:
     """Used from one thread: a process with others cannot be forked safely."""
 
     def __init__(self, runner: Runner, nest: socket.socket, memory_mb: int | None, log_dir: str) -> None:
@@ -317,7 +317,7 @@ def _serve(nest: socket.socket, target: str, memory_mb: int | None, log_dir: str
     gc.freeze()
     extra = (thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
     say(nest, Ready(threads=tuple(extra)))
-    Parent(runner, nest, memory_mb, log_dir).run()
+    RayForkServer(runner, nest, memory_mb, log_dir).run()
     return 0
 
 

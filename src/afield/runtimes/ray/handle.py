@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from afield.runtimes.ray.actor import Nest, Settings
+from afield.runtimes.ray.actor import ForkServerActor, Settings
 from afield.runtimes.ray.cluster import NAMESPACE, Cluster, Need, ray_module
 
 CLOSE_S = 10.0
@@ -67,7 +67,7 @@ async def made(
         asked: dict[str, Any] = {**need.actor_options, "scheduling_strategy": "SPREAD"}
         if runtime_env and not cluster.ours:
             asked["runtime_env"] = dict(runtime_env)
-        actor: Any = ray_module().remote(Nest)
+        actor: Any = ray_module().remote(ForkServerActor)
         return actor.options(
             name=name,
             namespace=NAMESPACE,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from afield.errors import InfrastructureFailure, Throttled, UsageError
+from afield.errors import InfrastructureFailure, RateLimited, UsageError
 from afield.options import RayOptions
 from afield.runtimes.ray.actor import Settings, Standing
 from afield.runtimes.ray.cluster import Cluster, Need, need_of
@@ -49,7 +49,7 @@ class Place:
         return self.seats - len(self.sessions)
 
 
-class Nests:
+class ActorPool:
     """`wanted` says whether a session that waits for a seat is still wanted; `lost` is told of each that died
     with its nest, and why. `close` ends them all.
     """
@@ -121,7 +121,7 @@ class Nests:
                     await self._change()
         except TimeoutError as error:
             said = f"Ray has no room for {session_id}; {len(self._seated)} sessions have what there is"
-            raise Throttled(said) from error
+            raise RateLimited(said) from error
         finally:
             self._waiting -= 1
 

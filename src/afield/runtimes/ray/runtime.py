@@ -19,21 +19,21 @@ from afield import wire
 from afield.errors import (
     AfieldError,
     InfrastructureFailure,
+    RateLimited,
     RolloutFailure,
     TaskFailure,
-    Throttled,
     UsageError,
     WireError,
 )
-from afield.interfaces.runtime import Capabilities, Exit, Live
+from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
 from afield.log_tail import tail
 from afield.options import RayOptions
 from afield.runtimes.attempt_table import Attempts, broken
-from afield.runtimes.ray.actor import Settings, Sitting
+from afield.runtimes.ray.actor import RaySessionInfo, Settings
 from afield.runtimes.ray.cluster import Cluster, shipped
 from afield.runtimes.ray.handle import Handle, Lost, found
 from afield.runtimes.ray.messages import LOG_BYTES, Ended, Taken
-from afield.runtimes.ray.pool import Nests, Place
+from afield.runtimes.ray.pool import ActorPool, Place
 from afield.types import Attempt, Reason
 
 log = logging.getLogger("afield.runtimes")
@@ -76,7 +76,7 @@ class RayRuntime:
         self._cluster = await Cluster.acquire(self._options.address, goods.runtime_env)
         target = goods.target if self._cluster.ours else self._target
         self._group = await asyncio.TaskGroup().__aenter__()
-        self._nests = Nests(
+        self._nests = ActorPool(
             self._cluster,
             self._options,
             Settings(target=target, memory_mb=self._options.memory_mb, log_dir=self._options.log_dir),
@@ -142,13 +142,13 @@ class RayRuntime:
         if at is not None:
             await self._end(at[0], session_id)
 
-    async def status(self, attempt: Attempt) -> Live:
+    async def status(self, attempt: Attempt) -> SessionStatus:
         session_id = attempt.session_id
         if not self._attempts.running(session_id) and (sitting := await self._elsewhere(session_id)):
             return sitting[1]
         return self._live(session_id)
 
-    async def list(self) -> list[Live]:
+    async def list(self) -> list[SessionStatus]:
         ours = [self._live(session_id) for session_id in self._attempts]
         known = {live.session_id for live in ours}
         others = [live for _, live in await self._others() if live.session_id not in known]
@@ -177,7 +177,7 @@ class RayRuntime:
             except BaseException:
                 self._leave(session_id)
                 raise
-        except Throttled as throttled:
+        except RateLimited as throttled:
             self._attempts.forget(session_id, broken(str(throttled), Reason.LAUNCH))
             return throttled
         except RolloutFailure as failure:
@@ -201,7 +201,7 @@ class RayRuntime:
             raise InfrastructureFailure(_died(answer), Reason.DIED)
         if answer.refused:
             said = f"the agent refused the payload of {session_id}: {answer.refused}"
-            raise Throttled(said) if answer.busy else TaskFailure(said, Reason.LAUNCH)
+            raise RateLimited(said) if answer.busy else TaskFailure(said, Reason.LAUNCH)
         if not self._attempts.running(session_id):
             await self._end(handle, session_id)
             raise InfrastructureFailure(f"{session_id} was stopped before it started", Reason.CANCELLED)
@@ -250,18 +250,18 @@ class RayRuntime:
     def _log(self, session_id: str) -> Path:
         return self._log_dir / f"{session_id}.log"
 
-    def _live(self, session_id: str) -> Live:
+    def _live(self, session_id: str) -> SessionStatus:
         _, where = self._at.get(session_id, (None, ""))
         return self._attempts.live(session_id, where, starting=session_id in self._launches)
 
-    async def _others(self) -> list[tuple[Handle, Live]]:
+    async def _others(self) -> list[tuple[Handle, SessionStatus]]:
         """The sessions of this run that other drivers launched. A nest that dies meanwhile has none."""
         if not self._options.address:
             return []
         handles = await found(self._cluster, f"{self._name}/", self._nests.names)
         return [pair for pairs in await asyncio.gather(*map(_sittings, handles)) for pair in pairs]
 
-    async def _elsewhere(self, session_id: str) -> tuple[Handle, Live] | None:
+    async def _elsewhere(self, session_id: str) -> tuple[Handle, SessionStatus] | None:
         others = await self._others()
         return next(((handle, live) for handle, live in others if live.session_id == session_id), None)
 
@@ -271,12 +271,13 @@ class RayRuntime:
         return self._group.create_task(work)
 
 
-async def _sittings(handle: Handle) -> list[tuple[Handle, Live]]:
-    sittings: list[Sitting] = []
+async def _sittings(handle: Handle) -> list[tuple[Handle, SessionStatus]]:
+    sittings: list[RaySessionInfo] = []
     with contextlib.suppress(Lost):
         sittings = await handle.ask("sessions")
     return [
-        (handle, Live(session_id=s.session_id, phase=s.phase, where=s.where, since=s.since)) for s in sittings
+        (handle, SessionStatus(session_id=s.session_id, phase=s.phase, where=s.where, since=s.since))
+        for s in sittings
     ]
 
 

@@ -27,16 +27,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import AfieldError, UsageError, boundary
-from afield.interfaces.weight_probe import Witness
+from afield.interfaces.weight_probe import WeightProbe
 from afield.rounding import Arrived
 from afield.trainers.batch import Row
-from afield.trainers.diagnostics import Apart, Audit
+from afield.trainers.diagnostics import Apart, BatchDiagnostics
 from afield.trainers.fsdp.trainer import Begin, Told
 from afield.trainers.grpo import GRPO
 from afield.trainers.logprobs import plain_head
-from afield.trainers.micro_batches import Pass, log_probabilities
+from afield.trainers.micro_batches import MicroBatch, log_probabilities
 from afield.trainers.model import PolicyModel
-from afield.trainers.optimizer import LossFunction, Scores, Updates, Weigh
+from afield.trainers.optimizer import LossFunction, Optimizer, Scores, Weigh
 from afield.trainers.packing import common
 from afield.trainers.publication import Shard
 from afield.trainers.weight_probe import witness_of
@@ -86,10 +86,10 @@ class ShardedPolicy(PolicyModel):
         # A rank without images would not take part in gathering the vision tower's weights.
         return None, "a sharded model takes none; train on one device (devices = 1), or with veRL"
 
-    def log_probabilities(self, model: Any, batch: Pass) -> Tensor:
+    def log_probabilities(self, model: Any, batch: MicroBatch) -> Tensor:
         return self._roots[id(model)](lambda: log_probabilities(model, batch))
 
-    def witness(self) -> Witness:
+    def witness(self) -> WeightProbe:
         with self.autocast():
             return self._roots[id(self.model)](lambda: witness_of(self.model))
 
@@ -150,14 +150,14 @@ def share(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     return parts
 
 
-class LocalAudit(Audit):
+class LocalAudit(BatchDiagnostics):
     """One rank's. What it refuses is kept until all ranks know, so that they refuse it together."""
 
     def __init__(self, version: int | None = None) -> None:
         super().__init__(version=version)
         self.problem = ""
 
-    def compare(self, batch: Pass, logp: Tensor) -> None:
+    def compare(self, batch: MicroBatch, logp: Tensor) -> None:
         try:
             super().compare(batch, logp)
         except UsageError as error:
@@ -178,7 +178,7 @@ class Seen(NamedTuple):
     problem: str
 
 
-def merge(parts: Sequence[Seen], audit: Audit) -> None:
+def merge(parts: Sequence[Seen], audit: BatchDiagnostics) -> None:
     if problems := [part.problem for part in parts if part.problem]:
         raise UsageError(problems[0])
     for part in parts:
@@ -197,16 +197,16 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-class ShardedUpdates(Updates):
+class ShardedUpdates(Optimizer):
     policy: ShardedPolicy
     _behind = 0  # passes that another rank makes and this one does not
 
-    def passes(self, rows: Sequence[Row]) -> list[Pass]:
+    def passes(self, rows: Sequence[Row]) -> list[MicroBatch]:
         made = super().passes(rows)
         self._behind = max(gathered(len(made))) - len(made)
         return made
 
-    def score(self, rows: Sequence[Row], audit: Audit) -> Scores:
+    def score(self, rows: Sequence[Row], audit: BatchDiagnostics) -> Scores:
         local = LocalAudit(audit.version)
         scores = super().score(self._mine(rows), local)
         self._keep_up(rows, backward=False)
@@ -219,7 +219,7 @@ class ShardedUpdates(Updates):
         rows: Sequence[Row],
         loss: LossFunction,
         weigh: Weigh,
-        audit: Audit,
+        audit: BatchDiagnostics,
         *,
         proximal: Scores | None = None,
         reference: bool = False,
@@ -242,7 +242,7 @@ class ShardedUpdates(Updates):
         if shortest is None:
             return
         for _ in range(self._behind):
-            (batch,) = Updates.passes(self, [shortest])
+            (batch,) = Optimizer.passes(self, [shortest])
             with torch.set_grad_enabled(backward):
                 logp = self._logp(self.policy.model, batch)
             if reference:
@@ -250,7 +250,7 @@ class ShardedUpdates(Updates):
             if backward:
                 (0.0 * logp.sum()).backward()
 
-    def _logp(self, model: Any, batch: Pass) -> Tensor:
+    def _logp(self, model: Any, batch: MicroBatch) -> Tensor:
         self.policy.attend(model, batch.layout)
         with self.policy.autocast():
             return self.policy.log_probabilities(model, batch)

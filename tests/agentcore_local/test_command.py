@@ -1,0 +1,250 @@
+"""`afield agentcore-local` as a user starts it, with sandboxes and without, and what is left of it
+afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import anyio
+import pytest
+
+from afield.agentcore_local.faults import KINDS
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.sessions import Pace
+from afield.cli.agentcore_local import add
+from support.agentcore_server import PROGRAM, Caller, acr, gone, session_id
+from support.paths import ROOT
+from support.processes import afield, children, command
+
+pytestmark = pytest.mark.anyio
+BWRAP = shutil.which("bwrap") is not None
+needs_bwrap = pytest.mark.skipif(not BWRAP and not os.environ.get("CI"), reason="bubblewrap is not installed")
+both = pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=needs_bwrap)])
+
+
+@contextmanager
+def started(cwd: Path, *args: object) -> Generator[tuple[subprocess.Popen[str], Caller]]:
+    words = command(
+        "agentcore-local", "--json", "--port", 0, "--image", f"math={PROGRAM}", "--ready-s", 0, *args
+    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise AssertionError(process.communicate()[1])
+        yield process, Caller(json.loads(line)["url"])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@both
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "stdin"])
+async def test_nothing_is_left_behind_however_it_ends(tmp_path: Path, isolation: str, how: str) -> None:
+    with started(tmp_path, "--isolation", isolation, "--exit-with-parent") as (process, caller):
+        assert await caller.ready() == "READY"
+        for _ in range(3):
+            session = session_id()
+            await caller.invoke({"do": "child"}, session)
+        below = children(process.pid)
+        assert len(below) >= 3
+        if how == "stdin":
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdin = None
+        else:
+            process.send_signal(getattr(signal, how))
+        await gone(process.pid, *below)
+        assert [path for path in sorted((tmp_path / "acr-logs").iterdir()) if session in path.name]
+        with anyio.fail_after(60):
+            while list(Path(tempfile.gettempdir()).glob(f"afield-acr-{process.pid}-*")):  # noqa: ASYNC240
+                await anyio.sleep(0.05)
+
+
+@contextmanager
+def some_server() -> Generator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"reached")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@needs_bwrap
+async def test_a_sandboxed_program_reaches_what_is_allowed_and_nothing_else() -> None:
+    with some_server() as open_port, some_server() as closed_port:
+        async with acr(isolation="sandbox", allow=(("127.0.0.1", open_port),)) as caller:
+            assert await caller.ready() == "READY"
+            reached = await caller.invoke({"do": "reach", "url": f"http://127.0.0.1:{open_port}/"})
+            assert reached == {"status": 200, "body": "reached"}
+            refused = await caller.invoke({"do": "reach", "url": f"http://127.0.0.1:{closed_port}/"})
+            assert "refused" in refused["error"]
+            assert "error" in await caller.invoke({"do": "reach", "url": f"{caller.url}/_acr/stats"})
+
+
+@needs_bwrap
+async def test_sandboxed_sessions_behave_as_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET_OF_THE_SERVER", "hush")
+    async with acr(isolation="sandbox") as caller:
+        assert await caller.ready(environmentVariables={"FLAVOUR": "plum"}) == "READY"
+        session = session_id()
+        assert (await caller.invoke({}, session))["count"] == 1
+        assert (await caller.invoke({}, session))["count"] == 2
+        assert (await caller.invoke({}))["count"] == 1
+        env = await caller.invoke({"do": "env"}, session)
+        assert env["FLAVOUR"] == "plum"
+        assert "A_SECRET_OF_THE_SERVER" not in env
+        streamed = await caller.raw({"do": "stream", "n": 2}, session)
+        assert streamed["body"] == b'data: {"n": 0}\n\ndata: {"n": 1}\n\n'
+        with pytest.raises(caller.data.exceptions.RuntimeClientError, match=session):
+            await caller.invoke({"do": "die"}, session)
+        assert (await caller.invoke({}, session))["count"] == 1
+        await caller.stop(session)
+        with pytest.raises(caller.data.exceptions.ResourceNotFoundException):
+            await caller.stop(session)
+
+
+@needs_bwrap
+async def test_a_command_runs_inside_the_sandbox_of_its_session() -> None:
+    async with acr(isolation="sandbox") as caller:
+        await caller.ready()
+        session = session_id()
+        pid = (await caller.invoke({}, session))["pid"]
+        look = f"kill -0 {pid} && echo same; ls {ROOT / 'docs'} >&2"
+        answer = await caller.call(
+            caller.data.invoke_agent_runtime_command,
+            agentRuntimeArn=caller.arn,
+            runtimeSessionId=session,
+            body={"command": look, "timeout": 30},
+        )
+        events = [event["chunk"] for event in await caller.call(lambda: list(answer["stream"]))]
+        assert events[1] == {"contentDelta": {"stdout": "same\n"}}
+        assert "No such file" in events[2]["contentDelta"]["stderr"]
+        assert events[-1]["contentStop"]["exitCode"] != 0
+
+
+@needs_bwrap
+async def test_a_target_that_cannot_be_imported_ends_in_create_failed(tmp_path: Path) -> None:
+    target = tmp_path / "agent.py"
+    target.write_text("import nothing_of_that_name\n")
+    async with acr(isolation="sandbox", images={"math": Image(target=f"{target}:agent")}) as caller:
+        assert await caller.ready() == "CREATE_FAILED"
+        runtime = caller.arn.rpartition("/")[2]
+        got = await caller.call(caller.control.get_agent_runtime, agentRuntimeId=runtime)
+        assert "nothing_of_that_name" in got["failureReason"]
+
+
+@needs_bwrap
+async def test_a_sandboxed_program_that_never_serves_is_424_after_the_time_it_has(tmp_path: Path) -> None:
+    program = tmp_path / "asleep.py"
+    program.write_text("import time\ntime.sleep(600)\n")
+    images = {"math": Image(script=str(program))}
+    async with acr(isolation="sandbox", images=images, pace=Pace(init_s=2.0)) as caller:
+        assert await caller.ready() == "READY"
+        with pytest.raises(caller.data.exceptions.RuntimeClientError, match="not ready within 2 s"):
+            await caller.invoke({})
+        assert await caller.sessions() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "give --image"),
+        (("--image", "math=nowhere.py"), "there is no file nowhere.py"),
+        (("--image", f"math={PROGRAM}", "--fault", "typo=1"), "--fault 'typo=1'"),
+        (("--image", f"math={PROGRAM}", "--allow", "8400"), "--allow '8400'"),
+        (("--image", f"math={PROGRAM}", "--starts-per-s", "0"), "start_rate = 0.0"),
+        (("--image", f"math={PROGRAM}", "--hurry", "0"), "hurry = 0"),
+        (("--image", f"math={PROGRAM}", "--account", "me"), "account 'me'"),
+        (("--code-root", "nowhere"), "--code-root nowhere"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_starts(
+    tmp_path: Path, args: tuple[str, ...], said: str
+) -> None:
+    code, _, err = afield(tmp_path, "agentcore-local", *args)
+    assert (code, said in err) == (2, True), err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_without_bubblewrap_it_says_how_to_get_it_and_what_else_there_is(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        command("agentcore-local", "--image", f"math={PROGRAM}"),
+        env={**os.environ, "PATH": str(Path(sys.executable).parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert "apt-get install bubblewrap" in ran.stderr
+    assert "--isolation none" in ran.stderr
+
+
+# --- the page about it ---------------------------------------------------------------------------
+
+PAGE = ROOT / "docs" / "acr.md"
+
+
+@both
+def test_what_the_page_shows_works(tmp_path: Path, isolation: str) -> None:
+    program, program_of_the_client = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "app.py").write_text(program)
+    with started(tmp_path, "--isolation", isolation, "--image", "hello=app.py") as (_, caller):
+        code = program_of_the_client.replace("http://127.0.0.1:8480", caller.url)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+    assert "'hello': 'world'" in ran.stdout, ran.stderr
+
+
+def test_the_page_lists_every_option_and_fault() -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    add(commands)
+    there = {
+        word for action in commands.choices["agentcore-local"]._actions for word in action.option_strings
+    }
+    options, faults = (
+        PAGE.read_text().split(f"## {name}\n")[1].split("\n## ")[0] for name in ("Options", "Faults")
+    )
+    assert set(re.findall(r"`(--[\w-]+)`", options)) == there - {"-h", "--help"}
+    kinds = [
+        kind for row in re.findall(r"^\| (`.*?) \|", faults, re.M) for kind in re.findall(r"`(\w+)`", row)
+    ]
+    assert set(kinds) == set(KINDS)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.invalid"])
+def test_an_address_that_others_reach_needs_a_key(host: str, tmp_path: Path) -> None:
+    code, _, err = afield(
+        tmp_path, "agentcore-local", "--image", f"math={PROGRAM}", "--host", host, "--port", 0
+    )
+    assert code == 2
+    assert f"{host} can be reached by others" in err and "--secret-key" in err

@@ -1,0 +1,345 @@
+"""The local AgentCore server as a client sees it: sessions of an unmodified program, through boto3."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anyio
+import boto3
+import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.config import Config
+from botocore.credentials import Credentials
+
+from afield.agentcore_local.control_plane import Account
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.sessions import Pace
+from support.agentcore_server import IMAGES, PROGRAM, acr, client, gone, session_id
+from support.processes import alive
+
+pytestmark = pytest.mark.anyio
+SESSION = "x-amzn-bedrock-agentcore-runtime-session-id"
+
+
+async def test_an_unmodified_program_answers_in_a_session_that_stays() -> None:
+    async with acr() as caller:
+        assert await caller.ready() == "READY"
+        session = session_id()
+        first = await caller.raw({"a": [1, "é"]}, session)
+        assert first["statusCode"] == 200
+        assert first["runtimeSessionId"] == session
+        assert first["contentType"].startswith("application/json")
+        said = json.loads(first["body"])
+        assert (said["count"], said["session"], said["payload"]) == (1, session, {"a": [1, "é"]})
+        again = await caller.invoke({}, session)
+        assert (again["count"], again["pid"]) == (2, said["pid"])
+        other = await caller.invoke({})
+        assert (other["count"], other["pid"] != said["pid"]) == (1, True)
+        assert len(await caller.sessions()) == 2
+
+
+async def test_a_session_id_is_made_up_where_none_is_given() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        answer = await caller.call(
+            caller.data.invoke_agent_runtime, agentRuntimeArn=caller.arn, payload=b"{}"
+        )
+        assert len(answer["runtimeSessionId"]) >= 33
+        assert [s["runtimeSessionId"] for s in await caller.sessions()] == [answer["runtimeSessionId"]]
+        await asyncio.to_thread(answer["response"].read)
+
+
+async def test_a_streamed_answer_passes_through_as_events() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        answer = await caller.raw({"do": "stream", "n": 3}, accept="text/event-stream")
+        assert answer["contentType"].startswith("text/event-stream")
+        assert answer["body"].decode() == "".join(f'data: {{"n": {i}}}\n\n' for i in range(3))
+
+
+async def test_a_stream_arrives_while_the_program_still_speaks() -> None:
+    def first_line(data: Any, arn: str) -> tuple[bytes, bool]:
+        answer = data.invoke_agent_runtime(
+            agentRuntimeArn=arn, payload=json.dumps({"do": "stream", "n": 500}).encode()
+        )
+        line = next(answer["response"].iter_lines())
+        return line, answer["response"]._raw_stream.closed
+
+    async with acr() as caller:
+        await caller.ready()
+        line, closed = await asyncio.to_thread(first_line, caller.data, caller.arn)
+        assert (line, closed) == (b'data: {"n": 0}', False)
+
+
+async def test_large_payloads_pass_and_too_large_ones_are_refused() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        text = "x" * 5_000_000
+        assert (await caller.invoke({"text": text}))["payload"]["text"] == text
+        with pytest.raises(caller.data.exceptions.ValidationException, match="100000000 are allowed"):
+            await caller.raw(b"x" * 100_000_001)
+
+
+async def test_headers_of_the_call_reach_the_program_as_the_service_passes_them() -> None:
+    def invoke(data: Any, arn: str) -> dict[str, Any]:
+        def add(request: Any, **_: Any) -> None:
+            request.headers["X-Amzn-Bedrock-AgentCore-Runtime-Custom-Flavour"] = "plum"
+            request.headers["X-Shop"] = "seven"
+            request.headers["X-Other"] = "kept out"
+
+        data.meta.events.register("before-sign.bedrock-agentcore.InvokeAgentRuntime", add)
+        answer = data.invoke_agent_runtime(agentRuntimeArn=arn, payload=b'{"do": "headers"}')
+        return json.loads(answer["response"].read())["headers"]
+
+    async with acr() as caller:
+        await caller.ready(requestHeaderConfiguration={"requestHeaderAllowlist": ["X-Shop"]})
+        headers = await asyncio.to_thread(invoke, caller.data, caller.arn)
+        lower = {name.lower(): value for name, value in headers.items()}
+        assert lower["x-amzn-bedrock-agentcore-runtime-custom-flavour"] == "plum"
+        assert lower["x-shop"] == "seven"
+        assert "authorization" not in lower
+        assert "x-other" not in lower
+
+
+async def test_the_program_gets_the_environment_of_its_runtime_and_nothing_of_the_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("A_SECRET_OF_THE_SERVER", "hush")
+    async with acr() as caller:
+        await caller.ready(environmentVariables={"FLAVOUR": "plum"})
+        env = await caller.invoke({"do": "env"})
+        assert env["FLAVOUR"] == "plum"
+        assert "A_SECRET_OF_THE_SERVER" not in env
+
+
+async def test_many_invokes_at_a_cold_session_are_one_start() -> None:
+    async with acr(pace=Pace(cold_start_s=1.0)) as caller:
+        await caller.ready()
+        session = session_id()
+        said: list[dict[str, Any]] = []
+
+        async def invoke() -> None:
+            said.append(await caller.invoke({}, session))
+
+        began = anyio.current_time()
+        async with anyio.create_task_group() as group:
+            for _ in range(8):
+                group.start_soon(invoke)
+        assert anyio.current_time() - began >= 1.0
+        assert len({one["pid"] for one in said}) == 1
+        assert sorted(one["count"] for one in said) == list(range(1, 9))
+        assert (await caller.view("stats"))["starts"] == 1
+
+
+async def test_a_function_is_served_with_the_sdk_and_a_command_finds_its_port(tmp_path: Path) -> None:
+    target = tmp_path / "agent.py"
+    target.write_text("def agent(payload):\n    return 1.0\n")
+    program = tmp_path / "serve.sh"
+    program.write_text('cd "$(dirname "$0")" && exec python3 plain.py\n')
+    (tmp_path / "plain.py").write_text(PLAIN)
+    images = {"sdk": Image(target=f"{target}:agent"), "plain": Image(argv=("sh", str(program)))}
+    async with acr(images=images) as caller:
+
+        def of(name: str) -> dict[str, Any]:
+            return {"containerConfiguration": {"containerUri": name}}
+
+        await caller.ready("sdk", agentRuntimeArtifact=of("sdk"))
+        with pytest.raises(caller.data.exceptions.RuntimeClientError, match=r"Received error \(400\)"):
+            await caller.invoke({"no": "_rollout"})
+        await caller.ready("plain", agentRuntimeArtifact=of("plain"))
+        assert await caller.invoke({"n": 1}) == {"got": {"n": 1}}
+        card = await caller.call(caller.data.get_agent_card, agentRuntimeArn=caller.arn)
+        assert card["agentCard"] == {"status": "Healthy"}  # whatever the program serves there
+
+
+PLAIN = """
+import http.server, json, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({"status": "Healthy"})
+    def do_POST(self):
+        self.answer({"got": json.loads(self.rfile.read(int(self.headers["content-length"])))})
+    def answer(self, body):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+http.server.HTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+"""
+
+
+async def test_code_configuration_runs_an_entry_point_of_the_code_root() -> None:
+    code = {
+        "code": {"s3": {"bucket": "bucket", "prefix": "code.zip"}},
+        "runtime": "PYTHON_3_11",
+        "entryPoint": [PROGRAM.name],
+    }
+    async with acr(images={}, account=Account(code_root=PROGRAM.parent)) as caller:
+        await caller.ready(agentRuntimeArtifact={"codeConfiguration": code})
+        assert (await caller.invoke({"a": 1}))["payload"] == {"a": 1}
+        away = {**code, "entryPoint": ["../conftest.py"]}
+        with pytest.raises(caller.control.exceptions.ValidationException, match="entryPoint"):
+            await caller.create("away", agentRuntimeArtifact={"codeConfiguration": away})
+
+
+# --- stopping ------------------------------------------------------------------------------------
+
+
+async def test_a_stopped_session_is_gone_with_all_it_started_and_stopping_again_is_404() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        session = session_id()
+        pid = (await caller.invoke({}, session))["pid"]
+        child = (await caller.invoke({"do": "child"}, session))["pid"]
+        assert (await caller.stop(session))["statusCode"] == 200
+        await gone(pid, child)
+        assert await caller.sessions() == []
+        with pytest.raises(caller.data.exceptions.ResourceNotFoundException, match=session):
+            await caller.stop(session)
+        assert (await caller.invoke({}, session))["count"] == 1
+
+
+async def test_a_stop_while_a_session_starts_ends_the_start() -> None:
+    async with acr(pace=Pace(cold_start_s=30)) as caller:
+        await caller.ready()
+        session = session_id()
+        with pytest.raises(caller.data.exceptions.RetryableConflictException, match="stopped"):
+            async with anyio.create_task_group() as group:
+                group.start_soon(_stop_soon, caller, session)
+                try:
+                    await caller.invoke({}, session)
+                except caller.data.exceptions.ClientError as error:
+                    raised = error
+            raise raised
+        assert await caller.sessions() == []
+
+
+async def _stop_soon(caller: Any, session: str) -> None:
+    await caller.until_sessions(1)
+    await caller.stop(session)
+
+
+async def test_the_server_leaves_no_process_when_it_closes() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        pids = [(await caller.invoke({}))["pid"] for _ in range(3)]
+        assert all(alive(pid) for pid in pids)
+    await gone(*pids)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+async def run_command(caller: Any, session: str, **body: Any) -> list[dict[str, Any]]:
+    answer = await caller.call(
+        caller.data.invoke_agent_runtime_command,
+        agentRuntimeArn=caller.arn,
+        runtimeSessionId=session,
+        body=body,
+    )
+    assert answer["runtimeSessionId"] == session
+    return [event["chunk"] for event in await asyncio.to_thread(list, answer["stream"])]
+
+
+async def test_a_command_runs_beside_the_program_and_its_output_is_told_apart() -> None:
+    async with acr() as caller:
+        await caller.ready(environmentVariables={"FLAVOUR": "plum"})
+        events = await run_command(caller, session_id(), command="echo $FLAVOUR; echo no >&2; exit 4")
+        assert events[0] == {"contentStart": {}}
+        assert {"contentDelta": {"stdout": "plum\n"}} in events
+        assert {"contentDelta": {"stderr": "no\n"}} in events
+        assert events[-1] == {"contentStop": {"exitCode": 4, "status": "COMPLETED"}}
+
+
+async def test_a_command_that_takes_too_long_is_killed_and_said_so() -> None:
+    async with acr() as caller:
+        await caller.ready()
+        session = session_id()
+        events = await run_command(caller, session, command="echo $$; sleep 600", timeout=4)
+        assert events[-1] == {"contentStop": {"exitCode": -1, "status": "TIMED_OUT"}}
+        await gone(int(events[1]["contentDelta"]["stdout"]))
+        assert (await caller.invoke({}, session))["count"] == 1
+        with pytest.raises(caller.data.exceptions.ValidationException, match="timeout"):
+            await run_command(caller, session, command="true", timeout=4000)
+
+
+async def test_unsigned_requests_are_refused_where_signatures_are_wanted() -> None:
+    async with acr(signed=True) as caller:
+        assert await caller.ready() == "READY"
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        unsigned = boto3.client(
+            "bedrock-agentcore-control",
+            endpoint_url=caller.url,
+            region_name="us-west-2",
+            config=Config(signature_version=UNSIGNED, retries={"total_max_attempts": 1}),
+        )
+        with pytest.raises(unsigned.exceptions.AccessDeniedException, match="not signed"):
+            await asyncio.to_thread(unsigned.list_agent_runtimes)
+
+
+async def test_two_clients_of_one_server_see_the_same_runtimes() -> None:
+    async with acr(images=IMAGES) as caller:
+        await caller.ready()
+        other = client("bedrock-agentcore-control", caller.url)
+        listed = await asyncio.to_thread(other.list_agent_runtimes)
+        assert [one["agentRuntimeName"] for one in listed["agentRuntimes"]] == ["math"]
+
+
+def keyed(service: str, url: str, secret: str) -> Any:
+    config = Config(retries={"total_max_attempts": 1}, read_timeout=60)
+    keys = {"aws_access_key_id": "any", "aws_secret_access_key": secret}
+    return boto3.client(service, endpoint_url=url, region_name="us-west-2", config=config, **keys)
+
+
+async def test_only_requests_signed_with_the_servers_key_are_taken() -> None:
+    async with acr(secret_key="right/key+1") as caller:
+        caller.control = keyed("bedrock-agentcore-control", caller.url, "right/key+1")
+        caller.data = keyed("bedrock-agentcore", caller.url, "right/key+1")
+        assert await caller.ready() == "READY"
+        session = session_id()
+        assert (await caller.invoke({"x": 1}, session))["count"] == 1
+        listed = await caller.call(caller.control.list_agent_runtimes, maxResults=5)
+        assert len(listed["agentRuntimes"]) == 1
+        caller.data = keyed("bedrock-agentcore", caller.url, "wrong")
+        with pytest.raises(caller.data.exceptions.AccessDeniedException, match="signature does not match"):
+            await caller.invoke({}, session)
+        async with aiohttp.ClientSession() as http, http.get(f"{caller.url}/_acr/sessions") as answer:
+            assert answer.status == 403
+
+
+async def test_a_signature_holds_for_the_body_it_was_made_of() -> None:
+    async with acr(secret_key="right") as caller:
+        request = AWSRequest("PUT", f"{caller.url}/runtimes/", data=b"{}")
+        SigV4Auth(Credentials("any", "right"), "bedrock-agentcore", "us-west-2").add_auth(request)
+        statuses = []
+        async with aiohttp.ClientSession() as http:
+            for body in (b"{}", b'{"other": 1}'):
+                async with http.put(request.url, data=body, headers=dict(request.headers)) as answer:
+                    statuses.append((answer.status, (await answer.json())["message"][:20]))
+        assert [status for status, _ in statuses] == [400, 403], statuses
+
+
+@pytest.mark.parametrize("parser", ["h11", "httptools"])
+async def test_a_payload_that_is_too_large_is_named_as_such(parser: str) -> None:
+    async with acr(http=parser) as caller:
+        await caller.ready()
+        with pytest.raises(caller.data.exceptions.ValidationException) as refused:
+            await caller.raw(b"x" * 120_000_000)
+        assert "has 120000000 bytes, 100000000 are allowed" in str(refused.value)
+
+
+async def test_half_a_character_is_named_as_such() -> None:
+    async with acr() as caller:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.put(f"{caller.url}/runtimes/", data=b'{"agentRuntimeName": "\\ud800"}') as answer,
+        ):
+            told = await answer.json()
+        assert answer.status == 400
+        assert r"byte 22 has \ud800, half of a surrogate pair" in told["message"]

@@ -1,0 +1,262 @@
+"""Groups to samples and back: each sampled token owned once, whatever the form; nothing lost on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from afield import trajectories
+from afield.batches.groups import from_groups, to_groups
+from afield.batches.sample import Batch
+from afield.batches.tree import Tree, to_tree
+from afield.errors import UsageError
+from afield.turn_tree import TurnTree
+from afield.types import FinishReason, Group, RolloutResult
+from support.random_groups import branching, group
+from support.strategies import groups
+
+FORMS = st.sampled_from(["linear", "per_turn"])
+
+
+def everyone(made: list[Group]) -> list[RolloutResult]:
+    return [f for g in made for f in (*g.finished, *([g.baseline] if g.baseline else []))]
+
+
+def trained(made: list[Group]) -> list[RolloutResult]:
+    return [f for g in made for f in g.finished if f.outcome.reward_or_floor(0.0) is not None]
+
+
+@given(groups(), FORMS)
+def test_every_sampled_token_of_a_rollout_that_trains_is_owned_exactly_once(made: list[Group], form) -> None:
+    batch = from_groups(made, form)
+    owned: Counter[tuple[str, str, int]] = Counter()
+    for sample in batch.samples:
+        for turn in sample.turns:
+            owned.update((sample.rollout_id, turn.id, n) for n in range(turn.end - turn.start))
+    assert set(owned.values()) <= {1}
+    expected = {
+        (f.rollout.id, turn.id, n)
+        for f in trained(made)
+        for row in f.trajectories
+        for turn in row.turns
+        for n in range(turn.end - turn.start)
+    }
+    assert set(owned) == expected
+    for f in trained(made):
+        excluded = {e.turn for e in f.excluded}
+        for turn in f.turns:
+            here = sum(1 for r, t, _ in owned if (r, t) == (f.rollout.id, turn.id))
+            assert here == (0 if turn.id in excluded else len(turn.token_ids))
+
+
+@given(groups(kept=True), st.data())
+def test_a_row_is_what_the_engine_saw_and_sampled(made: list[Group], data: st.DataObject) -> None:
+    batch = from_groups(made, data.draw(FORMS))
+    of = {f.rollout.id: TurnTree(f.turns) for f in trained(made)}
+    for sample in batch.samples:
+        for owned in sample.turns:
+            forest = of[sample.rollout_id]
+            turn = forest[owned.id]
+            assert sample.token_ids[: len(sample.prompt_ids) + owned.end] == forest.ids(owned.id)
+            assert sample.logprobs[owned.start : owned.end] == turn.logprobs
+            spans = [s for s in sample.versions if owned.start <= s.start < owned.end]
+            assert [(s.start - owned.start, s.end - owned.start, s.low, s.high) for s in spans] == [
+                (s.start, s.end, s.low, s.high) for s in turn.versions
+            ]
+
+
+@given(groups(kept=True))
+def test_rows_per_turn_are_those_that_the_forest_gives(made: list[Group]) -> None:
+    batch = from_groups(made, "per_turn")
+    for f in trained(made):
+        withheld = {e.turn: e.reason for e in f.excluded}
+        expected = trajectories.per_turn(TurnTree(f.turns), withheld).trajectories
+        assert tuple(s.trajectory for s in batch.rows(f.rollout.id)) == expected
+
+
+@given(groups(), FORMS)
+def test_no_rollout_is_lost_and_failed_ones_have_no_rows(made: list[Group], form) -> None:
+    batch = from_groups(made, form, floor=-2.0)
+    assert [r.rollout.id for r in batch.rollouts] == [f.rollout.id for f in everyone(made)]
+    for record, f in zip(batch.rollouts, everyone(made), strict=True):
+        assert record.score == f.outcome.reward_or_floor(-2.0)
+        assert structs.replace(record.outcome, turn_rewards=f.outcome.turn_rewards) == f.outcome
+        if not record.trains:
+            assert batch.rows(record.rollout.id) == ()
+
+
+@given(groups(), FORMS)
+def test_groups_come_back_with_the_rows_they_had(made: list[Group], form) -> None:
+    again = to_groups(from_groups(made, form))
+    for before, after in zip(made, again, strict=True):
+        assert (after.id, after.task_id, after.epoch, after.split) == (
+            before.id,
+            before.task_id,
+            before.epoch,
+            before.split,
+        )
+        assert (after.baseline is None) == (before.baseline is None)
+    for before, after in zip(everyone(made), everyone(again), strict=True):
+        assert (after.rollout, after.attempts, after.excluded) == (
+            before.rollout,
+            before.attempts,
+            before.excluded,
+        )
+        assert structs.replace(after.outcome, turn_rewards=before.outcome.turn_rewards) == before.outcome
+    for before, after in zip(trained(made), trained(again), strict=True):
+        if before.turns or form == "linear":
+            assert after.trajectories == before.trajectories
+        else:
+            assert len(after.trajectories) == sum(len(row.turns) for row in before.trajectories)
+
+
+@given(groups(kept=True))
+def test_a_batch_per_turn_holds_all_that_the_linear_one_does(made: list[Group]) -> None:
+    assert from_groups(to_groups(from_groups(made, "per_turn")), "linear") == from_groups(made, "linear")
+
+
+@given(groups(kept=True))
+def test_turns_that_come_back_are_what_was_sampled(made: list[Group]) -> None:
+    again = to_groups(from_groups(made))
+    for before, after in zip(trained(made), trained(again), strict=True):
+        forest, rebuilt = TurnTree(before.turns), TurnTree(after.turns)
+        for turn in after.turns:
+            known = forest[turn.id]
+            assert rebuilt.ids(turn.id) == forest.ids(turn.id)
+            assert (turn.logprobs, turn.versions, turn.finish_reason) == (
+                known.logprobs,
+                known.versions,
+                known.finish_reason or FinishReason.STOP,
+            )
+
+
+# --- the tree ------------------------------------------------------------------------------------
+
+
+@given(groups(), st.booleans())
+def test_a_tree_gives_the_linear_rows_back_exactly(made: list[Group], share: bool) -> None:
+    batch = from_groups(made)
+    assert to_tree(batch, share=share).to_rows() == batch
+
+
+@given(groups(kept=True), st.booleans())
+def test_rows_per_turn_make_the_same_tree(made: list[Group], share: bool) -> None:
+    assert to_tree(from_groups(made, "per_turn"), share=share) == to_tree(from_groups(made), share=share)
+
+
+@given(groups(), st.booleans())
+def test_a_tree_has_every_owned_token_in_one_node(made: list[Group], share: bool) -> None:
+    batch = from_groups(made)
+    tree = to_tree(batch, share=share)
+    assert sum(len(node.token_ids) for node in tree.nodes) == sum(s.owned for s in batch.samples)
+    assert tree.tokens <= sum(len(s.token_ids) for s in batch.samples)
+
+
+def test_rollouts_of_a_group_share_their_prompts() -> None:
+    batch = from_groups([group(branching("g-1", 1.0), branching("g-2", 0.0), branching("g-3", None))])
+    shared, apart = to_tree(batch), to_tree(batch, share=False)
+    assert (len(shared.nodes), len(apart.nodes)) == (7, 6)
+    assert shared.nodes[0].context_ids == (1, 2, 3) and shared.nodes[0].rollout_id == ""
+    assert [node.parent for node in shared.nodes] == [-1, 0, 1, 1, 0, 4, 4]
+    assert apart.tokens - shared.tokens == 3
+    assert [r.rollout.id for r in shared.rollouts] == ["g-1", "g-2", "g-3"]
+
+
+def test_prompts_that_begin_alike_share_what_they_have_in_common() -> None:
+    from afield.batches.tree import shared
+
+    nodes, left = shared([(1, 2, 3), (1, 2), (1, 2, 3), (9,)], 10)
+    assert nodes == [(-1, (1, 2)), (10, (3,))]
+    assert left == [(11, ()), (10, ()), (11, ()), (-1, (9,))]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def sample(**change):
+    return structs.replace(from_groups([group(branching("g-1", 1.0))]).samples[0], **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"logprobs": (-1.0,)}, r"rollout g-1, turn t1: 4 response ids, 4 mask entries, 1 log-prob"),
+        (
+            {"logprobs": (-1.0, -1.0, -3.0, -1.0)},
+            r"rollout g-1, turn t1: a log-probability where the mask is 0",
+        ),
+        ({"logprobs": (-1.0, -1.0, 0.0, float("nan"))}, r"rollout g-1, turn t2: .* not a finite number"),
+        ({"response_mask": (1, 1, 1, 1)}, r"rollout g-1, turn t2: the mask is not 1 exactly where"),
+        ({"response_mask": (1, 0, 0, 1)}, r"rollout g-1, turn t1: the mask is not 1 exactly where"),
+        ({"versions": ()}, r"rollout g-1, turn t1: version spans"),
+        ({"prompt_ids": ()}, r"rollout g-1, turn t1: there is no prompt"),
+        ({"prompt_ids": (-1,)}, r"rollout g-1, turn t1: token id -1"),
+        ({"weight": 0.0}, r"rollout g-1, turn t1: weight 0"),
+        ({"score": float("inf")}, r"rollout g-1, turn t1: score inf"),
+        ({"turns": ()}, r"rollout g-1, turn \(none\): the response does not begin"),
+    ],
+)
+def test_a_sample_that_does_not_line_up_is_refused_by_rollout_and_turn(change: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        sample(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rollout_id": "g-9"}, r"rollout g-9, turn t1: the batch has no record"),
+        ({"score": 0.5}, r"rollout g-1, turn t1: group, score, rewards or failure differ"),
+        ({"attempts": 2}, r"rollout g-1, turn t1: 2 attempts"),
+        ({"row": 1}, r"rollout g-1, turn t1: its rows are numbered \[1, 1\]"),
+        ({"weight": 0.1}, r"rollout g-1, turn t1: the weights of its rows add up to 0.5"),
+    ],
+)
+def test_a_batch_that_does_not_line_up_is_refused(change: dict, says: str) -> None:
+    batch = from_groups([group(branching("g-1", 1.0))])
+    with pytest.raises(ValueError, match=says):
+        Batch(form="linear", samples=(sample(**change), batch.samples[1]), rollouts=batch.rollouts)
+
+
+def test_a_turn_that_two_rows_own_is_refused() -> None:
+    batch = from_groups([group(branching("g-1", 1.0))])
+    twice = structs.replace(batch.samples[0], row=1, weight=0.4)
+    with pytest.raises(ValueError, match=r"rollout g-1, turn t1: more than one row owns it"):
+        Batch(form="linear", samples=(batch.samples[0], twice), rollouts=batch.rollouts)
+
+
+def test_rows_that_are_not_what_was_sampled_are_refused() -> None:
+    good = branching("g-1", 1.0)
+    other = structs.replace(good.turns[2], token_ids=(13, 15))
+    wrong = structs.replace(good, turns=(*good.turns[:2], other))
+    with pytest.raises(UsageError, match=r"rollout g-1, turn t3: .* not those that were sampled"):
+        from_groups([group(wrong)])
+
+
+def test_a_row_of_a_turn_that_is_gone_is_refused() -> None:
+    good = branching("g-1", 1.0)
+    with pytest.raises(UsageError, match=r"rollout g-1, turn t3: a row owns it, and it is not there"):
+        from_groups([group(structs.replace(good, turns=good.turns[:2]))])
+
+
+def test_a_rollout_that_failed_cannot_have_rows() -> None:
+    batch = from_groups([group(branching("g-1", 1.0), branching("g-2", None))])
+    stray = structs.replace(batch.samples[0], rollout_id="g-2")
+    with pytest.raises(ValueError, match=r"rollout g-2, turn t1: a rollout that does not train has rows"):
+        Batch(form="linear", samples=(stray,), rollouts=batch.rollouts)
+
+
+def test_nodes_that_do_not_hang_together_are_refused() -> None:
+    tree = to_tree(from_groups([group(branching("g-1", 1.0))]), share=False)
+    first, second, third = tree.nodes
+    for nodes, says in [
+        ((second, first, third), "has the parent 0, which is not above it"),
+        ((first, structs.replace(second, parent=-1), third), r"turn t2: it stands under '' and names 't1'"),
+        ((first, second, second), "turn t2: it is in the tree more than once"),
+        ((structs.replace(first, rollout_id="g-7"),), "no rollout of group g"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            Tree(nodes=nodes, rollouts=tree.rollouts)

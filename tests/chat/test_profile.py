@@ -1,0 +1,143 @@
+"""`afield inspect-template`, and certificates that are remembered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from afield.chat import ChatTokenizer
+from afield.cli.main import main
+from templates.models import write_model
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "tiny",
+            [
+                "end of turn       <|im_end|>",
+                "appends (T2)      tool, tools, tool+user",
+                "truncated turns   appended to",
+                "reasoning         think; rendered",
+                "tools             hermes; parallel calls",
+                "call ids          not shown",
+                "content           never becomes control tokens",
+                "date              not printed",
+            ],
+        ),
+        (
+            "forgetful",
+            [
+                "reasoning         think; rendered; stripped before tool+user",
+                "note              the template strips",
+            ],
+        ),
+        ("brackets", ["does not append   tool+user", "call ids          shown; nine letters or digits"]),
+        (
+            "headers",
+            [
+                "tools             llama_json; one call a turn",
+                "date              printed; frozen at the start",
+            ],
+        ),
+        (
+            "channels",
+            [
+                "end of turn       <|return|>",
+                "end of calls      <|call|>",
+                "note              the template names",
+            ],
+        ),
+        (
+            "plain",
+            ["tools             hermes; parallel calls", "rule              fold-tools: tools are announced"],
+        ),
+        (
+            "moving",
+            ["rule              merge-system: several", "rule              fold-system: a later system"],
+        ),
+        ("tiny", ["rule              developer-as-system: a developer"]),
+        ("endless", ["end of turn       none", "note              the template has no token that ends"]),
+    ],
+)
+def test_what_was_found_out_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, lines: list[str]
+) -> None:
+    assert main(["inspect-template", str(write_model(tmp_path / name, name))]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for line in lines:
+        assert any(row.startswith(line) for row in shown), line
+
+
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "tagged", "tagged")
+    assert main(["inspect-template", str(model), "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["model"] == "tagged"
+    assert found["usable"] is True
+    assert found["tool_format"] == "qwen_xml"
+    assert found["appends"]["tool"] == "append"
+    assert found["template_hash"] == ChatTokenizer.load(model).certificate.template_hash
+
+
+def test_a_template_whose_calls_cannot_be_read_fails_where_tools_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_model(tmp_path / "plain", "plain"))
+    assert main(["inspect-template", model, "--tools", "--strict"]) == 1
+    assert "note              the format in which this template renders" in capsys.readouterr().out
+    assert main(["inspect-template", model, "--tools", "--strict", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (shown["usable"], shown["rules"]) == (False, ["developer-as-system"])
+    assert main(["inspect-template", model, "--tools"]) == 0
+
+
+def test_a_directory_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect-template", "nowhere"]) == 2
+    assert "nowhere is not a directory" in capsys.readouterr().err
+
+
+# --- remembered ----------------------------------------------------------------------------------
+
+
+def test_a_certificate_is_remembered_and_believed(tmp_path: Path) -> None:
+    model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
+    found = ChatTokenizer.load(model, cache=cache).certificate
+    [file] = cache.iterdir()
+    assert ChatTokenizer.load(model, cache=cache).certificate == found
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps({**known, "notes": ["seen"]}))
+    assert ChatTokenizer.load(model, cache=cache).certificate.notes == ("seen",)
+
+
+@pytest.mark.parametrize("change", ["template", "arguments", "stop"])
+def test_anything_it_depends_on_makes_it_another(tmp_path: Path, change: str) -> None:
+    model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
+    ChatTokenizer.load(model, cache=cache)
+    if change == "template":
+        template = model / "chat_template.jinja"
+        template.write_text(template.read_text() + " ")
+    if change == "stop":
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    ChatTokenizer.load(model, cache=cache, arguments={"mood": "glad"} if change == "arguments" else None)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_a_file_that_is_broken_is_made_again(tmp_path: Path) -> None:
+    model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
+    found = ChatTokenizer.load(model, cache=cache).certificate
+    [file] = cache.iterdir()
+    for broken in ("{", "{}", '{"appends": 7}'):
+        file.write_text(broken)
+        assert ChatTokenizer.load(model, cache=cache).certificate == found
+        assert json.loads(file.read_text())["template_hash"] == found.template_hash
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    model, blocked = write_model(tmp_path / "tiny", "tiny"), tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert ChatTokenizer.load(model, cache=blocked).certificate.tool_format == "hermes"

@@ -1,0 +1,95 @@
+"""What runs leave behind has a bound, is shown, and can be removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.errors import NotFound
+from afield.gateway.sessions import Sessions
+from afield.gateway.store import Store, remove_ended
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import GenerateRequest
+from afield.orchestrator.run_directory import RunDirectory
+from support.gateways import running, vocabulary
+from support.processes import afield
+
+HOUR = 3600.0
+
+
+def hello(call: GenerateRequest) -> Scripted:
+    return Scripted(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
+
+
+@pytest.mark.anyio
+async def test_sessions_that_are_over_leave_the_store_after_a_while(tmp_path: Path) -> None:
+    now = [0.0]
+    async with Store(tmp_path / "gateway.sqlite") as store:
+        sessions = Sessions(store, lambda: now[0])
+        for n in range(200):
+            session, _ = await sessions.open(SessionSpec(id=f"old{n}.1"))
+            if n < 198:
+                await (sessions.finalize(session) if n % 2 else sessions.abort(session, "enough"))
+            del session
+        held, _ = await sessions.open(SessionSpec(id="held.1"))
+        await sessions.finalize(held)
+        now[0] = 100 * HOUR
+        fresh, _ = await sessions.open(SessionSpec(id="new.1"))
+        await sessions.finalize(fresh)
+        assert await sessions.prune(72 * HOUR) == 198
+        assert store.session_ids(None, 1000, "") == ["held.1", "new.1", "old198.1", "old199.1"]
+        with pytest.raises(NotFound):
+            sessions.get("old7.1")
+        del held
+        assert await sessions.prune(72 * HOUR) == 1
+
+
+@pytest.mark.anyio
+async def test_a_store_that_nobody_uses_shrinks(tmp_path: Path) -> None:
+    async with running(ScriptedEngine(hello), tmp_path) as up:
+        for session in ("done.1", "open.1"):
+            agent = await up.agent(session)
+            said = [{"role": "user", "content": "Hi " * 100}]
+            for _ in range(3):
+                await agent.chat.completions.create(model="m", messages=said)  # pyright: ignore
+        await up.gateway.finalize("done.1")
+    path = tmp_path / "gateway.sqlite"
+    assert remove_ended(path) == 1
+    async with Store(path) as store:
+        assert store.session_ids(None, 10, "") == ["open.1"]
+        assert len(store.turns("open.1")) == 3 and store.turns("done.1") == []
+
+
+def test_rollouts_of_the_oldest_steps_go_first(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    for step in range(1, 9):
+        run.rollouts(step).write_bytes(b"x" * 1000)
+    assert run.prune_rollouts(10_000, least=3) == []
+    assert run.prune_rollouts(6_500, least=3) == [1, 2]
+    assert run.prune_rollouts(0, least=3) == [3, 4, 5]
+    assert run.steps() == [6, 7, 8]
+
+
+def test_cleanup_shows_sizes_and_removes_what_is_asked_for(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "run")
+    (run.path / "rollouts").mkdir(parents=True)
+    run.config.write_text('{"model": "m", "agent": "a:b"}')
+    for step in range(1, 6):
+        run.rollouts(step).write_bytes(b"x" * 100_000)
+    code, out, err = afield(tmp_path, "cleanup")
+    assert code == 0, err
+    assert "run  500.0 kB  (rollouts 500.0 kB)" in out and " free" in out
+    code, _, err = afield(tmp_path, "cleanup", "--rollouts")
+    assert code == 2 and "say which run" in err
+    with run.locked("learn"):
+        code, _, err = afield(tmp_path, "cleanup", "run", "--rollouts")
+        assert code == 2 and "another process is working on run run" in err
+    code, out, err = afield(tmp_path, "cleanup", "run", "--rollouts", "--queues", "--json")
+    assert code == 0, err
+    [told] = json.loads(out)["runs"]
+    assert told["removed"] == {"rollouts": [1, 2], "queues": []}
+    assert told["bytes"]["rollouts"] == 300_000 and run.steps() == [3, 4, 5]

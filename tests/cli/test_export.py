@@ -1,0 +1,139 @@
+"""`afield export`: a run's groups as a file, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from afield.batches.groups import to_groups
+from afield.batches.jsonl import read_jsonl
+from afield.batches.parquet import read_parquet
+from afield.batches.sample import Batch
+from afield.batches.tree import Tree
+from afield.cli.main import main
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
+from afield.types import Rollout, RolloutResult, Task
+from support.processes import afield, summary, train_arguments
+from support.random_groups import branching
+
+READERS = {"jsonl": read_jsonl, "parquet": read_parquet}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A real run of two steps."""
+    folder = tmp_path_factory.mktemp("export")
+    rows = [{"id": f"q{i}", "question": f"Question {i}?", "seconds": 0} for i in range(2)]
+    sizes = ("--steps", 2, "--tasks-per-step", 2, "--rollouts", 2, "--runtime", "inline")
+    code, out, err = afield(folder, *train_arguments(folder, "slow_agent.py", rows, *sizes))
+    assert code == 0, err
+    return RunDirectory(folder / summary(out)["run"])
+
+
+@pytest.mark.parametrize("format", READERS)
+@pytest.mark.parametrize("form", ["linear", "per-turn", "tree"])
+def test_a_file_has_all_that_a_run_was_trained_on(
+    trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, form: str
+) -> None:
+    out = tmp_path / f"batch.{format}"
+    options = ["--format", format, "--form", form, "--out", str(out), "--json"]
+    assert main(["export", str(trained.path), *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    made = READERS[format](out)
+    batch = made.to_rows() if isinstance(made, Tree) else made
+    assert isinstance(batch, Batch)
+    recorded = [f for step in trained.steps() for f in trained.read_rollouts(step)]
+    assert [r.rollout for r in batch.rollouts] == [f.rollout for f in recorded]
+    assert sum(s.owned for s in batch.samples) == sum(t.owned for f in recorded for t in f.trajectories) > 0
+    assert told == {
+        "out": str(out),
+        "format": format,
+        "form": form,
+        "groups": 4,
+        "dropped_groups": 0,
+        "rollouts": 8,
+        "rows": len(made.nodes if isinstance(made, Tree) else made.samples),
+        "sampled_tokens": sum(s.owned for s in batch.samples),
+    }
+    groups = to_groups(batch)
+    assert [group.epoch for group in groups] == [0, 0, 1, 1]
+    assert [f.trajectories for g in groups for f in g.finished] == [f.trajectories for f in recorded]
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_one_step_can_be_had_alone(
+    trained: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "batch.jsonl"
+    assert main(["export", str(trained.path), "--out", str(out), "--step", "2"]) == 0
+    assert "4 rollouts in 2 groups" in capsys.readouterr().out
+    batch = read_jsonl(out)
+    assert {r.rollout.id for r in batch.rollouts} == {f.rollout.id for f in trained.read_rollouts(2)}
+
+
+def finished(id: str, group_id: str, reward: float | None) -> RolloutResult:
+    made = branching(id, reward)
+    rollout = Rollout(id=id, exp_id="exp", group_id=group_id, task=Task("task", {}))
+    return RolloutResult(
+        rollout=rollout, outcome=made.outcome, trajectories=made.trajectories, turns=made.turns
+    )
+
+
+@pytest.fixture
+def hand_made(tmp_path: Path) -> RunDirectory:
+    """A step with a baseline, a failure and a group that was dropped; and one that is not done."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text("{}")
+    kept, dropped = "exp-e3-task", "exp-e0-other"
+    first = [finished("a", kept, 1.0), finished("b", kept, None), finished("greedy", kept, 0.5)]
+    run.write_rollouts(1, [*first, finished("c", dropped, 1.0)])
+    run.write_rollouts(2, [finished("d", "exp-e4-task", 1.0)])
+    run.append_metrics({"step": 1, "dropped_groups": {dropped: "too few"}})
+    with RunState(run.ledger) as ledger:
+        for position, (group, members) in enumerate([(kept, ["a", "b"]), (dropped, ["c"])]):
+            ledger.admit(group, position, 0)
+            ledger.ready(group, members, "greedy" if group == kept else None, None)
+    return run
+
+
+def test_baselines_failures_and_dropped_groups_are_told_apart(
+    hand_made: RunDirectory, tmp_path: Path
+) -> None:
+    out = tmp_path / "batch.jsonl"
+    assert main(["export", str(hand_made.path), "--out", str(out)]) == 0
+    batch = read_jsonl(out)
+    assert isinstance(batch, Batch)
+    assert [(r.rollout.id, r.baseline, r.trains, r.epoch) for r in batch.rollouts] == [
+        ("a", False, True, 3),
+        ("b", False, False, 3),
+        ("greedy", True, False, 3),
+    ]
+    assert {s.rollout_id for s in batch.samples} == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", "--out", "x"], "unknown run 'nowhere'"),
+        (["RUN", "--out", "gone/x.jsonl"], "cannot write gone/x.jsonl"),
+        (["RUN", "--out", "x", "--step", "7"], "has no step 7; there are: 1 to 2"),
+        (["RUN", "--out", "x", "--step", "2"], "has trained on nothing in that step"),
+    ],
+)
+def test_wrong_input_is_named(
+    hand_made: RunDirectory, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(hand_made.path) if a == "RUN" else a for a in arguments]
+    assert main(["export", *given]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "--help"])
+    assert ended.value.code == 0
+    assert "per-turn" in capsys.readouterr().out

@@ -1,0 +1,256 @@
+"""How new weights get to a vLLM server: its own transfer, and adapters beside the weights it has."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.vllm.engine import VllmEngine
+from afield.engines.vllm.weight_transfer import VllmTransfer
+from afield.errors import Conflict, Unavailable, UsageError
+from afield.types import FinishReason, VersionSpan
+from support.engine_calls import a_call, answer, begin, ids, slowly, versions
+from support.fake_vllm import FakeVllm
+from support.vllm_calls import connected, counting
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+# --- vLLM's own transfer -------------------------------------------------------------------------
+
+
+def send(transfer: VllmTransfer, version: int, *names: str) -> None:
+    """As vLLM's senders do, in a thread of the trainer's."""
+    with transfer.publishing(version):
+        transfer.start_weight_update()
+        for name in names:
+            transfer.update_weights({"names": [name], "dtype_names": ["float32"], "shapes": [[1]]})
+        transfer.finish_weight_update()
+
+
+async def test_weights_are_sent_while_calls_stand_still_and_the_gateway_is_told(weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(lambda call: Scripted(token_ids=tuple(range(20, 60)), delay_s=0.01)))
+    async with connected(fake) as engine:
+        transfer = VllmTransfer(engine.url)
+        await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
+        call = await begin(fake, engine, a_call(max_tokens=40))
+        await asyncio.to_thread(send, transfer, 3, "a", "b")
+        await engine.load(3, "")
+        chunks = await call
+        assert (await engine.info()).version == 3
+    assert fake.received == ["a", "b"]
+    assert [path.partition("?")[0] for path in fake.asked] == [
+        "/init_weight_transfer_engine",
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/resume",
+    ]
+    assert ids(chunks) == list(range(20, 60))
+    assert [span.low for span in chunks[-1].versions or ()] == [0, 3]
+
+
+async def test_a_transfer_that_fails_leaves_the_server_paused_until_one_succeeds() -> None:
+    fake = FakeVllm(ScriptedEngine(counting))
+    async with connected(fake) as engine:
+        transfer = VllmTransfer(engine.url)
+        with pytest.raises(Unavailable, match=r"answers 500 to /start_weight_update: .*while it is new"):
+            await asyncio.to_thread(send, transfer, 1, "a")
+        assert fake.moving.is_set()
+        await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
+        with pytest.raises(Unavailable, match=r"answers 500 to /update_weights: .*no such tensor"):
+            await asyncio.to_thread(send, transfer, 1, "strange")
+        assert not fake.moving.is_set()
+        fake.transferring = "new"
+        with pytest.raises(Unavailable, match="answers 500 to /start_weight_update"):
+            await asyncio.to_thread(send, transfer, 1, "a")
+        assert not fake.moving.is_set()
+        await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})
+        await asyncio.to_thread(send, transfer, 1, "a")
+        assert fake.moving.is_set()
+        assert (await answer(engine, a_call()))[-1].versions == (VersionSpan(0, 12, 1, 1),)
+        with pytest.raises(UsageError, match="say which version is sent, with `publishing`"):
+            await asyncio.to_thread(VllmTransfer(engine.url).start_weight_update)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_server_that_does_not_name_its_weights_gets_them_and_calls_have_intervals(
+    weights: Path, stream: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), labels=False)
+    async with connected(fake) as engine:
+        info = await engine.info()
+        assert not info.exact_versions
+        assert any("does not name its weights" in note for note in info.notes)
+        call = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        await engine.load(1, str(weights))
+        assert (await engine.info()).version == 1
+        chunks = await call
+        assert (chunks[-1].low, chunks[-1].high) == (0, 1)
+        assert versions(await answer(engine, a_call())) == [1] * 12
+        with pytest.raises(Conflict, match="older"):
+            await engine.load(0, str(weights))
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> list[str]:
+    """Directories by version."""
+    for version in range(5):
+        (tmp_path / str(version)).mkdir()
+        (tmp_path / str(version) / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
+    return [str(tmp_path / str(version)) for version in range(5)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("scale_out", [True, False], ids=["generate", "completions"])
+async def test_a_call_keeps_the_adapter_it_began_with(
+    adapters: list[str], stream: bool, scale_out: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=4, scale_out=scale_out)
+    async with connected(fake) as engine:
+        begun = []
+        for version in (1, 2, 3):
+            await engine.load(version, adapters[version])
+            await engine.load(version, adapters[version])
+            begun.append(await begin(fake, engine, a_call(max_tokens=30, stream=stream)))
+        assert (await engine.info()).version == 3
+        with pytest.raises(Conflict, match="version 2 is older"):
+            await engine.load(2, adapters[2])
+        for version, call in enumerate(begun, 1):
+            chunks = await call
+            assert ids(chunks) == list(range(8, 38))
+            assert versions(chunks) == [version] * 30
+        assert set(fake.adapters) == {"tiny-v1", "tiny-v2", "tiny-v3"}
+        await engine.load(4, adapters[4])
+        assert set(fake.adapters) == {"tiny-v3", "tiny-v4"}
+    assert "/pause" not in " ".join(fake.asked)
+    assert fake.served[-3:] == ["tiny-v1", "tiny-v2", "tiny-v3"]
+
+
+async def test_a_server_that_cannot_tell_its_configuration_is_asked_for_its_metrics(
+    adapters: list[str],
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2, no_server_info=True)
+    async with connected(fake) as engine:
+        await engine.load(1, adapters[1])
+        assert versions(await answer(engine, a_call())) == [1] * 12
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("device", "exact"), [("cpu", False), ("cuda", True)])
+async def test_a_call_on_base_weights_beside_an_adapter_is_exact_only_where_the_server_keeps_them_apart(
+    adapters: list[str], stream: bool, device: str, exact: bool
+) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2, device=device)
+    async with connected(fake) as engine:
+        base = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        await engine.load(1, adapters[1])
+        own = await begin(fake, engine, a_call(max_tokens=30, stream=stream))
+        chunks = await base
+        spans = {(span.low, span.high) for span in chunks[-1].versions or ()}
+        spans |= {(chunk.low, chunk.high) for chunk in chunks if chunks[-1].versions is None}
+        assert (spans == {(0, 0)}) == exact
+        assert exact or (0, 1) in spans
+        assert versions(await own) == [1] * 30
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_there_are_never_more_versions_in_use_than_the_server_has_room_for(
+    adapters: list[str], stream: bool
+) -> None:
+    """Calls of the oldest go on with the newest, from where they were."""
+    fake, others = FakeVllm(ScriptedEngine(slowly), loras=2), []
+    async with connected(fake) as engine:
+        await engine.load(1, adapters[1])
+        call = await begin(fake, engine, a_call(max_tokens=60, stream=stream))
+        for version in (2, 3, 4):
+            await engine.load(version, adapters[version])
+            others.append(await begin(fake, engine, a_call(max_tokens=40, stream=stream)))
+        chunks = await call
+        for other in others:
+            assert ids(await other) == list(range(8, 48))
+    assert fake.most_at_once == 2
+    assert ids(chunks) == list(range(8, 68))
+    told = versions(chunks)
+    assert told == sorted(told)
+    assert len({*told}) > 1
+    assert chunks[-1].finish is FinishReason.LENGTH
+
+
+async def test_a_version_that_another_process_has_loaded_is_taken_up(adapters: list[str]) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2)
+    async with connected(fake) as engine, VllmEngine(engine.url) as other:
+        await engine.load(1, adapters[1])
+        call = await begin(fake, engine, a_call(max_tokens=60))
+        for version in (2, 3):
+            await other.load(version, adapters[version])
+            assert ids(await answer(engine, a_call(max_tokens=2))) == [8, 9]
+            await engine.load(version, adapters[version])
+        assert versions(await answer(engine, a_call(max_tokens=2))) == [3, 3]
+        chunks = await call
+    assert ids(chunks) == list(range(8, 68))
+    assert fake.asked.count("+tiny-v2") == fake.asked.count("+tiny-v3") == 1
+
+
+async def test_whole_weights_after_adapters_take_over_every_call(adapters: list[str], weights: Path) -> None:
+    fake = FakeVllm(ScriptedEngine(slowly), loras=2)
+    async with connected(fake) as engine:
+        await engine.load(1, adapters[1])
+        call = await begin(fake, engine, a_call(max_tokens=30))
+        await engine.load(2, str(weights))
+        chunks = await call
+        assert fake.served[-2:] == ["tiny-v1", "tiny"]
+        assert ids(chunks) == list(range(8, 38))
+        assert {chunk.low for chunk in chunks} == {1, 2}
+        told = chunks[-1].versions
+        assert told is not None
+        assert (told[0].start, told[0].low, told[-1].end, told[-1].low) == (0, 1, 30, 2)
+        assert (await engine.info()).version == 2
+
+
+async def test_a_server_that_has_adapters_already_is_taken_as_it_is(adapters: list[str]) -> None:
+    fake = FakeVllm(ScriptedEngine(counting), loras=2)
+    fake.adapters = {"tiny-v5": "a", "tiny-v6": "b", "tiny-other": "c"}
+    async with connected(fake) as engine:
+        assert (await engine.info()).version == 6
+        assert versions(await answer(engine, a_call())) == [6] * 12
+        assert fake.served[-1] == "tiny-v6"
+
+
+async def test_an_adapter_the_server_refuses_changes_nothing(adapters: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text('{"r": 16, "lora_alpha": 16}')
+    async with connected(FakeVllm(ScriptedEngine(counting), loras=2)) as engine:
+        await engine.load(1, adapters[1])
+        with pytest.raises(
+            UsageError, match=r"did not take the adapter .*rank 16 is greater.*--max-lora-rank"
+        ):
+            await engine.load(2, str(broken))
+        assert (await engine.info()).version == 1
+        assert versions(await answer(engine, a_call())) == [1] * 12
+    silent = FakeVllm(ScriptedEngine(counting), no_server_info=True)
+    async with connected(silent) as engine:
+        with pytest.raises(
+            UsageError, match=r"answers 500 to /server_info \(.*No module named pip.*/metrics"
+        ):
+            await engine.load(1, adapters[1])
+    for loras, told in ((None, "serves no adapters"), (1, "serves 1 adapter at a time")):
+        async with connected(FakeVllm(ScriptedEngine(counting), loras=loras)) as engine:
+            with pytest.raises(UsageError, match=rf"{told}; start it with --enable-lora --max-loras 2"):
+                await engine.load(1, adapters[1])

@@ -1,0 +1,142 @@
+"""What many clients do at the same moment is counted, grouped and served, each of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sqlite3
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.errors import Conflict
+from afield.gateway.front import Process
+from afield.gateway.sessions import Sessions
+from afield.gateway.store import Store
+from afield.interfaces import SessionSpec
+from afield.interfaces.engine import GenerateRequest
+from support.gateways import running, vocabulary
+
+pytestmark = pytest.mark.anyio
+
+# A process that leaves its link alone until a line comes after its settings, and then counts what is on it.
+BUSY_SHARD = """
+import socket, sys
+link = socket.socket(fileno=int(sys.argv[sys.argv.index("--shard-link") + 1]))
+sys.stdin.readline()
+print("up", flush=True)
+sys.stdin.readline()
+received = 0
+while True:
+    _, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+    received += len(descriptors)
+    for descriptor in descriptors:
+        socket.close(descriptor)
+    print(received, flush=True)
+"""
+
+
+@asynccontextmanager
+async def busy_process() -> AsyncIterator[Process]:
+    process = Process([sys.executable, "-c", BUSY_SHARD], 0, {})
+    assert await process.start() == b"up\n"
+    try:
+        yield process
+    finally:
+        await process.stop()
+
+
+async def handing_over(process: Process, connection: socket.socket, wait: int) -> list[asyncio.Task[None]]:
+    """As many connections as fill the link, and then `wait` more."""
+    handed: list[asyncio.Task[None]] = []
+    while sum(not task.done() for task in handed) < wait:
+        handed.append(asyncio.create_task(process.hand_over(connection)))
+        await asyncio.sleep(0)
+    return handed
+
+
+async def test_every_connection_that_waits_for_a_busy_process_is_handed_over() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        async with busy_process() as process:
+            handed = await handing_over(process, theirs, wait=5)
+            assert process.process.stdin and process.process.stdout
+            process.process.stdin.write(b"go\n")
+            await asyncio.wait_for(asyncio.gather(*handed), 60)
+            while int(await asyncio.wait_for(process.process.stdout.readline(), 60)) < len(handed):
+                pass
+
+
+async def test_a_connection_that_waits_for_a_process_learns_that_it_ended() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        async with busy_process() as process:
+            handed = await handing_over(process, theirs, wait=3)
+        results = await asyncio.wait_for(asyncio.gather(*handed, return_exceptions=True), 60)
+    assert [isinstance(result, OSError) for result in results[-3:]] == [True] * 3
+
+
+class CountingStore(Store):
+    """A store that counts its transactions."""
+
+    transactions = 0
+
+    def _commit(self, connection: sqlite3.Connection, statements: list[Any]) -> Any:
+        self.transactions += 1
+        return super()._commit(connection, statements)
+
+
+async def test_sessions_opened_together_are_written_together(tmp_path: Path) -> None:
+    async with CountingStore(tmp_path / "gateway.sqlite", durable=True) as store:
+        sessions = Sessions(store, lambda: 0.0)
+        opened = await asyncio.gather(*(sessions.open(SessionSpec(id=f"r{n}.1")) for n in range(300)))
+        assert [(session.id, new) for session, new in opened] == [(f"r{n}.1", True) for n in range(300)]
+        assert store.transactions <= 30
+        assert len(sessions) == len(store.session_ids(None, 1000, "")) == 300
+
+
+async def test_one_session_opened_many_times_at_once_is_one_session(tmp_path: Path) -> None:
+    async with Store(tmp_path / "gateway.sqlite") as store:
+        sessions = Sessions(store, lambda: 0.0)
+        spec = SessionSpec(id="r.1")
+        opened = await asyncio.gather(*(sessions.open(spec) for _ in range(20)))
+        assert sorted(new for _, new in opened) == [False] * 19 + [True]
+        assert len({id(session) for session, _ in opened}) == 1
+        first, other = await asyncio.gather(
+            sessions.open(SessionSpec(id="s.1")),
+            sessions.open(SessionSpec(id="s.1", group_id="g")),
+            return_exceptions=True,
+        )
+        assert isinstance(first, tuple) and isinstance(other, Conflict)
+
+
+async def test_an_open_whose_caller_left_is_there_for_the_next_one(tmp_path: Path) -> None:
+    async with Store(tmp_path / "gateway.sqlite") as store:
+        sessions = Sessions(store, lambda: 0.0)
+        leaving = asyncio.create_task(sessions.open(SessionSpec(id="r.1")))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        session, new = await sessions.open(SessionSpec(id="r.1"))
+        assert not new and session is sessions.get("r.1")
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+
+
+def drifting(call: GenerateRequest) -> Scripted:
+    """The number 12 digit by digit: the tokenizer has an id of its own for it."""
+    ids = [i for digit in "12" for i in vocabulary().encode(digit)]
+    return Scripted(token_ids=(*ids, *vocabulary().encode("<|im_end|>")))
+
+
+async def test_turns_that_drift_are_counted_when_sessions_end_together(tmp_path: Path) -> None:
+    async with running(ScriptedEngine(drifting), tmp_path) as up:
+        for n in range(20):
+            agent = await up.agent(f"r{n}.1")
+            await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+        await asyncio.gather(*(up.gateway.finalize(f"r{n}.1") for n in range(20)))
+        assert up.gateway.metrics.drift == 20

@@ -1,0 +1,495 @@
+"""Several workers as one engine: placement, failover, pauses, weights and membership."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from msgspec import structs
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.errors import Conflict, NotFound, Unavailable, UsageError
+from afield.gateway.engine_pool import EnginePool
+from afield.gateway.waiting_time import QueueTime
+from afield.gateway.workers import WorkerHealth
+from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest, Image
+from afield.types import FinishReason, Sampling, VersionSpan
+
+pytestmark = pytest.mark.anyio
+BOUND_S = 90
+PROMPT = tuple(range(10, 30))
+
+
+def a_call(name: str = "c1", *, session: str = "s.1", max_tokens: int = 40, stop: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        id=name,
+        session_id=session,
+        prompt_ids=PROMPT,
+        sampling=Sampling(),
+        max_tokens=max_tokens,
+        stop_ids=(stop,),
+        stream=True,
+    )
+
+
+def by_position(call: GenerateRequest) -> Scripted:
+    """Every token follows from its place, so that a call continued elsewhere gives the same ids."""
+    start = len(call.prompt_ids)
+    return Scripted(token_ids=tuple(100 + p for p in range(start, start + 60)), chunks=(1, 3))
+
+
+def slowly(call: GenerateRequest) -> Scripted:
+    answer = by_position(call)
+    return Scripted(token_ids=answer.token_ids, chunks=(2,), delay_s=0.005)
+
+
+def breaking(after: int, fail: str = "unavailable") -> Callable[[GenerateRequest], Scripted]:
+    def script(call: GenerateRequest) -> Scripted:
+        return Scripted(token_ids=by_position(call).token_ids[:after], chunks=(2,), fail=fail)  # type: ignore[arg-type]
+
+    return script
+
+
+UNDISTURBED = tuple(100 + p for p in range(len(PROMPT), len(PROMPT) + 40))
+
+
+async def answer(engine: Engine, call: GenerateRequest) -> list[Chunk]:
+    async with asyncio.timeout(BOUND_S):
+        return [chunk async for chunk in engine.generate(call)]
+
+
+def ids(chunks: list[Chunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
+def spans(chunks: list[Chunk]) -> list[tuple[int, int, int]]:
+    """(number of tokens, low, high), neighbours of one version joined."""
+    found: list[tuple[int, int, int]] = []
+    for chunk in chunks:
+        n, low, high = len(chunk.token_ids), chunk.low, chunk.high
+        if found and found[-1][1:] == (low, high):
+            n += found.pop()[0]
+        found.append((n, low, high))
+    return found
+
+
+@asynccontextmanager
+async def pool_of(**workers: Engine) -> AsyncIterator[EnginePool]:
+    async with asyncio.timeout(BOUND_S), EnginePool(workers, unavailable_timeout_s=2) as pool:
+        yield pool
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+# --- placement -----------------------------------------------------------------------------------
+
+
+async def test_a_session_stays_on_its_worker_and_sessions_are_spread() -> None:
+    a, b = ScriptedEngine(by_position), ScriptedEngine(by_position)
+    async with pool_of(a=a, b=b) as pool:
+        for turn in range(3):
+            for n in range(6):
+                await answer(pool, a_call(f"{n}.{turn}", session=f"s.{n}"))
+    homes = [{entry.session_id for entry in engine.ledger} for engine in (a, b)]
+    assert [len(home) for home in homes] == [3, 3]
+    assert not homes[0] & homes[1]
+    assert [len(engine.ledger) for engine in (a, b)] == [9, 9]
+
+
+async def test_calls_that_start_at_once_are_spread_evenly() -> None:
+    engines = {name: ScriptedEngine(slowly) for name in "abcd"}
+    async with pool_of(**engines) as pool:
+        await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(20)))
+    assert {len(engine.ledger) for engine in engines.values()} == {5}
+
+
+# --- failover ------------------------------------------------------------------------------------
+
+
+async def test_a_call_goes_on_elsewhere_when_its_worker_breaks() -> None:
+    good = ScriptedEngine(by_position, version=0)
+    async with pool_of(a=ScriptedEngine(breaking(7)), b=good) as pool:
+        chunks = await answer(pool, a_call())
+        assert ids(chunks) == UNDISTURBED
+        assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [FinishReason.LENGTH]
+        assert good.ledger[0].prompt_ids == PROMPT + UNDISTURBED[:7]
+        assert pool.stats()["failovers"] == 1
+        assert pool.stats()["workers"]["a"]["failures"] == 1
+        assert pool.stats()["in_flight"] == 0
+
+
+async def test_log_probabilities_and_versions_of_all_pieces_arrive() -> None:
+    good = ScriptedEngine(
+        lambda call: Scripted(token_ids=by_position(call).token_ids, bump_after=3), version=0
+    )
+    async with pool_of(a=ScriptedEngine(breaking(7)), b=good) as pool:
+        chunks = await answer(pool, a_call())
+        assert spans(chunks) == [(10, 0, 0), (30, 1, 1)]
+        assert sum(len(chunk.logprobs) for chunk in chunks) == 40
+
+
+class LateVersions(ScriptedEngine):
+    """Tells exact versions with the last chunk only, as vLLM does; aborts its first answer."""
+
+    async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
+        n = 0
+        async with aclosing(super().generate(call)) as chunks:
+            async for chunk in chunks:
+                n += len(chunk.token_ids)
+                exact = (VersionSpan(0, 2, 5, 5), VersionSpan(2, n, 6, 6)) if chunk.finish else None
+                yield structs.replace(chunk, low=5, high=6, versions=exact)
+
+
+async def test_exact_versions_told_at_the_end_count_from_the_first_token_of_the_call() -> None:
+    finishes = iter([FinishReason.ABORTED, None])
+
+    def script(call: GenerateRequest) -> Scripted:
+        finish = next(finishes)
+        return Scripted(token_ids=by_position(call).token_ids[: 6 if finish else 60], finish=finish)
+
+    async with pool_of(a=LateVersions(script)) as pool:
+        chunks = await answer(pool, a_call())
+    assert ids(chunks) == UNDISTURBED
+    assert [chunk.versions for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].versions == (
+        VersionSpan(0, 2, 5, 5),
+        VersionSpan(2, 6, 6, 6),
+        VersionSpan(6, 8, 5, 5),
+        VersionSpan(8, 40, 6, 6),
+    )
+
+
+async def test_a_call_survives_its_only_worker_when_that_comes_back() -> None:
+    answers = iter([breaking(5), breaking(9), by_position])
+    engine = ScriptedEngine(lambda call: next(answers)(call))
+    async with pool_of(a=engine) as pool:
+        assert ids(await answer(pool, a_call())) == UNDISTURBED
+        assert pool.list()[0].standing is WorkerHealth.READY
+
+
+async def test_an_aborted_answer_is_resumed() -> None:
+    answers = iter([FinishReason.ABORTED, FinishReason.ABORTED, None])
+
+    def script(call: GenerateRequest) -> Scripted:
+        finish = next(answers)
+        tokens = by_position(call).token_ids
+        return Scripted(token_ids=tokens[:4] if finish else tokens, finish=finish)
+
+    async with pool_of(a=ScriptedEngine(script)) as pool:
+        chunks = await answer(pool, a_call())
+    assert ids(chunks) == UNDISTURBED
+    assert {chunk.finish for chunk in chunks} == {None, FinishReason.LENGTH}
+
+
+async def test_an_end_that_was_lost_with_its_worker_is_not_sampled_again() -> None:
+    stop = UNDISTURBED[5]
+    good = ScriptedEngine(by_position)
+    for call, finish in ((a_call(stop=stop), FinishReason.STOP), (a_call(max_tokens=6), FinishReason.LENGTH)):
+        async with pool_of(a=ScriptedEngine(breaking(6)), b=good) as pool:
+            chunks = await answer(pool, call)
+            assert ids(chunks) == UNDISTURBED[:6]
+            assert chunks[-1].finish is finish
+        good = ScriptedEngine(by_position)
+    assert not good.ledger
+
+
+async def test_a_call_that_keeps_breaking_is_given_up_with_what_was_tried() -> None:
+    async with (
+        asyncio.timeout(BOUND_S),
+        EnginePool({"a": ScriptedEngine(breaking(0)), "b": ScriptedEngine(breaking(0))}, tries=3) as pool,
+    ):
+        with pytest.raises(Unavailable, match=r"given up after 3 tries: (a|b): the script fails call 'c1'"):
+            await answer(pool, a_call())
+        assert pool.stats()["in_flight"] == 0
+
+
+async def test_without_any_worker_a_call_waits_and_is_then_refused_with_the_reasons() -> None:
+    engine = ScriptedEngine(by_position)
+    async with asyncio.timeout(BOUND_S), EnginePool({"a": engine}, unavailable_timeout_s=0.1) as pool:
+        engine.break_down("the card fell off the bus")
+        with pytest.raises(
+            Unavailable, match=r"no worker for 0.1 s: a: the card fell off the bus \(tried: a: "
+        ):
+            await answer(pool, a_call())
+
+
+async def test_a_prompt_nobody_can_take_is_refused_at_once_and_the_worker_stays() -> None:
+    async with pool_of(a=ScriptedEngine(by_position, max_context=20)) as pool:
+        with pytest.raises(ValueError, match="prompt of 20 ids"):
+            await answer(pool, a_call())
+        assert pool.list()[0].standing is WorkerHealth.READY
+
+
+async def test_leaving_a_call_early_frees_its_place() -> None:
+    engine = ScriptedEngine(slowly)
+    async with pool_of(a=engine) as pool:
+        async with aclosing(pool.generate(a_call())) as chunks:
+            await anext(chunks)
+            assert pool.stats()["in_flight"] == 1
+        assert pool.stats()["in_flight"] == 0
+        waiting = asyncio.create_task(answer(pool, a_call()))
+        await until(lambda: pool.stats()["in_flight"] == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert pool.stats()["in_flight"] == 0
+    assert [entry.served for entry in engine.ledger] == ["abandoned", "abandoned"]
+
+
+async def test_forty_calls_on_four_workers_that_keep_breaking_all_end_right() -> None:
+    def flaky(seed: int) -> Callable[[GenerateRequest], Scripted]:
+        asked = iter(range(seed, 10_000))
+
+        def script(call: GenerateRequest) -> Scripted:
+            n = next(asked)
+            return breaking(n % 7)(call) if n % 3 == 0 else slowly(call)
+
+        return script
+
+    workers: dict[str, Engine] = {f"w{n}": ScriptedEngine(flaky(n)) for n in range(4)}
+    async with asyncio.timeout(BOUND_S), EnginePool(workers, tries=50) as pool:
+        answers = await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(40)))
+        assert {ids(chunks) for chunks in answers} == {UNDISTURBED}
+        assert pool.failovers > 5
+
+
+# --- pauses --------------------------------------------------------------------------------------
+
+
+async def test_new_calls_wait_at_the_gate_while_paused() -> None:
+    engine = ScriptedEngine(by_position)
+    async with pool_of(a=engine) as pool:
+        await pool.pause("drain")
+        await pool.pause("drain")
+        waiting = asyncio.create_task(answer(pool, a_call()))
+        await until(lambda: pool.stats()["waiting"] == 1)
+        assert pool.stats()["paused"]
+        assert not engine.ledger
+        await pool.resume()
+        assert ids(await waiting) == UNDISTURBED
+        assert pool.stats()["waiting"] == 0
+
+
+def test_calls_side_by_side_stand_in_line_together() -> None:
+    clock = iter([10.0, 12.0, 15.0])
+    line = QueueTime(lambda: next(clock))
+    line.enter("s", "a")
+    line.enter("s", "b")
+    assert line.waited_s("s") == 2.0
+    line.leave("s", "a")
+    line.leave("s", "b")
+    line.leave("s", "b")
+    assert line.waited_s("s") == 5.0
+    line.stood("s", 14.0, 16.0)  # one of its seconds was counted
+    assert (line.waited_s("s"), line.waited_s("other")) == (6.0, 0.0)
+    line.forget("s")
+    assert line.waited_s("s") == 0.0
+
+
+async def test_draining_waits_for_the_calls_in_flight() -> None:
+    async with pool_of(a=ScriptedEngine(slowly)) as pool:
+        call = asyncio.create_task(answer(pool, a_call()))
+        await until(lambda: pool.stats()["in_flight"] == 1)
+        await pool.pause("drain")
+        assert call.done()
+        assert ids(call.result()) == UNDISTURBED
+
+
+async def test_kept_calls_stand_still_and_go_on_with_the_new_weights() -> None:
+    engine = ScriptedEngine(slowly)
+    async with pool_of(a=engine) as pool:
+        seen: list[Chunk] = []
+        call = asyncio.create_task(collect_into(seen, pool, a_call()))
+        await until(lambda: len(seen) >= 3)
+        await pool.pause("keep")
+        await asyncio.sleep(0.05)
+        still = len(seen)
+        await asyncio.sleep(0.05)
+        assert len(seen) == still
+        await pool.load(4, "weights-4")
+        await pool.resume()
+        stood = pool.line.waited_s("s.1")
+        assert stood > 0.08
+        await call
+        assert pool.line.waited_s("s.1") == stood
+    assert ids(seen) == UNDISTURBED
+    assert [(low, high) for _, low, high in spans(seen)] == [(0, 0), (4, 4)]
+    assert len(engine.ledger) == 1
+
+
+async def collect_into(seen: list[Chunk], engine: Engine, call: GenerateRequest, busy_s: float = 0.0) -> None:
+    """`busy_s` is how long the first chunk keeps its consumer from asking for the next."""
+    async for chunk in engine.generate(call):
+        seen.append(chunk)
+        await asyncio.sleep(busy_s if len(seen) == 1 else 0)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["consumer waits", "consumer is busy"])
+async def test_cut_calls_leave_the_engine_and_go_on_after_the_pause(busy: bool) -> None:
+    engine = ScriptedEngine(slowly)
+    async with pool_of(a=engine) as pool:
+        seen: list[Chunk] = []
+        call = asyncio.create_task(collect_into(seen, pool, a_call(), 0.2 if busy else 0.0))
+        await until(lambda: len(seen) >= 1)
+        await pool.pause("resume")
+        assert pool.stats()["in_flight"] == 0
+        assert [entry.served for entry in engine.ledger] == ["abandoned"]
+        cut_at = len(ids(seen))
+        await pool.load(2, "weights-2")
+        await pool.resume()
+        await call
+    assert ids(seen) == UNDISTURBED
+    assert engine.ledger[1].prompt_ids == PROMPT + UNDISTURBED[:cut_at]
+    assert spans(seen) == [(cut_at, 0, 0), (40 - cut_at, 2, 2)]
+    assert pool.failovers == 0
+
+
+async def test_a_consumer_that_is_cancelled_while_its_call_is_cut_stays_cancelled() -> None:
+    async with pool_of(a=ScriptedEngine(slowly)) as pool:
+        seen: list[Chunk] = []
+        call = asyncio.create_task(collect_into(seen, pool, a_call()))
+        await until(lambda: len(seen) >= 1)
+        call.cancel()
+        await pool.pause("resume")
+        await asyncio.wait([call], timeout=60)
+        assert call.cancelled()
+        assert pool.stats()["in_flight"] == 0
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+async def test_weights_go_to_every_worker_and_an_older_version_is_refused() -> None:
+    a, b = ScriptedEngine(by_position), ScriptedEngine(by_position)
+    async with pool_of(a=a, b=b) as pool:
+        await pool.load(3, "three")
+        await pool.load(3, "three")
+        assert a.loaded == b.loaded == [(3, "three")]
+        assert (await pool.info()).version == 3
+        with pytest.raises(Conflict, match="version 2 is older than version 3"):
+            await pool.load(2, "two")
+
+
+class Stubborn(ScriptedEngine):
+    """Fails to load as often as told."""
+
+    def __init__(self, error: Exception, times: int) -> None:
+        super().__init__(by_position)
+        self.error, self.times = error, times
+
+    async def load(self, version: int, path: str) -> None:
+        if self.times:
+            self.times -= 1
+            raise self.error
+        await super().load(version, path)
+
+
+async def test_a_worker_that_cannot_load_is_set_aside_until_it_has_the_weights() -> None:
+    stubborn, good = Stubborn(Unavailable("disk full"), 2), ScriptedEngine(by_position)
+    async with pool_of(a=stubborn, b=good) as pool:
+        await pool.load(1, "one")
+        assert [worker.standing for worker in pool.list()] == [WorkerHealth.ASIDE, WorkerHealth.READY]
+        assert "version 1 was not loaded: disk full" in pool.list()[0].reason
+        for n in range(4):
+            await answer(pool, a_call(session=f"s.{n}"))
+        assert not stubborn.ledger
+        await until(lambda: pool.list()[0].standing is WorkerHealth.READY)
+        assert stubborn.loaded == [(1, "one")]
+        assert pool.list()[0].version == 1
+
+
+async def test_weights_that_every_worker_refuses_change_nothing() -> None:
+    async with pool_of(a=Stubborn(UsageError("no such directory"), 1)) as pool:
+        with pytest.raises(UsageError, match="version 1 cannot be loaded: a: no such directory"):
+            await pool.load(1, "nowhere")
+        assert (await pool.info()).version == 0
+        assert ids(await answer(pool, a_call())) == UNDISTURBED
+        await pool.load(1, "one")
+        assert (await pool.info()).version == 1
+
+
+# --- membership ----------------------------------------------------------------------------------
+
+
+async def test_a_worker_added_later_gets_the_present_weights_before_its_first_call() -> None:
+    late = ScriptedEngine(by_position)
+    workers = {"a": ScriptedEngine(by_position)}
+    async with asyncio.timeout(BOUND_S), EnginePool(workers, connect=lambda kind, url: late) as pool:
+        await pool.load(2, "two")
+        added = await pool.add("scripted", "http://late:1/")
+        assert (added.standing, added.version, added.url) == (WorkerHealth.READY, 2, "http://late:1")
+        assert await pool.add("scripted", "http://late:1") == added
+        assert late.loaded == [(2, "two")]
+        await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(4)))
+        assert len(late.ledger) == 2
+
+
+async def test_an_unfit_worker_is_refused_and_leaves_no_trace() -> None:
+    async def check(engine: Engine) -> EngineInfo:
+        info = await engine.info()
+        if info.max_context < 1000:
+            raise UsageError(f"a context of {info.max_context} is too short")
+        return info
+
+    connect = lambda kind, url: ScriptedEngine(by_position, max_context=5)  # noqa: E731
+    async with EnginePool({"a": ScriptedEngine(by_position)}, connect=connect, check=check) as pool:
+        with pytest.raises(UsageError, match="a context of 5 is too short"):
+            await pool.add("scripted", "http://short")
+        assert [worker.id for worker in pool.list()] == ["a"]
+        assert (await pool.info()).max_context == 4096
+    with pytest.raises(UsageError, match="too short"):
+        async with EnginePool({"a": ScriptedEngine(by_position, max_context=5)}, check=check):
+            pass
+
+
+async def test_the_calls_of_a_worker_that_is_removed_go_on_elsewhere() -> None:
+    a, b = ScriptedEngine(slowly), ScriptedEngine(slowly)
+    async with pool_of(a=a, b=b) as pool:
+        seen: list[Chunk] = []
+        call = asyncio.create_task(collect_into(seen, pool, a_call()))
+        await until(lambda: len(seen) >= 2)
+        (busy,) = [worker.id for worker in pool.list() if worker.in_flight]
+        await pool.remove(busy)
+        await call
+        assert ids(seen) == UNDISTURBED
+        assert [worker.id for worker in pool.list()] == [{"a": "b", "b": "a"}[busy]]
+        with pytest.raises(NotFound, match=f"there is no worker '{busy}'"):
+            await pool.remove(busy)
+
+
+async def test_calls_with_images_go_to_workers_that_take_them() -> None:
+    image = Image(digest="d", media_type="image/png", data=b"png")
+    sees = ScriptedEngine(by_position, image_id=20, image_length=3)
+    call = GenerateRequest(
+        id="c1",
+        session_id="s.1",
+        prompt_ids=PROMPT,
+        sampling=Sampling(),
+        max_tokens=2,
+        stop_ids=(),
+        images=(image,),
+    )
+    async with pool_of(a=ScriptedEngine(by_position), b=sees) as pool:
+        assert (await pool.info()).images
+        for _ in range(3):
+            chunks = await answer(pool, call)
+            assert chunks[0].prompt_ids == (*PROMPT[:10], 20, 20, 20, *PROMPT[11:])
+    assert len(sees.ledger) == 3
+
+
+async def test_a_pool_that_is_closed_is_unavailable() -> None:
+    engine = ScriptedEngine(by_position)
+    async with pool_of(a=engine) as pool:
+        pass
+    for attempt in (answer(pool, a_call()), pool.load(1, "one"), pool.info()):
+        with pytest.raises(Unavailable, match="not running"):
+            await attempt
+    with pytest.raises(Unavailable, match="the engine was closed"):
+        async with EnginePool({"a": engine}):
+            pass

@@ -1,0 +1,89 @@
+"""Memory does not grow with the rollouts: what is finished lies on disk, what was trained is gone."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+sys.path.append(str(ROOT / "bench"))
+
+from sim.checks import latest, problems
+from sim.life import Habits
+from sim.parts import SimulatedTrainer
+from sim.run import Setting, simulate
+
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.staleness import Mode
+from afield.orchestrator.training_loop import StepLine
+from afield.transports.stores.files import FilesTransport
+
+HELD = ("Finished", "Trajectory", "Group", "Outcome", "Rollout", "Record", "Running", "Session", "Task")
+QUICK = Habits(turns=(1, 3), tokens=(4, 12), failing=0.1)
+
+
+def test_a_thousand_rollouts_leave_nothing_behind() -> None:
+    alive: list[Counter[str]] = []
+    on_disk: list[int] = []
+
+    def count(line: StepLine, record: RunDirectory, trainer: SimulatedTrainer) -> None:
+        gc.collect()
+        names = Counter(type(thing).__name__ for thing in gc.get_objects())
+        alive.append(Counter({name: names[name] for name in HELD}))
+        on_disk.append(sum(1 for _ in record.spool.iterdir()))
+
+    def files(directory: Path) -> FilesTransport:
+        return FilesTransport(directory / "outcomes")
+
+    setting = Setting(
+        mode="async", staleness=2, groups=125, batch=10, total=2_000.0, habits=QUICK, step_s=0.5
+    )
+    result = simulate(setting, transport=files, on_step=count)
+
+    trained = sum(len(step.rollouts) for step in result.steps)
+    assert trained + result.cut == 1_000
+    quarter = len(alive) // 4
+    early, late = (sum(alive[k : k + quarter], Counter()) for k in (quarter, len(alive) - quarter))
+    for name in HELD:
+        assert late[name] <= 1.1 * early[name] + 10 * quarter, (name, early[name], late[name])
+    # At most what the window lets begin: three steps' groups, one of them being trained.
+    assert max(on_disk) <= 3 * setting.batch * setting.rollouts
+
+
+MODES: list[tuple[Mode, int]] = [("sync", 0), ("one-step-off", 1), ("async", 1), ("async", 2)]
+
+
+@pytest.mark.parametrize(("mode", "staleness"), MODES)
+def test_every_mode_trains_each_group_once_within_its_bound(mode: Mode, staleness: int) -> None:
+    setting = Setting(
+        mode=mode,
+        staleness=staleness,
+        groups=42,
+        rollouts=4,
+        batch=4,
+        total=1_000.0,
+        step_s=2.0,
+        straggler_after=3,
+        straggler_s=None,
+        habits=Habits(failing=0.2),
+    )
+    result = simulate(setting)
+    assert problems(result) == []
+    assert latest(result) <= staleness
+    assert result.died > 0
+    assert result.waste == pytest.approx(result.floor)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    def told(seed: int) -> list[tuple[float, tuple[str, ...], tuple[int, ...]]]:
+        setting = Setting(
+            mode="async", staleness=2, seed=seed, groups=20, rollouts=4, straggler_after=3, batch=4, total=1e3
+        )
+        return [(step.at, step.groups, step.lengths) for step in simulate(setting).steps]
+
+    assert told(1) == told(1) != told(2)

@@ -1,0 +1,216 @@
+"""Groups: over-provisioning, stragglers, baselines; and both halves of a run around them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afield import advantages
+from afield.interfaces import StepReport
+from afield.orchestrator.groups import GroupRunner, greedy
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation
+from afield.orchestrator.staleness import Mode, StalenessWindow
+from afield.orchestrator.training_loop import LoopConfig, StepLine, TrainingLoop
+from afield.sdk.context import Context
+from afield.types import FailureKind, Policy, Reason, RolloutResult, Sampling, Split, Task
+from support.in_process_collection import Bench, ask_model, bench, good
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_one_broken_rollout_is_masked_and_its_group_stays(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], rollout: Context) -> float:
+        if rollout.rollout_id.endswith("r1"):
+            raise OSError("no space left")
+        return await good(task, rollout)
+
+    async with bench(tmp_path, agent) as b:
+        (group,) = await b.collect(rollouts=4)
+    assert [f.outcome.reward for f in group.finished] == [1.0, None, 1.0, 1.0]
+    assert group.unusable_because(2) is None
+    assert set(advantages.grpo(group)) == {f"exp-e0-t0-r{k}" for k in (0, 2, 3)}
+
+
+async def test_what_runs_beyond_enough_is_cut_and_carries_no_reward(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], rollout: Context) -> float:
+        if rollout.rollout_id.endswith("r0"):
+            await asyncio.sleep(3600)
+        return await good(task, rollout)
+
+    async with bench(tmp_path, agent) as b:
+        (group,) = await b.collect(rollouts=2, extra=1)
+    failures = [f.outcome.failure for f in group.finished]
+    assert failures[0] and (failures[0].kind, failures[0].reason) == (
+        FailureKind.INFRASTRUCTURE,
+        Reason.CANCELLED,
+    )
+    assert [f.outcome.reward for f in group.finished] == [None, 1.0, 1.0]
+    assert group.finished[0].attempts == 1
+
+
+async def test_stragglers_are_cut_some_time_after_a_quorum(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], rollout: Context) -> float:
+        if rollout.rollout_id.endswith("r3"):
+            await asyncio.sleep(3600)
+        return await good(task, rollout)
+
+    async with bench(tmp_path, agent) as b:
+        (group,) = await b.collect(rollouts=4, straggler_after=2, straggler_s=0.5)
+    assert [f.outcome.reward for f in group.finished] == [1.0, 1.0, 1.0, None]
+
+
+async def test_a_baseline_is_sampled_greedily_and_joined_by_its_group(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], rollout: Context) -> float:
+        await ask_model(rollout)
+        return 0.25 if rollout.rollout_id.endswith("baseline") else 1.0
+
+    async with bench(tmp_path, agent) as b:
+        first, second = await b.collect(tasks=2, rollouts=2, baseline=True)
+    for group in (first, second):
+        assert group.baseline and group.baseline.rollout.group_id == group.id
+        assert {turn.sampling.temperature for turn in group.baseline.turns} == {0.0}
+        assert {turn.sampling.temperature for f in group.finished for turn in f.turns} == {1.0}
+        assert set(advantages.remax(group).values()) == {0.75}
+        assert group.baseline.rollout.id not in advantages.remax(group)
+
+
+# --- both halves ---------------------------------------------------------------------------------
+
+
+class Pupil:
+    """A trainer that writes down what it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[str]] = []
+
+    def step(self, groups: Any) -> StepReport:
+        self.steps.append([group.id for group in groups])
+        return StepReport(rollouts=sum(len(group.finished) for group in groups), tokens=0)
+
+    def export(self, directory: Path) -> None:
+        directory.mkdir(parents=True)
+
+    def save(self, directory: Path) -> None:
+        (directory / "pupil").write_text("\n".join(",".join(step) for step in self.steps))
+
+    def restore(self, directory: Path) -> None:
+        said = (directory / "pupil").read_text().split("\n")
+        self.steps = [step.split(",") for step in said]
+
+
+class Halves:
+    def __init__(self, b: Bench, place: Path, mode: Mode, *, groups: int = 6, batch: int = 2) -> None:
+        bound = {"sync": 0, "one-step-off": 1, "async": 2}[mode]
+        self.window = StalenessWindow(mode=mode, groups=groups, batch=batch, staleness=bound)
+        tasks = [Task(f"t{i}", {"n": i % 3}) for i in range(4)]
+        self.schedule = Schedule(tasks, "exp")
+        self.bench = b
+        place.mkdir()
+        self.run_dir = RunDirectory(place)
+        self.pupil = Pupil()
+        self.lines: list[StepLine] = []
+
+    def learner(self) -> TrainingLoop:
+        return TrainingLoop(
+            self.window,
+            LoopConfig(policy="policy"),
+            epoch_of=self.schedule.epoch,
+            trainer=self.pupil,
+            gateway=self.bench.up.client,
+            ledger=self.bench.ledger,
+            spool=self.bench.spool,
+            run=self.run_dir,
+            on_step=self.lines.append,
+        )
+
+    async def gather(self, validation: Validation | None = None, **plan: Any) -> None:
+        async with self.bench.conducting(**plan) as (values, conductor):
+            collector = GroupRunner(values, conductor, self.bench.spool)
+            parts = {"collector": collector, "ledger": self.bench.ledger, "spool": self.bench.spool}
+            await GroupScheduler(self.window, self.schedule, validation=validation, **parts).run()
+
+    async def both(self, validation: Validation | None = None, **plan: Any) -> None:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.learner().run())
+            tasks.create_task(self.gather(validation, **plan))
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step-off", "async"])
+async def test_every_group_is_trained_once_within_the_bound(tmp_path: Path, mode: Mode) -> None:
+    async with bench(tmp_path, good) as b:
+        halves = Halves(b, tmp_path / "run", mode, groups=7)
+        await halves.both(rollouts=2, concurrency=4)
+        wanted = sorted(halves.schedule.wish(position).id for position in range(7))
+        assert sorted(group for step in halves.pupil.steps for group in step) == wanted
+        assert [len(step) for step in halves.pupil.steps] == [2, 2, 2, 1]
+        assert max(line.staleness for line in halves.lines) <= halves.window.staleness
+        assert len(b.spool) == 0
+        assert b.ledger.taken() == 7 and b.ledger.done == 4
+        assert len(b.ledger.trained()) == 14
+        if mode == "sync":
+            assert [line.staleness for line in halves.lines] == [0, 0, 0, 0]
+
+
+async def test_tokens_sampled_under_old_weights_are_dropped_with_a_reason(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        halves = Halves(b, tmp_path / "run", "sync", groups=2)
+        await halves.gather(rollouts=2)
+        learner = halves.learner()
+        learner._version = 5  # as if the engine had gone back to old weights
+        batch = learner._read(b.ledger.untaken())
+    assert set(batch.dropped.values()) == {"sampled 5 versions ago; the bound is 0"}
+    assert batch.usable == [] and batch.wasted > 0
+
+
+async def test_a_gateway_that_served_another_run_counts_on(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        await b.up.client.publish(Policy("policy", 7), "somewhere")
+        halves = Halves(b, tmp_path / "run", "async", groups=6)
+        await halves.both(rollouts=2)
+        assert [line.version for line in halves.lines] == [9, 10, 11]
+        assert await b.up.client.version() == 11
+        assert max(line.staleness for line in halves.lines) <= 2
+
+
+async def test_the_halves_may_live_apart_and_die_apart(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        halves = Halves(b, tmp_path / "run", "async", groups=8)
+        learning = asyncio.create_task(halves.learner().run())
+        gathering = asyncio.create_task(halves.gather(rollouts=2, concurrency=2))
+        for number in range(4):
+            await asyncio.sleep(0.25)
+            doomed = learning if number % 2 else gathering
+            doomed.cancel()
+            await asyncio.gather(doomed, return_exceptions=True)
+            if doomed is learning:
+                learning = asyncio.create_task(halves.learner().run())
+            else:
+                gathering = asyncio.create_task(halves.gather(rollouts=2, concurrency=2))
+        async with asyncio.timeout(60):
+            await asyncio.gather(learning, gathering)
+        taken = [f.rollout.id for step in halves.run_dir.steps() for f in halves.run_dir.read_rollouts(step)]
+        assert len(taken) == len(set(taken)) == 16
+        assert set(b.ledger.trained()) == set(taken)
+
+
+async def test_validation_is_greedy_reported_by_step_and_never_trained(tmp_path: Path) -> None:
+    seen: list[tuple[int, list[RolloutResult]]] = []
+    tasks = [Task("v0", {"n": 0}), Task("v1", {"n": 1})]
+    validation = Validation(
+        tasks=tasks, every=2, sampling=greedy(Sampling()), report=lambda step, f: seen.append((step, f))
+    )
+    async with bench(tmp_path, good) as b:
+        halves = Halves(b, tmp_path / "run", "sync", groups=6)
+        await halves.both(validation, rollouts=2)
+        assert not [i for i in b.ledger.trained() if "val" in i]
+        assert len(b.spool) == 0
+    assert [step for step, _ in seen][-1] == 3 and seen[0][0] == 0
+    for _, finished in seen:
+        assert [f.rollout.task.id for f in finished] == ["v0", "v1"]
+        assert {turn.sampling.temperature for f in finished for turn in f.turns} == {0.0}
+        assert [f.outcome.reward for f in finished] == [1.0, 0.5]
+        assert {f.rollout.split for f in finished} == {Split.VAL}

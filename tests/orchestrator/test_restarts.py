@@ -1,0 +1,307 @@
+"""Collecting under bad luck: threads that share a ledger, waits that must end, what a restart does again."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afield.errors import RateLimited, Unavailable
+from afield.interfaces import Exit, SessionRecord
+from afield.orchestrator.run_state import RunState
+from afield.runtimes.inline import InlineRuntime
+from afield.sdk.context import Context
+from afield.types import (
+    Attempt,
+    FailureKind,
+    Reason,
+    Rollout,
+    Task,
+)
+from support.in_process_collection import ask_model, bench, good
+
+pytestmark = pytest.mark.anyio
+
+
+def rollout(name: str = "r", **rest: Any) -> Rollout:
+    return Rollout(id=name, exp_id="exp", group_id="g", task=Task("t0", {"n": 0}), **rest)
+
+
+# --- the ledger ----------------------------------------------------------------------------------
+
+
+def test_one_ledger_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_path: Path) -> None:
+    """A step is noted from a thread, in one transaction, while the loop notes attempts and groups."""
+    with RunState(tmp_path / "ledger.sqlite") as ledger:
+        rollouts = [f"g-r{k}" for k in range(200)]
+        errors: list[BaseException] = []
+
+        def learn() -> None:
+            try:
+                for step in range(1, 40):
+                    ledger.take(step, [f"t{step}"], [f"{r}-{step}" for r in rollouts])
+            except BaseException as error:  # noqa: BLE001  told below
+                errors.append(error)
+
+        learning = threading.Thread(target=learn)
+        learning.start()
+        position = 0
+        while learning.is_alive():
+            ledger.admit(f"g{position}", position, 0)
+            ledger.begin(Attempt(f"g{position}-r0", 1))
+            ledger.ready(f"g{position}", [f"g{position}-r0"], None, None)
+            position += 1
+        learning.join()
+        assert not errors
+        assert len(ledger.trained()) == 39 * 200
+        assert len(ledger.untaken()) == position
+
+
+def test_a_ledger_that_cannot_be_written_says_so_and_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with RunState(path) as ledger, closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as other:
+        ledger.admit("g", 0, 0)
+        other.execute("DROP TABLE attempts")
+        other.execute("CREATE TRIGGER full BEFORE INSERT ON members BEGIN SELECT no_such_function(); END")
+        with pytest.raises(Unavailable, match="make room"):
+            ledger.begin(Attempt("r", 1))
+        with pytest.raises(Unavailable, match="ledger"):
+            ledger.ready("g", ["r"], None, None)
+        other.execute("DELETE FROM groups")  # no transaction was left open
+
+
+# --- waiting -------------------------------------------------------------------------------------
+
+
+async def never(task: dict[str, Any]) -> float:
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+async def test_a_cancel_reaches_a_rollout_that_waits_for_a_place(tmp_path: Path) -> None:
+    async with bench(tmp_path, never) as b, b.conducting(concurrency=1) as (_, conductor):
+        first, second = conductor.start(rollout("first")), conductor.start(rollout("second"))
+        third = conductor.start(rollout("third"))
+        conductor.cancel("third", "not even begun")
+        await asyncio.sleep(0.1)
+        conductor.cancel("second", "no longer wanted")
+        for name, task in (("second", second), ("third", third)):
+            note = await asyncio.wait_for(asyncio.shield(task), 60)
+            assert note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED, name
+        assert not first.done()
+        conductor.cancel("first", "enough")
+        await first
+        assert await b.up.client.states(["second.1", "third.1"]) == {}  # nothing was opened for them
+
+
+async def test_the_queue_deadline_counts_over_all_refusals(tmp_path: Path) -> None:
+    class Full(InlineRuntime):
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            raise RateLimited("no room", 0.05)
+
+    async with (
+        bench(tmp_path, good) as b,
+        Full(good, b.transport.deliver) as full,
+        b.conducting(runtime=full, queue_timeout_s=0.5, retries={}) as (_, conductor),
+    ):
+        note = await asyncio.wait_for(conductor.run(rollout()), 60)
+    assert note.outcome.failure and "queue_timeout_s" in note.outcome.failure.message
+
+
+async def test_closing_that_is_cut_short_leaves_no_task_behind(tmp_path: Path) -> None:
+    class Stuck(InlineRuntime):
+        async def stop(self, attempt: Attempt) -> None:
+            await asyncio.sleep(3600)
+
+    async with bench(tmp_path, never) as b, Stuck(never, b.transport.deliver) as stuck:
+        before = asyncio.all_tasks()
+
+        async def life() -> None:
+            async with b.conducting(runtime=stuck, attempt_timeout_s=0.2, retries={}) as (_, conductor):
+                await conductor.run(rollout())
+
+        living = asyncio.create_task(life())
+        while b.ledger.finished("r") is None:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        living.cancel()  # as Ctrl-C does while agents are being ended
+        with pytest.raises(asyncio.CancelledError):
+            await living
+        left = {task for task in asyncio.all_tasks() - before if "_tear_down" in str(task.get_coro())}
+        left |= {task for task in asyncio.all_tasks() - before if "Noticer" in str(task.get_coro())}
+        assert not left
+
+
+# --- sessions that are lost, agents that are found again -----------------------------------------
+
+
+async def test_a_rollout_whose_session_the_gateway_lost_is_tried_again(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        reward = await good(task, context)
+        if context.session_id.endswith(".1"):
+            await b.up.ask("DELETE", f"/sessions/{context.session_id}")
+        return reward
+
+    async with bench(tmp_path, agent) as b, b.conducting() as (_, conductor):
+        note = await conductor.run(rollout())
+        assert note.outcome.reward == 1.0 and note.attempts == 2
+        assert [f.attempts for f in b.seen.finished] == [2]  # told of once
+        (first, _) = b.ledger.attempts("r")
+        assert first.failure and first.failure.reason is Reason.ENGINE
+
+
+async def test_one_session_that_cannot_be_read_costs_one_attempt_and_not_the_run(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+
+        class Spoilt:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(b.up.client, name)
+
+            async def finalize(self, session_id: str) -> SessionRecord:
+                if session_id == "r.1":
+                    raise Unavailable("500: the turns of r.1 cannot be read")
+                return await b.up.client.finalize(session_id)
+
+        async with b.conducting(gateway=Spoilt(), unavailable_timeout_s=0.3) as (_, conductor):
+            note = await conductor.run(rollout())
+        assert note.outcome.reward == 1.0 and note.attempts == 2
+
+
+async def test_a_finished_rollout_that_is_on_no_disk_any_more_is_run_again(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        async with b.conducting() as (_, conductor):
+            await conductor.run(rollout())
+        b.spool.drop("r")
+        async with b.conducting() as (_, conductor):
+            assert (await conductor.run(rollout())).attempts == 1  # the gateway still has it
+        b.spool.drop("r")
+        await b.up.ask("DELETE", "/sessions/r.1")
+        async with b.conducting() as (_, conductor):
+            note = await conductor.run(rollout())
+        assert note.outcome.reward == 1.0 and note.attempts == 2
+        assert b.spool.get("r").outcome == note.outcome
+        assert b.ledger.finished("r") == note
+
+
+class Elsewhere(InlineRuntime):
+    """Agents that outlive the collector."""
+
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        return self._attempts.running(attempt.session_id)
+
+
+async def test_an_adopted_attempt_has_no_more_time_than_any_other(tmp_path: Path) -> None:
+    async with bench(tmp_path, never) as b, Elsewhere(never, b.transport.deliver) as there:
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="killed"):
+                async with b.conducting(runtime=there, attempt_timeout_s=2.0) as (_, conductor):
+                    conductor.start(rollout())
+                    await asyncio.sleep(0.6)
+                    raise RuntimeError("killed")
+        (first, *_) = b.ledger.attempts("r")
+        assert first.failure and "no outcome within 2 s" in first.failure.message
+
+
+async def test_what_an_attempt_cost_that_a_restart_gave_up_is_counted(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        reward = await good(task, context)
+        if context.session_id.endswith(".1"):
+            asked.set()
+            await asyncio.sleep(3600)
+        return reward
+
+    asked = threading.Event()
+    async with bench(tmp_path, agent) as b:
+        with pytest.raises(RuntimeError, match="killed"):
+            async with b.conducting() as (_, conductor):
+                conductor.start(rollout())
+                await asyncio.to_thread(asked.wait, 20)
+                raise RuntimeError("killed")
+        async with InlineRuntime(agent, b.transport.deliver) as another, b.conducting(runtime=another) as two:
+            note = await two[1].run(rollout())
+        assert note.attempts == 2
+        assert b.ledger.wasted(["r"]) > 0
+
+
+# --- a gateway that goes away --------------------------------------------------------------------
+
+
+async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Path) -> None:
+    """Nor is it the policy's failure."""
+    away, asked, back = asyncio.Event(), threading.Event(), threading.Event()
+
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        reward = float(await ask_model(context) == "Yes.")
+        asked.set()
+        await asyncio.to_thread(back.wait, 60)
+        await ask_model(context, "again")
+        return reward
+
+    async with bench(tmp_path, agent) as b:
+
+        class Away:
+            def __getattr__(self, name: str) -> Any:
+                return _unavailable if name == "states" and away.is_set() else getattr(b.up.client, name)
+
+        async with b.conducting(gateway=Away(), attempt_timeout_s=4.0, watch_s=0.1, retries={}) as (
+            _,
+            conductor,
+        ):
+            running = conductor.start(rollout())
+            assert await asyncio.to_thread(asked.wait, 60)
+            away.set()
+            await asyncio.sleep(4.5)
+            away.clear()
+            back.set()
+            note = await running
+    assert note.outcome.failure is None and note.outcome.reward == 1.0
+
+
+async def test_a_gateway_that_stays_away_ends_the_work_with_its_name(tmp_path: Path) -> None:
+    async with bench(tmp_path, never) as b:
+
+        class Away:
+            def __getattr__(self, name: str) -> Any:
+                away = name in ("states", "version")  # nobody is answered
+                return _unavailable if away else getattr(b.up.client, name)
+
+        with pytest.raises(Unavailable, match="does not answer"):
+            async with b.conducting(gateway=Away(), watch_s=0.1, unavailable_timeout_s=0.5) as (_, conductor):
+                await conductor.run(rollout())
+
+
+async def test_a_gateway_that_hangs_does_not_stop_the_clock_of_agents_that_ended(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> float:
+        return await good(task, context)
+
+    class Lost(InlineRuntime):
+        """Ends well, and its outcome never comes."""
+
+        async def launch(self, attempt: Attempt, payload: dict[str, Any]) -> None:
+            self._attempts.begin(attempt.session_id)
+            self._attempts.settle(attempt.session_id, Exit())
+
+    async with bench(tmp_path, agent) as b, Lost(agent, b.transport.deliver) as lost:
+
+        class Hanging:
+            def __getattr__(self, name: str) -> Any:
+                return _hanging if name == "states" else getattr(b.up.client, name)
+
+        limits: dict[str, Any] = {"upload_timeout_s": 0.3, "watch_s": 0.05, "retries": {}}
+        async with b.conducting(gateway=Hanging(), runtime=lost, **limits) as (_, conductor):
+            note = await asyncio.wait_for(conductor.run(rollout()), 60)
+    assert note.outcome.failure and note.outcome.failure.kind is FailureKind.INFRASTRUCTURE
+    assert "without an outcome" in note.outcome.failure.message
+
+
+async def _unavailable(*_: object) -> Any:
+    raise Unavailable("the gateway does not answer")
+
+
+async def _hanging(*_: object) -> Any:
+    await asyncio.sleep(3600)

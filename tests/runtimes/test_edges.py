@@ -1,0 +1,372 @@
+"""Runtimes at their edges: what is left when one closes, what one bad answer may cost, and whose is whose."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.cli.test_sessions import dead, note
+from tests.orchestrator.test_verifier import half, hand_in, judged
+from tests.runtimes.test_agentcore import opened, serving
+from tests.runtimes.test_registry import Elsewhere
+
+from afield import factory
+from afield.agentcore_local.errors import Problem
+from afield.agentcore_local.faults import Luck
+from afield.agentcore_local.hosts import Places, PlainPlaces
+from afield.agentcore_local.images import Image
+from afield.agentcore_local.quotas import Counts, Quotas
+from afield.agentcore_local.requests import Lifecycle
+from afield.agentcore_local.sandbox_hosts import CellPlaces
+from afield.agentcore_local.sessions import Pace as Cold
+from afield.agentcore_local.sessions import Sessions, Wanted
+from afield.cli.main import main
+from afield.errors import InfrastructureFailure, Unavailable, UsageError
+from afield.interfaces.runtime import Phase
+from afield.options import Limits, SandboxOptions
+from afield.orchestrator.run_directory import RunDirectory
+from afield.ratelimit import Unlimited
+from afield.runtimes.inline import InlineRuntime
+from afield.runtimes.process import ProcessRuntime
+from afield.runtimes.registry import ProcessRef, SessionRegistry, TrackedRuntime
+from afield.runtimes.sandbox import SandboxRuntime
+from afield.settings import Environment, TrainConfig, assigned, build
+from afield.transports.stores.files import FilesTransport
+from afield.types import Attempt, Rollout, Task
+from agents.places import ACTING, Place
+from agents.sink import Sink
+from support.gateways import POLICY
+from support.in_process_collection import bench, good
+from support.kubernetes import fake_kube, placed
+from support.sandboxes import keeper_of, needs_bubblewrap
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def sink(tmp_path: Path) -> AsyncIterator[Sink]:
+    async with FilesTransport(tmp_path / "store") as transport, Sink(transport).running() as sink:
+        yield sink
+
+
+# --- agentcore -------------------------------------------------------------------------------------------
+
+
+async def test_a_launch_that_waits_for_a_place_starts_nothing_once_the_runtime_closes(
+    sink: Sink, tmp_path: Path
+) -> None:
+    async with serving(sink, pace=Cold(cold_start_s=0.5)) as url:
+        async with opened(tmp_path, url=url, sessions=1) as runtime:
+            await runtime.check()
+            place = Place(runtime, sink.transport, sink)
+            await place.launch({"do": "beat"}, "first")
+            waiting = asyncio.create_task(place.launch({"do": "beat"}, "second"))
+            await asyncio.sleep(0.2)
+            waiting.cancel()  # As a conductor does that is closed; the launch itself goes on.
+        await asyncio.sleep(1.0)
+        await sink.until_quiet("beat")
+        assert sink.told("beat", "second.1") == []
+
+
+async def test_a_session_that_comes_up_while_the_runtime_closes_is_ended(sink: Sink, tmp_path: Path) -> None:
+    async with serving(sink, pace=Cold(cold_start_s=1.0)) as url:
+        async with opened(tmp_path, url=url, cold_start_s=1.0) as runtime:
+            await runtime.check()
+            place = Place(runtime, sink.transport, sink)
+            starting = asyncio.create_task(place.launch({"do": "beat"}))
+            await asyncio.sleep(0.3)
+            starting.cancel()
+        await asyncio.sleep(1.0)
+        await sink.until_quiet("beat")
+
+
+async def test_a_launch_that_was_stopped_while_it_waited_for_a_place_costs_no_session(
+    sink: Sink, tmp_path: Path
+) -> None:
+    async with serving(sink) as url, opened(tmp_path, url=url, sessions=1) as runtime:
+        await runtime.check()
+        place = Place(runtime, sink.transport, sink)
+        first = await place.launch({"do": "beat"}, "first")
+        waiting = asyncio.create_task(place.launch({"do": "beat"}, "second"))
+        await asyncio.sleep(0.2)
+        await runtime.stop(Attempt("second", 1))
+        await runtime.stop(first)
+        with pytest.raises(InfrastructureFailure, match="stopped before it started"):
+            await waiting
+        assert (await runtime.status(Attempt("second", 1))).phase is Phase.UNKNOWN
+
+
+@pytest.mark.parametrize("given", ["rate=0", "stop_rate=-1", "sessions=0", "cold_start_s=-1", "ready_s=0"])
+def test_amounts_that_make_no_sense_are_said_with_their_names(given: str) -> None:
+    name = given.partition("=")[0]
+    with pytest.raises(UsageError, match=rf"{name} = .* must be"):
+        build({"model": "m", **assigned([f"agentcore.{given}"])}, "the command line")
+
+
+# --- one bad answer ----------------------------------------------------------------------------------------
+
+
+class Unsure(InlineRuntime):
+    """A place that cannot be asked about what an earlier process launched."""
+
+    async def adopt(self, attempt: Attempt) -> bool | None:
+        raise Unavailable("the container engine does not answer")
+
+
+async def test_a_place_that_cannot_be_asked_after_a_restart_does_not_end_the_run(tmp_path: Path) -> None:
+    async with bench(tmp_path, good) as b:
+        b.ledger.begin(Attempt("r", 1))
+        wish = Rollout(id="r", exp_id="exp", group_id="g", task=Task("t0", {"n": 0}))
+        async with (
+            Unsure(good, deliver=b.transport.deliver) as unsure,
+            b.conducting(runtime=unsure) as (_, conductor),
+        ):
+            note = await conductor.run(wish)
+    assert note.outcome.reward == 1.0 and note.outcome.attempt == 2
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_process_for_which_no_file_is_left_fails_alone(sink: Sink, tmp_path: Path) -> None:
+    async with ProcessRuntime(f"{ACTING}:act", fresh=True, log_dir=tmp_path / "logs") as runtime:
+        place = Place(runtime, sink.transport, sink)
+        with no_more_files(), pytest.raises(InfrastructureFailure, match="Too many open files"):
+            await place.launch({"do": "reward"}, "first")
+        attempt = await place.launch({"do": "reward"}, "second")
+        assert (await place.wait(attempt)).failure is None
+
+
+@needs_bubblewrap
+async def test_a_sandbox_that_could_not_be_made_once_is_tried_again(sink: Sink, tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    shutil.copy(ACTING, agent)
+    async with SandboxRuntime(f"{agent}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
+        await runtime.check()
+        place = Place(runtime, sink.transport, sink)
+        first = await place.launch({"do": "beat"}, "first")
+        os.kill(keeper_of(os.getpid()), signal.SIGKILL)
+        assert (await place.wait(first)).failure
+        agent.rename(tmp_path / "away.py")
+        with pytest.raises(InfrastructureFailure):
+            await place.launch({"do": "reward"}, "second")
+        (tmp_path / "away.py").rename(agent)
+        third = await place.launch({"do": "reward"}, "third")
+        assert (await place.wait(third)).failure is None
+
+
+@needs_bubblewrap
+async def test_a_sandbox_for_which_no_file_is_left_says_so(sink: Sink, tmp_path: Path) -> None:
+    async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
+        with no_more_files(), pytest.raises(UsageError, match="Too many open files"):
+            await runtime.check()
+        place = Place(runtime, sink.transport, sink)
+        assert (await place.wait(await place.launch({"do": "reward"}))).failure is None
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=needs_bubblewrap)])
+async def test_a_session_of_the_local_server_for_which_no_file_is_left_fails_alone(
+    tmp_path: Path, isolation: str
+) -> None:
+    cells = CellPlaces(tmp_path, Limits(), allow=(), mounts=(), warm=(), init_s=30)
+    places: Places = PlainPlaces(tmp_path) if isolation == "none" else cells
+    luck, counts = Luck({}, 0), Counts(time.monotonic)
+    wanted = Wanted(image=Image(target=f"{ACTING}:act"), version="1", env={}, lifecycle=Lifecycle())
+    async with places, Sessions(places, Quotas(), Cold(), luck, counts) as sessions:
+        with no_more_files(), pytest.raises(Problem, match="Too many open files"):
+            await sessions.enter(("runtime", "DEFAULT", "first"), wanted)
+        second = await sessions.enter(("runtime", "DEFAULT", "second"), wanted)
+        assert len(sessions) == 1
+        await sessions.stop(second)
+
+
+async def test_a_keeper_that_hangs_does_not_keep_a_run_from_ending(sink: Sink, tmp_path: Path) -> None:
+    async with SandboxRuntime(f"{ACTING}:act", SandboxOptions(), log_dir=tmp_path / "logs") as runtime:
+        await Place(runtime, sink.transport, sink).launch({"do": "beat"})
+        os.kill(keeper_of(os.getpid()), signal.SIGSTOP)
+    await sink.until_quiet("beat")
+
+
+async def test_a_cluster_that_refuses_to_be_looked_at_ends_nothing_else(tmp_path: Path, sink: Sink) -> None:
+    async with (
+        fake_kube(tmp_path / "kube") as kube,
+        placed(kube, sink) as first,
+        placed(kube, sink) as second,
+    ):
+        attempt = await first.launch({"do": "beat"})
+        kube.down = True
+        assert await second.runtime.adopt(attempt) is None
+        kube.denied.add(("list", "pods"))
+        kube.down = False
+        await asyncio.sleep(3.0)
+        kube.denied.clear()
+        assert (await second.runtime.status(attempt)).phase is Phase.RUNNING
+        await second.launch({"do": "beat"}, "other")
+
+
+async def test_verifiers_take_no_turns_of_the_agents(tmp_path: Path) -> None:
+    class Counting(Unlimited):
+        launches = 0
+
+        @asynccontextmanager
+        async def launching(self) -> AsyncIterator[None]:
+            self.launches += 1
+            async with super().launching():
+                yield
+
+    limiter = Counting()
+    finished, _ = await judged(tmp_path, hand_in, half, limiter=limiter)
+    assert [one.outcome.reward for one in finished] == [0.5, 0.5]
+    assert limiter.launches == 2
+
+
+# --- whose is whose ---------------------------------------------------------------------------------------
+
+
+def test_verifiers_of_two_runs_are_told_apart(tmp_path: Path) -> None:
+    """They may share a cluster, where a reaper of the one finds its own by name."""
+    names: set[str] = set()
+    config = TrainConfig(
+        model="m", agent="a.py:a", verifier="v.py:v", verifier_runtime="ray", runtime="ray=127.0.0.1:6379"
+    )
+    for run in ("one", "two"):
+        carrier = FilesTransport(tmp_path)
+        agents: Any = factory.runtime(config, RunDirectory(tmp_path / run), carrier)
+        judges: Any = factory.verifiers(config, RunDirectory(tmp_path / run), carrier)
+        names |= {agents.runtime._name, judges.runtime._name}
+    assert len(names) == 4
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AFIELD_RUNS", str(tmp_path / "runs"))
+    for name in ("one", "two"):
+        path = tmp_path / "runs" / name
+        path.mkdir(parents=True)
+        (path / "run.json").write_bytes(
+            msgspec.json.encode(TrainConfig(model="m", agent=f"{ACTING}:act", runtime="process"))
+        )
+    return tmp_path / "runs"
+
+
+def test_a_session_that_two_runs_have_is_not_killed_until_it_is_said_whose(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        note(runs / name, "train-e0-t0-0.1", ProcessRef.of(os.getpid()), runtime="process")
+    assert main(["kill", "train-e0-t0-0.1"]) == 2
+    assert "one, two" in (said := capsys.readouterr().err) and "--run" in said
+
+
+def test_killing_a_session_of_a_warm_worker_tells_what_ends_with_it(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    roster = SessionRegistry(runs / "one" / "sessions.sqlite")
+    for session_id in ("a.1", "b.1"):
+        note(runs / "one", session_id, ProcessRef.of(os.getpid()), runtime="process")
+        roster.place(session_id, Phase.RUNNING, f"pid {worker.pid} (worker-1-1.log)")
+    roster.close()
+    assert main(["kill", "a.1"]) == 0
+    assert f"pid {worker.pid} has ended, and with it what it served beside: b.1" in capsys.readouterr().out
+    assert worker.wait(10) == -signal.SIGTERM
+
+
+async def test_a_run_does_not_go_on_elsewhere_while_its_old_place_may_still_run_something(
+    tmp_path: Path,
+) -> None:
+    roster = SessionRegistry(tmp_path / "sessions.sqlite")
+    gone = dead()
+    roster.enter(gone)
+    roster.note("r.1", "container", gone, outlives=True, phase=Phase.RUNNING)
+    runtime = TrackedRuntime(InlineRuntime(good), roster, "inline")
+    with pytest.raises(UsageError, match=r"in container \(r\.1\).*afield cleanup"):
+        await runtime.__aenter__()
+    assert [entry.session_id for entry in roster.entries()] == ["r.1"]
+    roster.remove("r.1")
+    async with runtime:
+        pass
+
+
+async def test_a_runtime_that_gets_no_guard_is_closed_again(tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def none() -> AsyncIterator[None]:
+        raise OSError("no process can be started")
+        yield
+
+    there: dict[str, Any] = {"r.1": None}
+    runtime = TrackedRuntime(
+        Elsewhere(there, lingers=True), SessionRegistry(tmp_path / "sessions.sqlite"), "elsewhere", none
+    )
+    with pytest.raises(OSError, match="no process"):
+        await runtime.__aenter__()
+    assert there == {}
+
+
+# --- configuration ----------------------------------------------------------------------------------------
+
+
+def test_what_a_run_was_told_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """`env` of a place may hold a key."""
+    from afield.cli.train import save_config
+
+    save_config(run := RunDirectory(tmp_path), TrainConfig(model="m"))
+    assert stat.S_IMODE(run.config.stat().st_mode) == 0o600
+
+
+def test_a_resumed_run_takes_what_the_file_and_the_command_say_of_one_place(tmp_path: Path) -> None:
+    from afield.cli import train
+
+    told = TrainConfig(model=str(POLICY), runtime="container=agents/math:1")
+    train.save_config(run := RunDirectory(tmp_path), told)
+    run.write_tasks([Task("t", {})])
+    file = tmp_path / "train.toml"
+    file.write_text("[train.container]\nnetwork = 'mine'\n")
+    args = argparse.Namespace(config=file, resume=None, set=["container.user=me"], part="all")
+    config, _ = train.resume(run, args, Environment.read())
+    assert (config.container.network, config.container.user) == ("mine", "me")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"runtime": "kubernetes=agents/math:1"},
+        {"runtime": "agentcore=arn:aws:bedrock-agentcore:us-west-2:123456789012:runtime/math-0123456789"},
+    ],
+)
+def test_agents_elsewhere_are_not_sent_to_a_gateway_that_only_this_machine_reaches(
+    given: dict[str, Any],
+) -> None:
+    with pytest.raises(UsageError, match=r"127\.0\.0\.1.*gateway_url"):
+        factory.check_reach(TrainConfig(model="m", **given))
+    ways: tuple[dict[str, Any], ...] = (
+        {"gateway": "http://gateway.example:8400"},
+        {"gateway_url": "http://me.example:8400", "gateway_port": 8400},
+        {"gateway_host": "0.0.0.0"},
+    )
+    for reached in ways:
+        factory.check_reach(TrainConfig(model="m", **given, **reached))

@@ -1,0 +1,108 @@
+"""Where a client works in tests: a real gateway in a thread of its own, so that tests may block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from afield.client import RolloutClient
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.gateway.client import HttpGateway
+from afield.interfaces import Runtime, SessionSpec, SessionState, Transport
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.run_directory import RunDirectory
+from afield.runtimes.inline import InlineRuntime
+from afield.sdk.context import Context
+from afield.transports.stores.memory import MemoryTransport
+from support.gateways import ADMIN, POLICY, Running, running, vocabulary
+from support.processes import until
+
+VOCAB = vocabulary()
+YES = Scripted(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
+
+
+class Place:
+    def __init__(self, portal: BlockingPortal, up: Running, root: Path) -> None:
+        self._portal = portal
+        self._up = up
+        self.url = up.url
+        self.root = root
+
+    def client(
+        self,
+        agent: Callable[..., Any] | None = None,
+        *,
+        runtime: Runtime | None = None,
+        transport: Transport | None = None,
+        run: str = "run",
+        **plan: Any,
+    ) -> RolloutClient:
+        """Its agents run in threads and deliver through memory, unless told otherwise."""
+        transport = transport or MemoryTransport()
+        deadlines = Deadlines(attempt_timeout_s=plan.pop("attempt_timeout_s", 60.0), teardown_timeout_s=5.0)
+        values = {"exp_id": "exp", "model_id": "m", "retries": {}, "deadlines": deadlines, **plan}
+        return RolloutClient(
+            RolloutConfig(**values),
+            gateway=HttpGateway(self.url, ADMIN, unavailable_timeout_s=1.0),
+            runtime=runtime or InlineRuntime(agent or yes, deliver=transport.deliver),
+            transport=transport,
+            run=RunDirectory(self.root / run),
+        )
+
+    def spec(self, session_id: str) -> SessionSpec:
+        """What a session was opened with."""
+        return self._up.gateway.sessions.get(session_id).row.spec
+
+    def state(self, session_id: str) -> SessionState:
+        return self._portal.call(self._up.client.state, session_id)
+
+    def phase(self, session_id: str) -> str | None:
+        found = self._portal.call(self._up.client.states, [session_id])
+        return found[session_id].phase if session_id in found else None
+
+    def ends(self, session_id: str) -> None:
+        """Until the gateway takes no more calls in a session."""
+        until(lambda: self.state(session_id).phase != "open", f"{session_id} is ended", 60)
+
+
+@contextmanager
+def place(root: Path, model: Path = POLICY, *, path_keys: bool = False) -> Iterator[Place]:
+    engine = ScriptedEngine(lambda _: YES)
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(
+            running(engine, root / "gateway", model, path_keys=path_keys)
+        ) as up,
+    ):
+        yield Place(portal, up, root)
+
+
+class Gate:
+    """Agents that call the model, tell that they have begun, and wait to be let through."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.opened = threading.Event()
+
+    def __call__(self, task: dict[str, Any], rollout: Context) -> float:
+        yes(task, rollout)
+        self.begun.append(rollout.session_id)
+        self.opened.wait(60)
+        return 1.0
+
+    def waits_for(self, count: int) -> None:
+        until(lambda: len(self.begun) >= count, f"{count} agents have begun", 60)
+
+
+def yes(task: dict[str, Any], rollout: Context) -> float:
+    with openai.OpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key) as client:
+        ask: Any = [{"role": "user", "content": str(task.get("question", "Hi"))}]
+        reply = client.chat.completions.create(model="m", messages=ask)
+    return float(reply.choices[0].message.content == "Yes.")

@@ -1,0 +1,132 @@
+"""A real gateway on a real port, in front of any engine, inside the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import openai
+
+from afield.chat import ChatTokenizer
+from afield.chat.vocabulary import Vocabulary
+from afield.gateway.client import HttpGateway
+from afield.gateway.connections import ConnectionLimits
+from afield.gateway.engine_pool import EnginePool
+from afield.gateway.outcomes import USUAL, Limits
+from afield.gateway.server import serve
+from afield.gateway.service import LocalGateway
+from afield.gateway.signing_secret import SecretPlace
+from afield.interfaces import Engine, SessionSpec, Transport
+from afield.sdk.listen import listen
+from support.paths import ROOT
+
+POLICY = ROOT / "src" / "afield" / "demo" / "policy"
+ADMIN = "test-admin-key"
+
+
+class Running:
+    def __init__(self, gateway: LocalGateway, client: HttpGateway, url: str) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.url = url
+        self.agents: list[openai.AsyncOpenAI] = []
+
+    async def agent(
+        self, session_id: str = "r.1", *, max_retries: int = 0, **spec: Any
+    ) -> openai.AsyncOpenAI:
+        """A session, and the OpenAI client an agent would use in it."""
+        ticket = await self.client.open(SessionSpec(id=session_id, **spec))
+        made = openai.AsyncOpenAI(
+            base_url=ticket.openai_base_url, api_key=ticket.api_key, max_retries=max_retries
+        )
+        self.agents.append(made)
+        return made
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        key: str = ADMIN,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body) if body is not None else None
+        headers = {"authorization": f"Bearer {key}"} if headers is None else headers
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(method, self.url + path, data=data, headers=headers) as response,
+        ):
+            return response.status, msgspec.json.decode(await response.read())
+
+
+@asynccontextmanager
+async def running(
+    engine: Engine,
+    store: Path,
+    model: Path = POLICY,
+    *,
+    tries: int = 1,
+    outlet: Transport | None = None,
+    listener: socket.socket | None = None,
+    limits: Limits = USUAL,
+    connections: ConnectionLimits | None = None,
+    path_keys: bool = False,
+) -> AsyncIterator[Running]:
+    """A gateway that is served. `tries` is how often a call may break before it fails."""
+    listener = listener or listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    tokens = ChatTokenizer.load(model)
+    pool = EnginePool({"engine": engine}, tries=tries)
+    gateway = LocalGateway(
+        tokens=tokens,
+        engine=pool,
+        store=store,
+        admin_key=ADMIN,
+        public_url=url,
+        secret=SecretPlace(directory=store.with_name(f"{store.name}-secrets")),
+        outlet=outlet,
+        limits=limits,
+        path_keys=path_keys,
+    )
+    async with pool, gateway:
+        ready = asyncio.Event()
+        server = asyncio.create_task(serve(gateway, listener, ready.set, connections=connections))
+        try:
+            await asyncio.wait_for(ready.wait(), 60)
+            async with HttpGateway(url, ADMIN) as client:
+                up = Running(gateway, client, url)
+                yield up
+                for agent in up.agents:
+                    await agent.close()
+        finally:
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+
+
+def vocabulary(model: Path = POLICY) -> Vocabulary:
+    path = model / "tokenizer.json"
+    return Vocabulary(path.read_bytes(), path)
+
+
+async def chat_session(up: Running, function: dict[str, Any]) -> None:
+    """What a Chat client asks of prices; sessions of other dialects are compared with it."""
+    client = await up.agent()
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How much are x and y?"},
+    ]
+    tools: list[Any] = [{"type": "function", "function": function}]
+    for more in ("4", "Thanks."):
+        reply = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0]
+        messages.append(reply.message)
+        calls = reply.message.tool_calls or []
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": more} for c in calls] or [
+            {"role": "user", "content": more}
+        ]
+    await client.chat.completions.create(model="m", messages=messages, tools=tools)

@@ -1,0 +1,102 @@
+"""Collection with everything real, in one process: a gateway, agents in threads, outcomes in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.interfaces import Runtime, Transport, Waiting
+from afield.orchestrator.config import RolloutConfig
+from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.groups import GroupRunner, GroupSpec
+from afield.orchestrator.rollout import RolloutRunner
+from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.run_state import RunState
+from afield.runtimes.inline import InlineRuntime
+from afield.sdk.context import Context
+from afield.transports.stores.memory import MemoryTransport
+from afield.types import Attempt, Group, Outcome, Rollout, RolloutResult, Task
+from support.gateways import Running, running, vocabulary
+
+VOCAB = vocabulary()
+YES = Scripted(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
+
+
+class Seen:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[Outcome, bool]] = []
+        self.finished: list[RolloutResult] = []
+
+    def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
+        self.ended.append((outcome, will_retry))
+
+    def rollout_finished(self, finished: RolloutResult) -> None:
+        self.finished.append(finished)
+
+
+class Bench:
+    """Everything a collector needs, real and in one process."""
+
+    def __init__(
+        self, place: Path, up: Running, transport: Transport, ledger: RunState, runtime: Runtime
+    ) -> None:
+        self.spool = RolloutStore(place / "spool")
+        self.up = up
+        self.transport = transport
+        self.ledger = ledger
+        self.runtime = runtime
+        self.seen = Seen()
+
+    @asynccontextmanager
+    async def conducting(self, **plan: Any) -> AsyncIterator[tuple[RolloutConfig, RolloutRunner]]:
+        """Values of the plan, of its deadlines, and parts in place of the usual ones, all by name."""
+        names = ("gateway", "runtime", "transport", "limiter", "ledger", "verifiers")
+        parts = {k: plan.pop(k) for k in names if k in plan}
+        late = {k: plan.pop(k) for k in list(plan) if k in Deadlines.__struct_fields__}
+        deadlines = Deadlines(**{"attempt_timeout_s": 30.0, "upload_timeout_s": 0.5, **late})
+        values = RolloutConfig(
+            **{"exp_id": "exp", "model_id": "m", "rollouts": 2, "deadlines": deadlines, **plan}
+        )
+        usual = {"gateway": self.up.client, "runtime": self.runtime, "transport": self.transport}
+        usual |= {"ledger": self.ledger, "watcher": self.seen, "spool": self.spool}
+        async with asyncio.timeout(60), RolloutRunner(values, **{**usual, **parts}) as conductor:
+            yield values, conductor
+
+    async def collect(self, tasks: int = 1, **plan: Any) -> list[Group]:
+        wishes = [GroupSpec(f"exp-e0-t{i}", Task(f"t{i}", {"n": i}), 0) for i in range(tasks)]
+        async with self.conducting(**plan) as (values, conductor):
+            return await GroupRunner(values, conductor, self.spool).collect(wishes)
+
+
+@asynccontextmanager
+async def bench(tmp_path: Path, agent: Callable[..., Any], script: Any = None) -> AsyncIterator[Bench]:
+    engine = ScriptedEngine(script or (lambda _: YES))
+    transport = MemoryTransport()
+    runtime = InlineRuntime(agent, deliver=transport.deliver)
+    async with running(engine, tmp_path / "gateway") as up, transport, runtime:
+        with RunState(tmp_path / "ledger.sqlite") as ledger:
+            yield Bench(tmp_path, up, transport, ledger, runtime)
+
+
+def waiting(rollout_id: str, n: int = 1) -> Waiting:
+    rollout = Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("t0", {}))
+    return Waiting(rollout, Attempt(rollout_id, n))
+
+
+async def ask_model(rollout: Context, word: str = "Hi") -> str:
+    async with openai.AsyncOpenAI(base_url=rollout.openai_base_url, api_key=rollout.api_key) as client:
+        ask: Any = [{"role": "user", "content": word}]
+        reply = await client.chat.completions.create(model="m", messages=ask)
+        return reply.choices[0].message.content or ""
+
+
+async def good(task: dict[str, Any], rollout: Context) -> float:
+    return float(await ask_model(rollout) == "Yes.") / (1 + task["n"])

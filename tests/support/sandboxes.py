@@ -1,0 +1,72 @@
+"""What tests of isolated places share: where they can run, and a nest with an agent of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from afield.options import Limits
+from afield.sandbox import socket_directories
+from afield.sandbox.cgroups import PREFIX
+from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.program import Program
+
+if shutil.which("bwrap") is None and os.environ.get("CI"):
+    raise RuntimeError("CI runs the tests of sandboxes: install bubblewrap")
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap on this machine")
+
+
+@asynccontextmanager
+async def nest_of(
+    tmp_path: Path, program: Program, limits: Limits | None = None, timeout_s: float = 60.0
+) -> AsyncIterator[ForkServer]:
+    nest = ForkServer(
+        program,
+        limits or Limits(),
+        directory=socket_directories.fresh(),
+        log_dir=tmp_path / "logs",
+        start_timeout_s=timeout_s,
+    )
+    async with nest:
+        yield nest
+
+
+def written(folder: Path, source: str, name: str = "agent.py") -> Path:
+    """A program in a folder of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(source)
+    return folder / name
+
+
+def arguments_of_all() -> list[bytes]:
+    """The command lines of all processes of this machine."""
+    found: list[bytes] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found.append((entry / "cmdline").read_bytes())
+    return found
+
+
+def groups_left(keeper: int) -> list[Path]:
+    """Control groups that a keeper has made and not removed."""
+    homes = {Path("/sys/fs/cgroup")}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, kind, path = line.split(":", 2)
+        homes.add(Path("/sys/fs/cgroup", kind, path.lstrip("/")))
+    return [left for home in homes for left in home.glob(f"{PREFIX}{keeper}-*")]
+
+
+def keeper_of(controller: int) -> int:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == controller and b"afield.sandbox.supervisor" in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+    raise AssertionError(f"{controller} has no keeper")

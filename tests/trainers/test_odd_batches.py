@@ -1,0 +1,355 @@
+"""What a sceptical reader of the trainers tried: odd batches, odd rewards, odd settings."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+from afield import factory
+from afield.batches.jsonl import read_jsonl
+from afield.cli.main import main
+from afield.cli.train import add, resume, save_config
+from afield.errors import Unavailable, UsageError
+from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.run_state import RunState
+from afield.sdk.context import Context
+from afield.settings import Environment, assigned, train_config
+from afield.trainers.batch import to_batch
+from afield.trainers.grpo import GRPO
+from afield.trainers.micro_batches import MicroBatch, log_probabilities, to_passes
+from afield.trainers.model import PolicyModel
+from afield.trainers.packing import pack
+from afield.trainers.tinker import Objective, Reply, Tuner, taught
+from afield.trainers.tree_attention import Tree, walk
+from afield.trajectories import linear
+from afield.types import FailureKind, Message, Reason, Rollout, RolloutResult, Sampling, Task, ToolCall
+from support.in_process_collection import ask_model, bench
+from support.tiny_model import build_tiny_model
+from support.training_groups import finished, forest, group, group_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("review") / "model", hidden=32, max_positions=128)
+
+
+# --- layers that are computed again --------------------------------------------------------------
+
+
+def test_a_policy_with_checkpointing_attends_once_and_has_the_same_gradient(model_path: Path) -> None:
+    """The model as a whole stays in evaluation mode; only its layers believe to be training."""
+    parts = [finished(str(n), float(n), linear(forest(n)).trajectories) for n in range(3)]
+    rows = to_batch([group(*parts)], {f"g-{n}": 1.0 for n in range(3)}).rows
+    (batch,) = to_passes(rows, 10_000, CPU)
+    tree = Tree(pack([row.trajectory.token_ids for row in batch.rows]), CPU, "peeled")
+    gradients = []
+    for checkpointing in (False, True):
+        policy = PolicyModel(model_path, device=CPU, checkpointing=checkpointing)
+        with walk(tree, policy.model) as walked:
+            assert walked.kept.first is checkpointing
+            walked.seen = True
+        gradients.append(gradient(policy, batch._replace(layout=tree)))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) < 1e-6
+
+
+def gradient(policy: PolicyModel, batch: MicroBatch) -> torch.Tensor:
+    log_probabilities(policy.model, batch).sum().backward()
+    return torch.cat([p.grad.flatten() for p in policy.trainable if p.grad is not None])
+
+
+# --- rewards that name what is not there ---------------------------------------------------------
+
+
+def rollout(name: str = "r") -> Rollout:
+    return Rollout(id=name, exp_id="exp", group_id="g", task=Task("t0", {"n": 0}))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [({"t99": 1.0}, "'t99' has a reward, and there is no such turn"), ({"t1": 1.0, "0": 1.0}, "two rewards")],
+)
+async def test_a_reward_of_no_turn_is_the_failure_of_its_rollout(
+    tmp_path: Path, named: dict[str, float], says: str
+) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> dict[str, Any]:
+        await ask_model(context)
+        return {"reward": 1.0, "turn_rewards": named}
+
+    async with bench(tmp_path, agent) as b, b.conducting(retries={FailureKind.VERIFIER: 1}) as (_, conductor):
+        note = await conductor.run(rollout())
+        assert b.spool.get("r").outcome == note.outcome
+    failure = note.outcome.failure
+    assert note.attempts == 2 and note.outcome.reward is None and not note.outcome.turn_rewards
+    assert failure and failure.kind is FailureKind.VERIFIER and failure.reason is Reason.REWARD
+    assert says in failure.message
+
+
+@pytest.mark.anyio
+async def test_a_rollout_without_a_reward_that_is_weighed_fails_alone(tmp_path: Path) -> None:
+    async def agent(task: dict[str, Any], context: Context) -> dict[str, Any]:
+        await ask_model(context)
+        second = context.session_id.endswith(".2")
+        return {"reward": 1.0, "rewards": {"answer": 1.0, **({"style": 0.5} if second else {})}}
+
+    async with bench(tmp_path, agent) as b, b.conducting(rewards=("answer", "style")) as (_, conductor):
+        note = await conductor.run(rollout())
+        (first, _) = b.ledger.attempts("r")
+    assert note.outcome.reward == 1.0 and note.attempts == 2
+    assert first.failure and "has no reward named 'style'; it has: answer" in first.failure.message
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["learn.rewards.style=nan"], "learn: rewards.style = nan must be a finite number"),
+        (["learn.rewards.style=inf"], "learn: rewards.style = inf must be a finite number"),
+        (['learn.lora.targets=["q_proj"]'], "learn.lora: rank = 0 trains every weight"),
+        (["learn.lora.alpha=16"], "learn.lora: rank = 0 trains every weight"),
+        (["learn.device=bogus"], "device 'bogus' cannot be used: .*; leave it out"),
+        (["learn.device=cuda:99"], "device 'cuda:99' cannot be used"),
+        (["learn.device=meta"], "device 'meta' computes nothing"),
+        (["learn.device=cuda", "learn.devices=99"], "devices = 99, but this machine has"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_collected(
+    model_path: Path, words: list[str], says: str
+) -> None:
+    given = {"agent": "agent.py", "model": str(model_path), "tasks": "tasks.jsonl"}
+    with pytest.raises(UsageError, match=says):
+        factory.trainer(train_config(None, {**given, **assigned(words)}))
+
+
+def test_a_run_that_lacked_memory_goes_on_in_smaller_parts_and_learns_nothing_else(
+    tmp_path: Path, model_path: Path
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.write_tasks([Task("t", {})])
+    (tmp_path / "agent.py").write_text("def agent(task): ...\n")
+    given = {"agent": f"{tmp_path / 'agent.py'}:agent", "model": str(model_path), "tasks": "tasks.jsonl"}
+    save_config(run, train_config(None, given))
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    told = [
+        "learn.max_tokens_per_pass=512",
+        "learn.checkpointing=true",
+        "learn.devices=2",
+        "learn.device=cpu",
+    ]
+    words = [word for key in told for word in ("--set", key)]
+    config, _ = resume(run, parser.parse_args(["train", "--resume", "run", *words]), Environment.read())
+    assert (config.learn.max_tokens_per_pass, config.learn.devices) == (512, 2)
+    for other in ("learn.loss=cispo", "learn.lora.rank=4", "learn.dtype=bfloat16"):
+        with pytest.raises(UsageError, match="a resumed run keeps its learn"):
+            resume(run, parser.parse_args(["train", "--resume", "run", "--set", other]), Environment.read())
+
+
+def test_too_little_memory_says_what_to_do(model_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+
+    trainer = GRPO(model_path, lr=1e-3, device="cpu")
+    trainer.model.get_decoder().layers[0].register_forward_hook(full)
+    with pytest.raises(
+        Unavailable, match=r"\(CUDA out of memory\); go on with max_tokens_per_pass below 16384"
+    ):
+        trainer.step([group_of([1.0, 0.0])])
+
+
+# --- what a step says and refuses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_that_teaches_nothing_tells_how_far_sampler_and_trainer_are_apart(
+    model_path: Path, minibatches: int
+) -> None:
+    flat = group_of([0.5, 0.5])
+    told = GRPO(model_path, lr=1e-2, device="cpu", minibatches=minibatches).step([flat]).metrics
+    assert told["sampler_trainer_logprob_diff_max"] >= told["sampler_trainer_logprob_diff_mean"] > 0
+    assert "grad_norm" not in told
+    with pytest.raises(UsageError, match=r"rollout \S+, turn \S+: sampler and trainer are .* apart"):
+        GRPO(model_path, lr=1e-2, device="cpu", max_logprob_diff=1e-6).step([flat])
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"loss": "dpo"}, "unknown loss 'dpo'; choose one of: ppo, "),
+        ({"aggregate": "mean"}, "unknown aggregate 'mean'; choose one of: rollout, "),
+        ({"importance": "is"}, "unknown importance 'is'; choose one of: token, "),
+        ({"kl_estimator": "k4"}, "unknown KL estimator 'k4'; choose one of: k1, "),
+        ({"minibatches": 0}, "minibatches = 0 must be at least 1"),
+        ({"epochs": -1}, "epochs = -1 must be at least 1"),
+        ({"lr": -1.0}, r"lr = -1\.0 must be 0 or positive"),
+    ],
+)
+def test_a_trainer_of_words_that_nobody_knows_is_not_made(
+    model_path: Path, choice: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        GRPO(model_path, **{"lr": 1e-2, "device": "cpu", **choice})
+
+
+# --- a loop of one's own -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuner(model_path: Path):
+    with Tuner.open(model_path, lr=1e-3, slots=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def replies(tuner: Tuner) -> list[Reply]:
+    return tuner.sample([5, 6, 7], 2, Sampling(max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"aggregate": "mean"}, "unknown aggregate 'mean'; choose one of: rollout, token, constant"),
+        ({"aggregate": "constant", "length": 0}, "length = 0 must be at least 1"),
+        ({"of": -1}, "of = -1 must be at least 1"),
+        ({"of": 0}, "of = 0 must be at least 1"),
+        ({"of": 8, "aggregate": "token"}, "of counts rollouts"),
+        ({"loss": lambda seen: torch.zeros_like(seen.logp)}, "has no gradient"),
+        ({"loss": lambda seen: None}, "has no gradient"),
+        ({"proximal": [[math.nan] * 4] * 2}, "proximal log-probability is not a finite number"),
+        ({"loss": "dr_grpo"}, "loss 'dr_grpo' divides by a constant; give aggregate='constant'"),
+        ({"loss": Objective(loss="dpo")}, "unknown loss 'dpo'; choose one of: ppo, "),  # pyright: ignore[reportArgumentType]
+        ({"loss": Objective(importance="is")}, "unknown importance 'is'; choose one of: token, "),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_a_loop_that_asks_for_what_cannot_be_is_told_so_and_adds_nothing_up(
+    tuner: Tuner, replies: list[Reply], settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuner.forward_backward([reply.datum(1.0) for reply in replies], **settings)
+    with pytest.raises(UsageError, match="there is no gradient"):
+        tuner.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("advantages", "says"),
+    [
+        ((), "rollout reply-0, turn reply-0: 0 advantages for 1 turns"),
+        ((1.0, 2.0), "rollout reply-0, turn reply-0: 2 advantages for 1 turns"),
+        ((math.nan,), "rollout reply-0, turn reply-0: its advantage nan is not a finite number"),
+    ],
+)
+def test_data_whose_advantages_do_not_line_up_is_refused_by_rollout_and_turn(
+    tuner: Tuner, replies: list[Reply], advantages: tuple[float, ...], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuner.forward_backward([structs.replace(replies[0].datum(1.0), advantages=advantages)])
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
+def test_a_learning_rate_that_is_none_breaks_no_weights(
+    tuner: Tuner, replies: list[Reply], lr: float
+) -> None:
+    tuner.forward_backward([reply.datum(1.0) for reply in replies])
+    with pytest.raises(UsageError, match=r"lr = .* must be 0 or positive"):
+        tuner.optim_step(lr)
+    tuner.updates.clear()
+    assert all(bool(torch.isfinite(weight).all()) for weight in tuner.policy.trainable)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([], "has an empty prompt; it needs at least one id"),
+        ([99999], "has the id 99999; the vocabulary has "),
+        ([1, {"role": "user", "content": "hi"}], "a prompt is ids or messages; this one has both"),
+        ([{"role": "user", "text": "hi"}], "a message has 'text'; it may have: content, "),
+        ([{"role": "alien", "content": "hi"}], "message .*alien.* cannot be read"),
+        ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], "message .*tool_calls.* cannot be read"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_told_and_none_of_it_is_left_out(
+    tuner: Tuner, prompt: Any, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        tuner.sample(prompt, 1, Sampling(max_tokens=4))
+    with pytest.raises(UsageError, match="n = 0 must be at least 1"):
+        tuner.sample("hi", 0)
+
+
+def test_messages_may_be_those_of_the_openai_api(tuner: Tuner) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    asked = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "2"},
+    ]
+    ours = [
+        Message(role="user", content="hi"),
+        Message(role="assistant", tool_calls=(ToolCall("a", "add", '{"x": 1}'),)),
+        Message(role="tool", tool_call_id="a", content="2"),
+    ]
+    short = Sampling(max_tokens=2)
+    assert tuner.sample(asked, 1, short)[0].prompt_ids == tuner.sample(ours, 1, short)[0].prompt_ids
+
+
+def test_an_advantage_may_be_a_number_of_torch(replies: list[Reply]) -> None:
+    assert replies[0].datum(torch.tensor(0.5)) == replies[0].datum(0.5)  # pyright: ignore[reportArgumentType]
+    assert replies[0].datum(torch.tensor([0.5])) == replies[0].datum([0.5])  # pyright: ignore[reportArgumentType]
+
+
+def test_after_a_gradient_that_is_not_finite_a_loop_goes_on(tuner: Tuner, replies: list[Reply]) -> None:
+    data = [reply.datum(1.0) for reply in replies]
+    tuner.forward_backward(data, lambda seen: seen.logp * math.inf)
+    with pytest.raises(UsageError, match="the gradient's norm is nan"):
+        tuner.optim_step()
+    tuner.forward_backward(data)
+    assert math.isfinite(tuner.optim_step())
+
+
+def test_nothing_to_imitate_is_refused() -> None:
+    with pytest.raises(UsageError, match="rollout a: there are no tokens to imitate"):
+        taught("a", [1, 2], [])
+
+
+# --- named rewards -------------------------------------------------------------------------------
+
+
+def named(reward: float, **rewards: float) -> RolloutResult:
+    name = str(int(reward))
+    made = finished(name, reward, linear(forest(int(reward))).trajectories, "exp-e0-t")
+    return structs.replace(made, outcome=structs.replace(made.outcome, rewards=rewards))
+
+
+def test_a_step_tells_the_weighed_reward_that_it_learned_from(model_path: Path) -> None:
+    trainer = GRPO(model_path, lr=1e-3, device="cpu", rewards={"answer": 1.0, "style": 0.5})
+    parts = (named(7.0, answer=1.0, style=1.0), named(8.0, answer=0.0, style=0.0))
+    assert trainer.step([group(*parts, name="exp-e0-t")]).metrics["weighed_reward"] == 0.75
+    assert (
+        "weighed_reward"
+        not in GRPO(model_path, lr=1e-3, device="cpu").step([group(*parts, name="exp-e0-t")]).metrics
+    )
+
+
+def test_an_export_has_the_weighed_rewards_that_a_run_was_trained_on(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text('{"learn": {"rewards": {"answer": 1.0, "style": 0.5}}}')
+    run.write_rollouts(1, [named(7.0, answer=1.0, style=1.0), named(8.0, answer=0.0, style=0.0)])
+    run.append_metrics({"step": 1, "dropped_groups": {}})
+    with RunState(run.ledger) as ledger:
+        ledger.admit("exp-e0-t", 0, 0)
+        ledger.ready("exp-e0-t", ["exp-e0-t-7", "exp-e0-t-8"], None, None)
+    assert main(["export", str(run.path), "--out", str(tmp_path / "batch.jsonl")]) == 0
+    batch = read_jsonl(tmp_path / "batch.jsonl")
+    assert [record.score for record in batch.rollouts] == [1.5, 0.0]
