@@ -17,7 +17,7 @@ from afield.interfaces import Sandbox
 from afield.settings import TrainConfig, converted
 
 SANDBOXES = {
-    "sandbox": "sandbox.commands:CellSandbox",
+    "sandbox": "sandbox.commands:LocalSandbox",
     "container": "runtimes.docker.sandbox:ContainerSandbox",
     "agentcore": "runtimes.agentcore.sandbox:AgentCoreSandbox",
 }

@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from afield import factory
 
-    tokens = factory.load("chat:ChatTokens").load(args.model, rules=not args.strict)
+    tokens = factory.load("chat:ChatTokenizer").load(args.model, rules=not args.strict)
     found = tokens.certificate
     usable = found.tool_format is not None or not args.tools
     if args.json:

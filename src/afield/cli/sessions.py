@@ -44,7 +44,7 @@ class Part(Struct, frozen=True):
     def roster(self) -> Any:
         from afield import factory
 
-        return factory.load("runtimes.registry:Roster")(self.home.sessions)
+        return factory.load("runtimes.registry:SessionRegistry")(self.home.sessions)
 
     def runtime(self) -> Runtime:
         """As the run was started with; nothing is noted in the roster on our behalf."""
@@ -53,7 +53,7 @@ class Part(Struct, frozen=True):
         config = saved_config(self.run)
         build = factory.verifiers if self.verifying else factory.runtime
         made: Any = build(config, self.run, factory.transport(config, self.run))
-        return made.runtime if isinstance(made, factory.load("runtimes.registry:Rostered")) else made
+        return made.runtime if isinstance(made, factory.load("runtimes.registry:TrackedRuntime")) else made
 
 
 class Session(Struct, frozen=True):

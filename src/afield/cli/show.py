@@ -166,7 +166,7 @@ def decoder(run: RunDirectory) -> Any:
     from afield import factory
 
     config = saved_config(run)
-    return factory.load("chat:ChatTokens").load(Path(config.model)).decode
+    return factory.load("chat:ChatTokenizer").load(Path(config.model)).decode
 
 
 def print_turn(turn: Turn, decode: Any) -> None:

@@ -118,12 +118,12 @@ def vocabulary_of(model: Path) -> Any:
 @asynccontextmanager
 async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Serving]:
     """A gateway on a free port in front of one engine; its store is in the folder."""
-    pool = factory.load("gateway.engine_pool:Pool")({"scripted": engine}, tries=1)
+    pool = factory.load("gateway.engine_pool:EnginePool")({"scripted": engine}, tries=1)
     listener = factory.load("sdk.listen:listen")("127.0.0.1", 0)
     host, port = listener.getsockname()[:2]
     url, admin_key = f"http://{host}:{port}", secrets.token_urlsafe(16)
     local = factory.load("gateway.service:LocalGateway")(
-        tokens=factory.load("chat:ChatTokens").load(model),
+        tokens=factory.load("chat:ChatTokenizer").load(model),
         engine=pool,
         store=folder / "store",
         admin_key=admin_key,

@@ -37,7 +37,7 @@ def check_choices(config: TrainConfig) -> None:
     transport(config, RunDirectory(Path("check")))
     check_heavy("trainer", config.trainer, TRAINERS, used=not config.freeze_weights)
     check_heavy("engine", config.engine.partition("=")[0], ENGINES, used=not config.gateway)
-    load("chat:ChatTokens").load(Path(config.model))
+    load("chat:ChatTokenizer").load(Path(config.model))
     plan(config, RunDirectory(Path("check")))
     if config.transport == "memory" and (config.runtime != "inline" or config.verifier):
         raise UsageError("--transport memory works with --runtime inline only; use --transport files")

@@ -71,7 +71,7 @@ def pool(
         name: engine(spec, model, slots=slots, seed=seed, ledger=ledger, images=images, dtype=dtype)
         for name, spec in zip(named, specs, strict=True)
     }
-    made = load("gateway.engine_pool:Pool")
+    made = load("gateway.engine_pool:EnginePool")
     size = vocabulary(model)
     return made(
         workers,

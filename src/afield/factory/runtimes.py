@@ -48,8 +48,8 @@ def verifiers(config: TrainConfig, run: RunDirectory, carrier: Transport) -> Run
 
 
 def _rostered(made: Runtime, run: RunDirectory, name: str, guard: Any = None) -> Runtime:
-    return load("runtimes.registry:Rostered")(
-        made, load("runtimes.registry:Roster")(run.sessions), name, guard
+    return load("runtimes.registry:TrackedRuntime")(
+        made, load("runtimes.registry:SessionRegistry")(run.sessions), name, guard
     )
 
 

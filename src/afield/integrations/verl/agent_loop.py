@@ -2,7 +2,7 @@
 
     # agents.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
     - name: afield
-      _target_: afield.integrations.verl.Loop
+      _target_: afield.integrations.verl.AgentLoop
 
 veRL builds one per rollout; the client behind it is one per worker process. A rollout that failed by no
 doing of the policy has no output. Nobody sees a whole group here, so there is no quorum: a group of which
