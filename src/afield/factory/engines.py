@@ -39,7 +39,7 @@ def engine(
         built = made(load("engines.scripted:read_script")(argument, codec), model=model)
     else:
         built = made(model, max_slots=slots, seed=seed, dtype=None if dtype == "auto" else dtype)
-    return load("engines.recording:Ledger")(built, ledger) if ledger else built
+    return load("engines.recording:RecordingEngine")(built, ledger) if ledger else built
 
 
 def connect(kind: str, url: str, *, images: bool = False, vocabulary: int | None = None) -> Engine:

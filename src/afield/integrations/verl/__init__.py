@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-WHERE = {"Manager": "manager", "Loop": "loop"}
+WHERE = {"Manager": "manager", "AgentLoop": "agent_loop"}
 
 
 def __getattr__(name: str) -> Any:
