@@ -267,7 +267,7 @@ async def serve(
         await stack.enter_async_context(pool)
         outlet = None
         if settings.outcomes:
-            made = factory.load("transports.parse:from_spec")(settings.outcomes, settings.store / "outcomes")
+            made = factory.load("transports.spec:from_spec")(settings.outcomes, settings.store / "outcomes")
             outlet = await stack.enter_async_context(made)
         secret = factory.load("gateway.signing_secret:SecretPlace")(
             directory=Environment.read().secrets, file=settings.secret_file

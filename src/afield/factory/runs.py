@@ -22,7 +22,7 @@ from afield.types import Budget, FailureKind, Sampling, Task
 def transport(config: TrainConfig, run: RunDirectory) -> Transport:
     """`files`, `memory`, or a specification such as `s3://BUCKET?sqs=URL`."""
     if "://" in config.outcomes:
-        return load("transports.parse:from_spec")(config.outcomes, run.outcomes)
+        return load("transports.spec:from_spec")(config.outcomes, run.outcomes)
     made = choose("transport", config.transport, TRANSPORTS)
     return made() if config.transport == "memory" else made(run.outcomes)
 
