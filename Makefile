@@ -20,14 +20,9 @@ help:
 demo: .venv/.ready
 	@$(BIN)/afield demo
 
-# What failed is tried once more, one after the other, and has to pass then. Those that needed it are named.
-AGAIN = --last-failed --last-failed-no-failures none -rap
-SECOND = echo "the tests listed as PASSED above needed a second chance"
-
 # Four at a time, since most of them wait, in the order of tests/conftest.py.
 test: .venv/.ready
-	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder || \
-	  { echo "again, one after the other:"; $(BIN)/python -m pytest $(AGAIN) && $(SECOND); }
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -39,8 +34,7 @@ check: lint test
 
 test-real: .venv/.ready
 	@bash scripts/services.sh
-	@$(BIN)/python -m pytest tests/real -m real --timeout 1800 || \
-	  { echo "again, what failed:"; $(BIN)/python -m pytest tests/real -m real --timeout 1800 $(AGAIN) && $(SECOND); }
+	@$(BIN)/python -m pytest tests/real -m real --timeout 1800
 
 accept: .venv/.ready
 	@$(BIN)/python bench/accept.py $(PART)
