@@ -3,13 +3,15 @@
 
 PART ?= all
 BIN := .venv/bin
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-.PHONY: help demo test check lint test-real accept fmt clean
+.PHONY: help demo test check lint docs test-real accept fmt clean
 
 help:
 	@echo "make demo       watch an agent learn (about a minute after installation)"
 	@echo "make test       run the tests"
-	@echo "make check      lint, types, import contracts, tests"
+	@echo "make check      lint, types, import contracts, documentation, tests"
+	@echo "make docs       build the documentation site into site/, offline"
 	@echo "make test-real  smoke tests of heavy real parts, each in an environment of its own"
 	@echo "make accept     everything that must be shown, by PART (PART=loop); results in bench/results"
 	@echo "make fmt        format the code"
@@ -29,6 +31,10 @@ lint: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
+	$(MKDOCS)
+
+docs: .venv/.ready
+	$(MKDOCS)
 
 check: lint test
 

@@ -1,4 +1,4 @@
-"""Writes docs/parameters.md from the table of parameters: `.venv/bin/python scripts/parameters_page.py`."""
+"""Writes docs/reference/parameters.md from the table of parameters: `.venv/bin/python scripts/parameters_page.py`."""
 
 # ruff: noqa: E501  (rows of tables)
 from __future__ import annotations

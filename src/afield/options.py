@@ -27,12 +27,12 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     client_sampling: tuple[ClientSampling, ...] = ()
     """Sampling settings that a request may choose for itself; all others are the trainer's. Default: none."""
     thinking: Thinking = "preserve"
-    """What becomes of earlier reasoning in later prompts; see docs/tokens.md."""
+    """What becomes of earlier reasoning in later prompts; see docs/concepts/tokens.md."""
     escape: Escape = "escape"
-    """What becomes of control tokens in the text of messages; see docs/tokens.md."""
+    """What becomes of control tokens in the text of messages; see docs/concepts/tokens.md."""
     render: Render = "fold"
     """What becomes of a conversation that the chat template would refuse: `fold` changes it by declared
-    rules, and its turns say so with tags `render:RULE`; `strict` refuses it. See docs/tokens.md."""
+    rules, and its turns say so with tags `render:RULE`; `strict` refuses it. See docs/concepts/tokens.md."""
     side_calls: SideCalls = "exclude"
     """Which side calls are kept out of the loss: `exclude` those that are declared or have a known
     fingerprint, only those that are `declared`, or none: `train`."""
@@ -41,7 +41,7 @@ class SessionPolicies(Struct, frozen=True, kw_only=True):
     something does: `exclude`, or `train` for agents that sample a request several times on purpose."""
     unsupported: Unsupported = "refuse"
     """What becomes of a request with a parameter that is not supported: `refuse` it with 400, or `ignore` the
-    parameter, and its turn says so with a tag `ignored:NAME`. See docs/parameters.md."""
+    parameter, and its turn says so with a tag `ignored:NAME`. See docs/reference/parameters.md."""
     constrained_turns: ConstrainedTurns = "train"
     """Whether turns that were sampled under a constraint (structured output, forced tool calls) are trained,
     with the constrained distribution on both sides, or kept out of the loss: `exclude`. `ignore` samples them
@@ -228,7 +228,7 @@ class LoraOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class TrainerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the embedded trainer learns; docs/training.md explains each.
+    """How the embedded trainer learns; docs/how-to/embedded-trainer.md explains each.
 
     `clip` [low, high] bounds the ratio to 1 - low and 1 + high; empty is what is usual for the loss.
     `dual_clip` bounds the ratio of tokens with a negative advantage (losses "ppo" and "dr_grpo"). `length`

@@ -24,7 +24,7 @@ from support.gateways import ADMIN
 from support.paths import ROOT
 from support.processes import AGENTS
 
-PAGE = ROOT / "docs" / "client.md"
+PAGE = ROOT / "docs" / "how-to" / "rollout-client.md"
 EXAMPLE = PAGE.parent.parent / "examples" / "client" / "best_of.py"
 AGENT = f"{AGENTS / 'leaving_marks.py'}:agent"
 

@@ -52,10 +52,14 @@ from support.processes import afield, finish, start, summary
 
 SOURCE = ROOT / "src" / "afield"
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-LIVE = {"http-api.md", "clients.md"}  # their blocks follow each other and talk to a gateway
-APART = {"client.md"}  # `test_opening` runs its blocks
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LIVE = {"reference/http-api.md", "how-to/clients.md"}  # their blocks follow each other and talk to a gateway
+APART = {"how-to/rollout-client.md"}  # `test_opening` runs its blocks
 ADDRESS = "http://127.0.0.1:8400"
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -88,13 +92,15 @@ def named(page: Path, heading: str, column: int = 0) -> list[str]:
 PYTHON = [
     (page, code)
     for page in PAGES
-    if page.name not in LIVE | APART
+    if name_of(page) not in LIVE | APART
     for code in blocks(page, "python")
     if ADDRESS not in code
 ]
 
 
-@pytest.mark.parametrize(("page", "code"), PYTHON, ids=[f"{p.name}-{n}" for n, (p, _) in enumerate(PYTHON)])
+@pytest.mark.parametrize(
+    ("page", "code"), PYTHON, ids=[f"{name_of(p)}-{n}" for n, (p, _) in enumerate(PYTHON)]
+)
 def test_every_python_block_runs(page: Path, code: str) -> None:
     module = types.ModuleType("documented")
     sys.modules["documented"] = module
@@ -163,7 +169,9 @@ def test_the_readmes_own_agent_gives_rollouts_to_a_program(gateway: str, tmp_pat
 
 def test_what_certify_is_said_to_print_is_what_it_prints() -> None:
     (block,) = [
-        block for block in blocks(DOCS / "tokens.md", "console") if "afield inspect-template" in block
+        block
+        for block in blocks(DOCS / "concepts/tokens.md", "console")
+        if "afield inspect-template" in block
     ]
     command, _, told = block.partition("\n")
     code, out, err = afield(ROOT, *command.removeprefix("$ afield ").split())
@@ -189,7 +197,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_options_exist(page: Path) -> None:
     text = page.read_text()
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
@@ -204,7 +212,7 @@ def test_links_and_options_exist(page: Path) -> None:
         assert option in known, f"{page.name} names {option}, which no command has"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_can_be_pasted_are_understood(page: Path) -> None:
     for line in "\n".join(blocks(page, "console")).splitlines():
         if found := re.match(r"\$ (?:\.venv/bin/)?afield (.*)", line):
@@ -217,14 +225,18 @@ def shown(command: str) -> set[str]:
 
 
 def test_the_gateway_page_lists_every_option_and_nothing_else() -> None:
-    assert {name.split()[0] for name in named(DOCS / "gateway.md", "Options") if "--" in name} == shown(
-        "gateway"
-    )
+    assert {
+        name.split()[0] for name in named(DOCS / "how-to/gateway.md", "Options") if "--" in name
+    } == shown("gateway")
 
 
 @pytest.mark.parametrize(
     ("command", "page"),
-    [("inspect-template", "tokens.md"), ("conformance", "conformance.md"), ("export", "batches.md")],
+    [
+        ("inspect-template", "concepts/tokens.md"),
+        ("conformance", "how-to/conformance.md"),
+        ("export", "how-to/exports.md"),
+    ],
 )
 def test_every_option_has_its_place(command: str, page: str) -> None:
     text = (DOCS / page).read_text()
@@ -234,7 +246,7 @@ def test_every_option_has_its_place(command: str, page: str) -> None:
 
 # --- the contract over HTTP ----------------------------------------------------------------------
 
-HTTP = DOCS / "http-api.md"
+HTTP = DOCS / "reference/http-api.md"
 
 
 def routes() -> set[str]:
@@ -301,22 +313,22 @@ def test_the_gateway_page_lists_what_is_counted_and_nothing_else(gateway: str) -
     request = urllib.request.Request(f"{gateway}/metrics", headers={"authorization": f"Bearer {ADMIN}"})
     with urllib.request.urlopen(request) as answer:
         served = re.findall(r"# TYPE (\w+)", answer.read().decode())
-    assert set(named(DOCS / "gateway.md", "Metrics")) == set(served)
+    assert set(named(DOCS / "how-to/gateway.md", "Metrics")) == set(served)
 
 
 def test_the_gateway_page_lists_the_engines() -> None:
     from afield.factory import ENGINES
 
-    assert {name.partition("=")[0] for name in named(DOCS / "gateway.md", "Engines")} >= set(ENGINES)
+    assert {name.partition("=")[0] for name in named(DOCS / "how-to/gateway.md", "Engines")} >= set(ENGINES)
     assert set(get_args(get_type_hints(admin_api.PauseBody)["in_flight"])) <= set(
-        named(DOCS / "gateway.md", "Weights")
+        named(DOCS / "how-to/gateway.md", "Weights")
     )
 
 
 # --- collecting ----------------------------------------------------------------------------------
 
-COLLECT = DOCS / "collect.md"
-CONFIG = DOCS / "config.md"
+COLLECT = DOCS / "concepts/collecting.md"
+CONFIG = DOCS / "reference/settings.md"
 NONE = "none"
 SECTIONS = (
     *("What is trained", "Collecting", "Launching", "Validation", "Sampling", "Learning"),
@@ -348,7 +360,9 @@ def test_the_page_on_collecting_lists_every_deadline_with_its_default_and_key() 
         assert set(keys_of(row[5])) <= set(TrainConfig.__struct_fields__), row[0]
         assert keys_of(row[5]), row[0]
     assert fields(TrainConfig)["attempt_timeout_s"] == float(rows[4][5].split()[1])
-    assert all(f"`{deadline}`" in (DOCS / "client.md").read_text() for deadline in fields(Deadlines))
+    assert all(
+        f"`{deadline}`" in (DOCS / "how-to/rollout-client.md").read_text() for deadline in fields(Deadlines)
+    )
 
 
 def test_the_page_on_collecting_lists_every_field_of_a_plan() -> None:
@@ -421,7 +435,7 @@ def test_the_page_of_benchmarks_says_what_was_saved() -> None:
 
 # --- tokens --------------------------------------------------------------------------------------
 
-TOKENS = DOCS / "tokens.md"
+TOKENS = DOCS / "concepts/tokens.md"
 
 
 def test_the_page_on_tokens_knows_links_side_calls_and_every_reason_of_an_exclusion() -> None:
@@ -444,7 +458,7 @@ def test_the_page_on_tokens_knows_tiers_policies_and_formats() -> None:
 
 # --- clients -------------------------------------------------------------------------------------
 
-CLIENT_PAGE = DOCS / "clients.md"
+CLIENT_PAGE = DOCS / "how-to/clients.md"
 PROGRAMS = {
     "Claude Code": "claude-code",
     "Codex": "codex",
@@ -501,7 +515,7 @@ def test_the_readmes_tree_has_everything_in_the_package() -> None:
 
 # --- runtimes ------------------------------------------------------------------------------------
 
-RUNTIMES_PAGE = DOCS / "runtimes.md"
+RUNTIMES_PAGE = DOCS / "how-to/runtimes.md"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The kubernetes runtime on a cluster of your own; docs/kubernetes.md says what it needs.
+"""The kubernetes runtime on a cluster of your own; docs/how-to/kubernetes.md says what it needs.
 
 Skipped unless AFIELD_TEST_KUBECONFIG and AFIELD_TEST_IMAGE are set, in CI as well: there is no cluster there.
 The agent in the image gets a gateway that does not answer: what it makes of that is its own affair, since

@@ -308,7 +308,7 @@ def test_the_loop_is_one_of_veRLs() -> None:
 
 def test_what_is_written_on_command_lines_is_understood_by_Hydra() -> None:
     root = Path(__file__).parent.parent.parent
-    text = "".join((root / page).read_text() for page in ("docs/verl.md", "examples/verl/README.md"))
+    text = "".join((root / page).read_text() for page in ("docs/how-to/verl.md", "examples/verl/README.md"))
     lines = re.findall(r"`([^`\n]*run\.sh [^`\n]+)`", text) + re.findall(r"^\$ (\S*run\.sh .+)$", text, re.M)
     words = [word for line in lines for word in shlex.split(line)]
     overrides = [word for word in words if re.match(r"\+*[a-z_]+\.[a-z_.]+=", word)]

@@ -76,7 +76,7 @@ async def test_a_namespace_that_is_not_there_is_named(kube: FakeKube, tmp_path: 
 async def test_what_we_may_not_do_is_listed_with_the_remedy(kube: FakeKube) -> None:
     kube.denied = {("create", "jobs"), ("create", "pods/proxy"), ("watch", "pods")}
     said = await refused(runtime_on(kube))
-    for one in ("create jobs", "create pods/proxy", "watch pods", "docs/kubernetes.md"):
+    for one in ("create jobs", "create pods/proxy", "watch pods", "docs/how-to/kubernetes.md"):
         assert one in said
     assert "delete jobs" not in said
 

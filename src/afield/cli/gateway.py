@@ -317,7 +317,7 @@ def announce(settings: GatewaySettings, model: str, *, made_up: bool, as_json: b
     print(f"admin key: {settings.admin_key if made_up else '(the one given)'}", flush=True)
     key = settings.admin_key if made_up else "$AFIELD_ADMIN_KEY"
     opens = f'curl -s -X POST {settings.local_url}/sessions -H "Authorization: Bearer {key}"'
-    print("next, a session: its base_url and api_key are an agent's (docs/clients.md)", file=sys.stderr)
+    print("next: open a session for an agent (docs/how-to/clients.md)", file=sys.stderr)
     print(f"  {opens}", file=sys.stderr, flush=True)
 
 

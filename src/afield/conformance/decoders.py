@@ -1,7 +1,7 @@
 """Independent decoders of model requests, one per dialect, for the judge.
 
 They share no code with the gateway. Each reads a raw body into messages and tools by the rules that
-`docs/conformance.md` lists, and refuses a shape it does not know, so that nothing passes unread.
+`docs/how-to/conformance.md` lists, and refuses a shape it does not know, so that nothing passes unread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The control API: sessions, their turns and trajectories, and the policy. See docs/http-api.md."""
+"""The control API: sessions, their turns and trajectories, and the policy. See docs/reference/http-api.md."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def handle(gateway: LocalGateway, scope: Scope, path: str, body: bytes) ->
     for method, pattern, handler in ROUTES:
         if scope["method"] == method and (found := pattern.fullmatch(path)):
             return await handler(gateway, found.groupdict().get("id", ""), body, query(scope))
-    raise not_found(f"{scope['method']} {path} is not served", "see docs/http-api.md for what is")
+    raise not_found(f"{scope['method']} {path} is not served", "see docs/reference/http-api.md for what is")
 
 
 class Report(Struct, frozen=True):

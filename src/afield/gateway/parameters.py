@@ -3,7 +3,8 @@
 A parameter is honoured, overridden by the trainer (the turn has a tag `overridden:NAME`), or refused with
 400 and a remedy. A request with a parameter that is not in the table is refused too. A session that says
 `unsupported: ignore` goes on without what would be refused, and the turn has a tag `ignored:NAME`. The names
-are those of the SDKs' types and of vLLM's extra parameters; docs/parameters.md is made from this table.
+are those of the SDKs' types and of vLLM's extra parameters. `scripts/parameters_page.py` writes
+docs/reference/parameters.md from this table.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ async def _allowed(cluster: Cluster) -> None:
     if missing:
         raise UsageError(
             f"in namespace {cluster.namespace!r} we may not: {', '.join(missing)};"
-            " apply the Role in docs/kubernetes.md, or use another service account"
+            " apply the Role in docs/how-to/kubernetes.md, or use another service account"
         )
 
 
