@@ -20,9 +20,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from client import connect, post
-
 from afield.conformance.environments import python_environment
+from client import connect, post
 
 HERE = Path(__file__).parent
 AFIELD = Path(sys.executable).parent / "afield"

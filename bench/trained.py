@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from collected import table
+
 from trainers import engine_bars, tree_bars
 
 UNMEASURED = "No numbers are saved yet: `make accept PART={}` measures them."
