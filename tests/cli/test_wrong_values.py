@@ -127,7 +127,7 @@ def open_client(place: Path, **names: Any) -> afield.RolloutClient:
 def test_a_client_says_where_its_directory_or_its_limiter_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a run cannot be kept in /proc/run"):
         open_client(Path("/proc/run")).start()
-    with pytest.raises(UsageError, match="the limiter cannot keep its state in /proc/limiter"):
+    with pytest.raises(UsageError, match=r"cannot use the limiter.s file /proc/limiter"):
         open_client(tmp_path / "run", limiter_file="/proc/limiter").start()
 
 

@@ -94,7 +94,7 @@ def test_a_ledger_that_is_damaged_while_it_is_used_says_so(tmp_path: Path) -> No
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xa5" * (size - 4096))
-    with RunState(path) as ledger, pytest.raises(DamagedFile, match=r"is damaged: .*restore it from a copy"):
+    with RunState(path) as ledger, pytest.raises(DamagedFile, match=r"it is damaged: .*restore a copy"):
         for n in range(2000):
             ledger.launched(Attempt(f"r{n}", 1))
 

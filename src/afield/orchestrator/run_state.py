@@ -8,19 +8,15 @@ has its name. Noting the same thing again changes nothing; `rewind` goes back to
 
 from __future__ import annotations
 
-import sqlite3
-import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from msgspec import Struct
 
-from afield.errors import DamagedFile, Unavailable, UsageError
-from afield.private_files import private_database, private_directory
+from afield.sqlite import Database
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason
 
 SCHEMA = """
@@ -78,52 +74,47 @@ class RunState:
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         """`durable`: what was written survives a power cut, too."""
-        self._path = path
-        self._durable = durable
-        self._lock = threading.RLock()
+        self._db = Database(
+            path,
+            SCHEMA,
+            name="the run's state",
+            remedy="make room or free the file, then resume the run",
+            synchronous="FULL" if durable else "NORMAL",
+        )
 
     def __enter__(self) -> Self:
-        try:
-            private_directory(self._path.parent, (self._path.name,))
-            private_database(self._path)
-            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'NORMAL'}")
-            self._db.executescript(SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise UsageError(f"cannot write the run's ledger {self._path}: {error}") from error
+        self._db.open()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._db.close()
+        self._db.close()
 
     # --- attempts and rollouts -------------------------------------------------------------------
 
     def begin(self, attempt: Attempt) -> None:
         """Before it is launched."""
         sql = "INSERT OR IGNORE INTO attempts (rollout_id, n, began) VALUES (?,?,?)"
-        self._write(sql, (attempt.rollout_id, attempt.n, time.time()))
+        self._db.execute(sql, attempt.rollout_id, attempt.n, time.time())
 
     def launched(self, attempt: Attempt) -> None:
         """Its agent has it: from here on its time counts, whoever waits for it."""
         sql = "UPDATE attempts SET began=? WHERE rollout_id=? AND n=?"
-        self._write(sql, (time.time(), attempt.rollout_id, attempt.n))
+        self._db.execute(sql, time.time(), attempt.rollout_id, attempt.n)
 
     def spent(self, attempt: Attempt, tokens: int) -> None:
         """What an attempt cost that came to nothing, and is held against nobody."""
         sql = "UPDATE attempts SET tokens=? WHERE rollout_id=? AND n=?"
-        self._write(sql, (tokens, attempt.rollout_id, attempt.n))
+        self._db.execute(sql, tokens, attempt.rollout_id, attempt.n)
 
     def begun(self, attempt: Attempt) -> bool:
         sql = "SELECT 1 FROM attempts WHERE rollout_id=? AND n=?"
-        return self._one(sql, attempt.rollout_id, attempt.n) is not None
+        return self._db.fetch_one(sql, attempt.rollout_id, attempt.n) is not None
 
     def fail(self, attempt: Attempt, failure: Failure, tokens: int = 0) -> None:
         """An attempt failed and another one may follow: what it spent, of retries and tokens, is kept."""
         sql = "UPDATE attempts SET kind=?, reason=?, message=?, tokens=? WHERE rollout_id=? AND n=?"
         told = (str(failure.kind), str(failure.reason), failure.message[:2000], tokens)
-        self._write(sql, (*told, attempt.rollout_id, attempt.n))
+        self._db.execute(sql, *told, attempt.rollout_id, attempt.n)
 
     def attempts(self, rollout_id: str) -> list[AttemptRecord]:
         """In their order."""
@@ -135,52 +126,56 @@ class RunState:
                 Failure(FailureKind(kind), Reason(reason), message) if kind else None,
                 tokens,
             )
-            for n, began, kind, reason, message, tokens in self._all(sql, rollout_id)
+            for n, began, kind, reason, message, tokens in self._db.fetch_all(sql, rollout_id)
         ]
 
     def finish(self, rollout_id: str, note: RolloutSummary) -> None:
         body = msgspec.msgpack.encode(note)
-        self._write("INSERT OR IGNORE INTO finished VALUES (?,?)", (rollout_id, body))
+        self._db.execute("INSERT OR IGNORE INTO finished VALUES (?,?)", rollout_id, body)
 
     def finished(self, rollout_id: str) -> RolloutSummary | None:
-        row = self._one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
+        row = self._db.fetch_one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
         return msgspec.msgpack.decode(row[0], type=RolloutSummary) if row else None
 
     def forget(self, rollout_id: str) -> None:
         """How it ended no longer counts: it was cancelled, and is wanted after all. Its attempts are kept."""
-        self._write("DELETE FROM finished WHERE rollout_id=?", (rollout_id,))
+        self._db.execute("DELETE FROM finished WHERE rollout_id=?", rollout_id)
 
     def wasted(self, rollout_ids: Sequence[str]) -> int:
         """Tokens of attempts that came to nothing."""
         sql = f"SELECT coalesce(sum(tokens), 0) FROM attempts WHERE rollout_id IN ({_marks(rollout_ids)})"
-        return self._one(sql, *rollout_ids)[0]
+        return self._db.fetch_one(sql, *rollout_ids)[0]
 
     # --- groups ----------------------------------------------------------------------------------
 
     def admit(self, group_id: str, position: int, born: int) -> None:
         sql = "INSERT OR IGNORE INTO groups (id, position, born) VALUES (?,?,?)"
-        self._write(sql, (group_id, position, born))
+        self._db.execute(sql, group_id, position, born)
 
     def admitted(self) -> int:
         """How many groups were begun; the next one has this position."""
-        return self._one("SELECT coalesce(max(position), -1) + 1 FROM groups")[0]
+        return self._db.fetch_one("SELECT coalesce(max(position), -1) + 1 FROM groups")[0]
 
     def ready(self, group_id: str, members: Sequence[str], baseline: str | None, dropped: str | None) -> None:
         """All rollouts of a group have ended and lie in the spool; `dropped` says why it cannot train."""
         rows = [(group_id, n, rollout_id) for n, rollout_id in enumerate(members)]
         rows += [(group_id, BASELINE, baseline)] if baseline else []
-        with self._transaction():
-            self._db.executemany("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
-            self._write("UPDATE groups SET ready=1, dropped=? WHERE id=?", (dropped, group_id))
+        with self._db.transaction():
+            self._db.execute_many("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
+            self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", dropped, group_id)
 
     def untaken(self) -> list[PendingGroup]:
         """Groups that were begun and that no step has taken, in the order they were begun."""
         sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
-        return [PendingGroup(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._all(sql)]
+        return [
+            PendingGroup(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._db.fetch_all(sql)
+        ]
 
     def members(self, group_id: str) -> tuple[list[str], str | None]:
         """The rollouts of a group that is ready, and its baseline."""
-        found = dict(self._all("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", group_id))
+        found = dict(
+            self._db.fetch_all("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", group_id)
+        )
         baseline = found.pop(BASELINE, None)
         return list(found.values()), baseline
 
@@ -191,29 +186,29 @@ class RunState:
 
         One that another step took before is an error.
         """
-        with self._transaction():
+        with self._db.transaction():
             for table, key, ids in (("groups", "id", group_ids), ("trained", "rollout_id", rollout_ids)):
                 for one in ids:
-                    known = self._one(f"SELECT step FROM {table} WHERE {key}=?", one)
+                    known = self._db.fetch_one(f"SELECT step FROM {table} WHERE {key}=?", one)
                     if known and known[0] not in (None, step):
                         raise ValueError(f"{one} was taken by step {known[0]}, not {step}")
                     if table == "groups":
-                        self._write("UPDATE groups SET step=? WHERE id=?", (step, one))
+                        self._db.execute("UPDATE groups SET step=? WHERE id=?", step, one)
                     else:
-                        self._write("INSERT OR IGNORE INTO trained VALUES (?,?)", (one, step))
+                        self._db.execute("INSERT OR IGNORE INTO trained VALUES (?,?)", one, step)
 
     def rewind(self, step: int) -> None:
         """Forget training after this step: the weights that had it are gone."""
-        with self._transaction():
-            self._write("DELETE FROM trained WHERE step > ?", (step,))
-            self._write("UPDATE groups SET step=NULL WHERE step > ?", (step,))
+        with self._db.transaction():
+            self._db.execute("DELETE FROM trained WHERE step > ?", step)
+            self._db.execute("UPDATE groups SET step=NULL WHERE step > ?", step)
 
     def trained(self) -> dict[str, int]:
-        return dict(self._all("SELECT rollout_id, step FROM trained"))
+        return dict(self._db.fetch_all("SELECT rollout_id, step FROM trained"))
 
     def taken(self) -> int:
         """How many groups the steps have taken."""
-        return self._one("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0]
+        return self._db.fetch_one("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0]
 
     @property
     def done(self) -> int:
@@ -222,17 +217,17 @@ class RunState:
 
     @done.setter
     def done(self, step: int) -> None:
-        self._write("INSERT OR REPLACE INTO facts VALUES ('done', ?)", (step,))
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", step)
 
     @property
     def base(self) -> int | None:
         """The policy version that the run began with; None before it was chosen."""
-        row = self._one("SELECT value FROM facts WHERE key='base'")
+        row = self._db.fetch_one("SELECT value FROM facts WHERE key='base'")
         return row[0] if row else None
 
     @base.setter
     def base(self, version: int) -> None:
-        self._write("INSERT OR REPLACE INTO facts VALUES ('base', ?)", (version,))
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('base', ?)", version)
 
     @property
     def late(self) -> int:
@@ -241,50 +236,13 @@ class RunState:
 
     @late.setter
     def late(self, number: int) -> None:
-        self._write("INSERT OR REPLACE INTO facts VALUES ('late', ?)", (number,))
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('late', ?)", number)
 
     # --- small things ----------------------------------------------------------------------------
 
     def _fact(self, key: str) -> int:
-        row = self._one("SELECT value FROM facts WHERE key=?", key)
+        row = self._db.fetch_one("SELECT value FROM facts WHERE key=?", key)
         return row[0] if row else 0
-
-    def _one(self, sql: str, *values: Any) -> Any:
-        with self._lock, self._told():
-            return self._db.execute(sql, values).fetchone()
-
-    def _all(self, sql: str, *values: Any) -> list[Any]:
-        with self._lock, self._told():
-            return self._db.execute(sql, values).fetchall()
-
-    def _write(self, sql: str, values: Sequence[Any]) -> None:
-        with self._lock, self._told():
-            self._db.execute(sql, values)
-
-    @contextmanager
-    def _transaction(self) -> Generator[None]:
-        """All of it or nothing, and nobody else's words in between."""
-        with self._lock, self._told():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-
-    @contextmanager
-    def _told(self) -> Generator[None]:
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            told = f"the run's ledger {self._path} cannot be used: {error}"
-            raise Unavailable(f"{told}; make room or free it, and go on where it was") from error
-        except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # a mistake of ours, not of the file
-                raise
-            told = f"the run's ledger {self._path} is damaged: {error}"
-            raise DamagedFile(f"{told}; restore it from a copy, or start a new run") from error
 
 
 def _marks(values: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ from typing import TypeVar
 import msgspec
 
 from afield.errors import UsageError
-from afield.private_files import private_database
 from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rates
+from afield.sqlite import Database, DatabaseBusy, retry_while_busy
 
 # A place that its process no longer renews comes free after this long.
 LEASE_S = 5.0
@@ -50,9 +50,17 @@ class SharedLimiter:
         beats = Rates(pace)
         self._launching = ("launch", beats.launch)
         self._stopping = ("stop", beats.stop) if beats.apart else self._launching
-        self._path = path
         self._clock = clock
-        self._db: sqlite3.Connection | None = None
+        self._db = Database(
+            path,
+            SCHEMA,
+            name="the limiter's file",
+            remedy="name a file on a local disk that can be written",
+            busy_timeout_s=0,
+            synchronous="OFF",
+            error=UsageError,
+            private_parent=False,
+        )
         self._held: set[int] = set()
         # What could not be written yet because another process was writing.
         self._returned: list[int] = []
@@ -62,7 +70,7 @@ class SharedLimiter:
 
     def check(self) -> None:
         """Whether the file can be written; else a UsageError."""
-        with suppress(_Busy):
+        with suppress(DatabaseBusy):
             self._write(lambda db: None)
 
     def close(self) -> None:
@@ -70,9 +78,7 @@ class SharedLimiter:
         if self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        self._db.close()
 
     @asynccontextmanager
     async def launching(self) -> AsyncIterator[None]:
@@ -126,7 +132,7 @@ class SharedLimiter:
 
     def _write_soon(self) -> None:
         """At once if no other process writes, else by the keeper, or with whatever is written next."""
-        with suppress(_Busy):
+        with suppress(DatabaseBusy):
             self._write(lambda db: None)
         self._keep_on()
 
@@ -182,52 +188,17 @@ class SharedLimiter:
     # --- the file ----------------------------------------------------------------------------------
 
     async def _written(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        while True:
-            try:
-                return self._write(work)
-            except _Busy:
-                await asyncio.sleep(BUSY_S * random.uniform(0.5, 1.5))
+        return await retry_while_busy(lambda: self._write(work), interval_s=BUSY_S)
 
     def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """All of it or nothing, with what is due since before. Raises _Busy without waiting."""
-        try:
-            db = self._db or self._open()
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                for beat, at, retry_after_s in self._refusals:
-                    rhythm = self._rhythm(db, beat)
-                    rhythm.cut(at, beat[1], retry_after_s)
-                    self._save(db, beat, rhythm)
-                db.executemany("DELETE FROM places WHERE id = ?", [(place,) for place in self._returned])
-                result = work(db)
-                db.execute("COMMIT")
-            finally:
-                # Left over by an error; the library may have ended it itself.
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
-        except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
-                raise _Busy from error
-            said = f"the limiter cannot keep its state in {self._path}: {error}"
-            raise UsageError(f"{said}; name a file on a local disk that can be written") from error
+        """One transaction with `work` and all earlier changes that are still due; raises DatabaseBusy."""
+        with self._db.transaction() as db:
+            for beat, at, retry_after_s in self._refusals:
+                rhythm = self._rhythm(db, beat)
+                rhythm.cut(at, beat[1], retry_after_s)
+                self._save(db, beat, rhythm)
+            db.executemany("DELETE FROM places WHERE id = ?", [(place,) for place in self._returned])
+            result = work(db)
         self._refusals.clear()
         self._returned.clear()
         return result
-
-    def _open(self) -> sqlite3.Connection:
-        with suppress(OSError):  # what keeps it from being written, SQLite says in more words
-            private_database(self._path)
-        db = sqlite3.connect(self._path, isolation_level=None, timeout=0)
-        try:
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=OFF")
-            db.executescript(SCHEMA)
-        except sqlite3.DatabaseError:
-            db.close()
-            raise
-        self._db = db
-        return db
-
-
-class _Busy(Exception):
-    """Another process is writing at this moment."""
