@@ -44,9 +44,9 @@ class Mutant(NamedTuple):
 
 
 CHAT = "gateway/dialects/chat.py"
-ANTHROPIC = "gateway/dialects/anthropic_request.py"
+ANTHROPIC = "gateway/dialects/anthropic.py"
 RESPONSES = "gateway/dialects/responses_request.py"
-GEMINI = "gateway/dialects/gemini_request.py"
+GEMINI = "gateway/dialects/gemini.py"
 
 
 def decoded(change: str) -> str:

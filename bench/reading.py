@@ -9,8 +9,7 @@ from workload import Workload
 
 from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import RawRequest
-from afield.gateway.message_cache import Memo
-from afield.gateway.request_cache import Recall
+from afield.gateway.request_cache import Memo, Recall
 from afield.turn_tree import TurnTree
 
 

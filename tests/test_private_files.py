@@ -13,7 +13,7 @@ import pytest
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
-from afield.gateway.signing_secret import SecretPlace, signing_secret
+from afield.gateway.session_keys import SecretPlace, signing_secret
 from afield.gateway.store import Store
 from afield.interfaces import SessionSpec
 from afield.orchestrator.run_directory import RunDirectory

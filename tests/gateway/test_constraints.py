@@ -19,7 +19,7 @@ from afield.chat.parsers.harmony import HarmonyReader
 from afield.chat.parsers.reply import ReplyReader
 from afield.chat.reply_grammar import CallSpec, ReplyForm
 from afield.engines.torch.sampler import draw
-from afield.gateway import call_limits, constraints
+from afield.gateway import constraints, prompts
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.schemas import SHAPES, enforceable
 from afield.masks import Masks
@@ -333,11 +333,8 @@ def test_alternatives_that_refer_to_each_other_come_to_an_end() -> None:
 
 
 def test_large_schemas_of_tools_are_read_off_the_loop() -> None:
-    assert constraints.size(asking(CITY)) < call_limits.INLINE_CHARACTERS
-    assert (
-        constraints.size(asking({"enum": ["x" * call_limits.INLINE_CHARACTERS]}))
-        > call_limits.INLINE_CHARACTERS
-    )
+    assert constraints.size(asking(CITY)) < prompts.INLINE_CHARACTERS
+    assert constraints.size(asking({"enum": ["x" * prompts.INLINE_CHARACTERS]})) > prompts.INLINE_CHARACTERS
 
 
 @pytest.mark.parametrize("tool_format", FORMATS, ids=lambda known: known.name)

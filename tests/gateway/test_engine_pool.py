@@ -12,7 +12,7 @@ from msgspec import structs
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.engine_pool import EnginePool
-from afield.gateway.waiting_time import QueueTime
+from afield.gateway.queue_time import QueueTime
 from afield.gateway.workers import WorkerHealth
 from afield.interfaces.engine import Chunk, Engine, EngineInfo, GenerateRequest, Image
 from afield.types import FinishReason, Sampling, VersionSpan

@@ -15,7 +15,7 @@ from afield import trajectories
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, NotFound
 from afield.gateway.api_error import ApiError
-from afield.gateway.session import Session
+from afield.gateway.sessions import Session
 from afield.gateway.store import SessionRow
 from afield.interfaces import Chunk, GenerateRequest, SessionSpec
 from afield.turn_tree import TurnTree

@@ -9,7 +9,7 @@ from PIL import Image as Pillow
 
 from afield.gateway import images, turn_ids
 from afield.gateway.api_error import ApiError
-from afield.gateway.dialects import tool_choice
+from afield.gateway.dialects import request_options
 from afield.interfaces import Image
 
 
@@ -23,7 +23,7 @@ def test_ids_that_name_no_turn(turn: str) -> None:
 def test_an_allowed_tool_of_no_kind_is_refused() -> None:
     given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": [], "name": "a"}]}}
     with pytest.raises(ApiError, match="names no tool"):
-        tool_choice.openai_choice(given, nested=True)
+        request_options.openai_choice(given, nested=True)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

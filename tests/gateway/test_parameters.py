@@ -11,13 +11,15 @@ import msgspec
 import pytest
 
 from afield.gateway.api_error import ApiError
-from afield.gateway.dialects import RawRequest, anthropic_request, gemini_wire, responses_request
+from afield.gateway.dialects import RawRequest, responses_request
+from afield.gateway.dialects import anthropic as anthropic_dialect
 from afield.gateway.dialects import chat as chat_dialect
 from afield.gateway.dialects import completions as completions_dialect
+from afield.gateway.dialects import gemini as gemini_dialect
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.chat import decode as chat
 from afield.gateway.dialects.completions import decode as completions
-from afield.gateway.dialects.gemini_request import decode as gemini
+from afield.gateway.dialects.gemini import decode as gemini
 from afield.gateway.dialects.responses_request import decode as responses
 from afield.gateway.model_request import ModelRequest, OutputFormat
 from afield.gateway.parameters import TABLE, check
@@ -53,8 +55,8 @@ BODY_TYPES = {
     "chat": chat_dialect.Body,
     "completions": completions_dialect.Body,
     "responses": responses_request.Body,
-    "anthropic": anthropic_request.Body,
-    "gemini": gemini_wire.Body,
+    "anthropic": anthropic_dialect.Body,
+    "gemini": gemini_dialect.Body,
 }
 
 
@@ -245,7 +247,7 @@ def test_every_parameter_of_the_installed_SDKs_is_in_the_table() -> None:
 def test_what_is_honoured_is_read_or_said_to_have_no_effect() -> None:
     structs = {
         "": {name: body.__struct_encode_fields__ for name, body in BODY_TYPES.items()},
-        "generationConfig.": {"gemini": gemini_wire.GenerationConfig.__struct_encode_fields__},
+        "generationConfig.": {"gemini": gemini_dialect.GenerationConfig.__struct_encode_fields__},
     }
     for dialect, table in TABLE.items():
         for entry in table.values():

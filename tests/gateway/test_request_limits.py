@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.connections import ConnectionLimits
 from afield.gateway.outcomes import Limits
+from afield.gateway.server import ConnectionLimits
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from support.gateways import Running, running, vocabulary

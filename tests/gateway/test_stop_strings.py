@@ -17,7 +17,7 @@ from afield.engines.sglang.wire import body as sglang_body
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.wire import completions_body, generate_body
 from afield.gateway.engine_pool import EnginePool
-from afield.gateway.stops import StopStrings
+from afield.gateway.stop_strings import StopStrings
 from afield.interfaces import Chunk, GenerateRequest
 from afield.types import FinishReason, Sampling, VersionSpan
 from support.dialect_clients import DIALECTS, read

@@ -25,7 +25,7 @@ from afield.gateway.app import App
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.outcomes import USUAL, Limits
 from afield.gateway.service import LocalGateway
-from afield.gateway.signing_secret import SecretPlace
+from afield.gateway.session_keys import SecretPlace
 from afield.interfaces import Engine, GenerateRequest, SessionSpec
 from afield.types import Message
 from support.dialect_clients import Answer, Ask, Heard, knock, read, write

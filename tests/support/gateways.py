@@ -16,12 +16,11 @@ import openai
 from afield.chat import ChatTokenizer
 from afield.chat.vocabulary import Vocabulary
 from afield.gateway.client import HttpGateway
-from afield.gateway.connections import ConnectionLimits
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.outcomes import USUAL, Limits
-from afield.gateway.server import serve
+from afield.gateway.server import ConnectionLimits, serve
 from afield.gateway.service import LocalGateway
-from afield.gateway.signing_secret import SecretPlace
+from afield.gateway.session_keys import SecretPlace
 from afield.interfaces import Engine, SessionSpec, Transport
 from afield.sdk.listen import listen
 from support.paths import ROOT

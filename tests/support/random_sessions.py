@@ -17,7 +17,7 @@ from afield.engines.scripted import ScriptedEngine
 from afield.gateway.app import App
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.service import LocalGateway
-from afield.gateway.signing_secret import SecretPlace
+from afield.gateway.session_keys import SecretPlace
 from afield.interfaces import SessionSpec
 from support.dialect_clients import DIALECTS, Answer, knock
 from support.gateways import ADMIN, POLICY

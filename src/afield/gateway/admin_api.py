@@ -16,9 +16,9 @@ from afield.gateway.api_error import ApiError, bad_request, conflict, forbidden,
 from afield.gateway.header_keys import HeaderKeySpec, told
 from afield.gateway.http import Scope, Text, json_body, query
 from afield.gateway.service import LocalGateway
-from afield.gateway.session import Phase, Session
 from afield.gateway.session_keys import Grant
 from afield.gateway.session_keys import Scope as KeyScope
+from afield.gateway.sessions import Phase, Session
 from afield.interfaces import SessionSpec
 from afield.types import Policy, Turn
 

@@ -26,11 +26,11 @@ from afield.gateway.api_error import (
     not_found,
     unauthorized,
 )
-from afield.gateway.dialects import Dialect, Dialects, RawRequest, ResponseOptions
+from afield.gateway.dialects import Dialect, Dialects, RawRequest, ResponseOptions, models
 from afield.gateway.dialects.base import PREFILL, idempotency_key
-from afield.gateway.dialects.models import models
 from afield.gateway.http import (
     KEYED,
+    ClientGone,
     Receive,
     Scope,
     Send,
@@ -39,15 +39,15 @@ from afield.gateway.http import (
     key_of,
     path_key,
     query,
+    read_body,
     send_json,
 )
 from afield.gateway.model_request import ModelRequest
-from afield.gateway.request_bodies import BodyBytes, ClientGone, read_body
 from afield.gateway.responder import Answering
 from afield.gateway.service import LocalGateway
-from afield.gateway.session import Session
 from afield.gateway.session_keys import HEADER_PREFIX, PREFIX, Grant
 from afield.gateway.session_keys import Scope as KeyScope
+from afield.gateway.sessions import BodyBytes, Session
 from afield.gateway.shards import session_of
 from afield.types import Failure, FailureKind, Reason
 
@@ -145,7 +145,7 @@ class App:
         if match is not None:
             session = await self._session(session_id, scope, KeyScope.INFER)
             with BodyBytes(session, limits.session_bytes) as held:
-                body = await read_body(scope, receive, limits.request_bytes, held=held)
+                body = await read_body(scope, receive, limits.request_bytes, count=held.take)
                 asked = RawRequest(
                     path,
                     body,
@@ -177,7 +177,7 @@ class App:
             session = await self._session(session_id, scope, admin_api.REPORTS[method, path].needs)
             grant = self._grant(key_of(scope))
             with BodyBytes(session, limits.session_bytes) as held:
-                body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, held)
+                body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, held.take)
                 told = await admin_api.report(self._gateway, session, grant, scope, path, body)
             await send_json(send, 200, told)
         else:

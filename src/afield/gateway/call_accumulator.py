@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
+from afield.chat import Event, TextDelta
 from afield.errors import Unavailable
 from afield.interfaces import Chunk
 from afield.interfaces.engine import TopLogprobs
@@ -83,3 +85,35 @@ class CallAccumulator:
 def _marked(logprob: float) -> float:
     """Nought means "not sampled" to whoever trains, so a token that was certain is a hair less so."""
     return logprob or CERTAIN
+
+
+class Spoken:
+    """Tells which tokens are text of the reply, rather than reasoning, calls or markers."""
+
+    def __init__(self, size: Callable[[int], int]) -> None:
+        """`size` is how many bytes of text a token stands for."""
+        self._size = size
+        self._open: list[tuple[int, int]] = []
+        self._fed = 0
+        self.all: list[int] = []
+
+    def feed(self, token: int, events: Sequence[Event]) -> tuple[int, ...]:
+        """The places of the tokens whose text these events tell, after one more token."""
+        self._open.append((self._fed, self._size(token)))
+        self._fed += 1
+        return self.tell(events)
+
+    def tell(self, events: Sequence[Event]) -> tuple[int, ...]:
+        if not events:
+            return ()
+        left = sum(len(event.text.encode()) for event in events if isinstance(event, TextDelta))
+        told: list[int] = []
+        while self._open and left > 0:
+            place, size = self._open.pop()
+            if size:
+                told.append(place)
+                left -= size
+        self._open.clear()
+        told.reverse()
+        self.all += told
+        return tuple(told)

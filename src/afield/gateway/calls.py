@@ -18,9 +18,9 @@ from msgspec import structs
 
 from afield.chat import ChatTokenizer, Event, Parser, ToolStart
 from afield.errors import Unavailable
-from afield.gateway import call_limits, constraints, prompts, requested_sampling
+from afield.gateway import constraints, prompts
 from afield.gateway.api_error import ApiError, bad_request, engine_down
-from afield.gateway.call_accumulator import CallAccumulator
+from afield.gateway.call_accumulator import CallAccumulator, Spoken
 from afield.gateway.images import Checker, image_spans
 from afield.gateway.metrics import Metrics
 from afield.gateway.model_request import (
@@ -30,13 +30,14 @@ from afield.gateway.model_request import (
     CallStarted,
     Item,
     ModelRequest,
+    Scores,
+    apply_sampling,
+    override_tags,
 )
 from afield.gateway.parameters import unsupported
 from afield.gateway.repeats import RETRY
-from afield.gateway.scores import Scores, Spoken
-from afield.gateway.session import ENGINE_FAILED, Reservation, Session
-from afield.gateway.sessions import Sessions
-from afield.gateway.stops import StopStrings, sampled
+from afield.gateway.sessions import ENGINE_FAILED, Reservation, Session, Sessions
+from afield.gateway.stop_strings import StopStrings, sampled
 from afield.gateway.store import Store, TurnRow, shield_and_wait
 from afield.gateway.thinking import template_arguments
 from afield.gateway.turn_ids import call_id
@@ -82,8 +83,8 @@ class Calls:
             await self._take_images(session, request)
         self._sampling(session, request)
         tokens, request = await self._rendered_by(session, request)
-        place = await call_limits.build_limited_prompt(session, tokens, request, self._info.max_context)
-        limit = call_limits.limit(session, request, place, self._info.max_context)
+        place = await prompts.build_limited_prompt(session, tokens, request, self._info.max_context)
+        limit = prompts.limit(session, request, place, self._info.max_context)
         if request.only_score:
             for item in await self._score(session, request, place):
                 yield item
@@ -109,13 +110,13 @@ class Calls:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(session, request)
         tokens, request = await self._rendered_by(session, request)
-        place = await call_limits.build_limited_prompt(session, tokens, request, self._info.max_context)
+        place = await prompts.build_limited_prompt(session, tokens, request, self._info.max_context)
         return len(place.prompt_ids)
 
     def _sampling(self, session: Session, request: ModelRequest) -> Sampling:
         spec = session.row.spec
         try:
-            return requested_sampling.granted(spec.sampling, request.wishes, spec.client_sampling)
+            return apply_sampling(spec.sampling, request.wishes, spec.client_sampling)
         except (ValueError, OverflowError) as error:
             raise bad_request(str(error)) from error
 
@@ -143,7 +144,7 @@ class Calls:
         try:
             if not self._info.constraints:
                 raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
-            made = call_limits.off_loop(constraints.size(request), constraints.constraint, tokens, request)
+            made = prompts.off_loop(constraints.size(request), constraints.constraint, tokens, request)
             return constraints.with_budget(request), await made
         except ValueError as error:
             if spec.unsupported == "ignore":
@@ -544,7 +545,7 @@ class Calls:
                 *request.tags,
                 *(f"{RULE}{rule}" for rule in place.rules),
                 *((RETRY,) if request.retry else ()),
-                *requested_sampling.tags(sampling, request.wishes),
+                *override_tags(sampling, request.wishes),
             ),
             links=place.links,
             constraint=held,
@@ -677,4 +678,4 @@ async def _thought(tokens: ChatTokenizer, turn: Turn, reply: Message) -> int:
     if not reply.reasoning:
         return 0
     parser = tokens.parser(tools=())
-    return await call_limits.off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
+    return await prompts.off_loop(len(reply.reasoning), parser.thought, turn.token_ids)

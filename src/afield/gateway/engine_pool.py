@@ -17,11 +17,9 @@ from contextlib import suppress
 from typing import Any, Literal, Self
 
 from afield.errors import Unavailable, UsageError
-from afield.gateway.queue_time import QueueWatch
-from afield.gateway.resumable_call import ResumableCall
-from afield.gateway.waiting_time import QueueTime
-from afield.gateway.worker_registry import WorkerRegistry
-from afield.gateway.workers import Worker, WorkerHealth, WorkerInfo
+from afield.gateway.failover import ResumableCall
+from afield.gateway.queue_time import QueueTime, QueueWatch
+from afield.gateway.workers import Worker, WorkerHealth, WorkerInfo, WorkerRegistry
 from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Pausable
 from afield.interfaces.engine import LogprobMode
 

@@ -23,9 +23,8 @@ from afield.errors import Conflict
 from afield.gateway.api_error import ApiError, bad_request, conflict, unauthorized
 from afield.gateway.http import Scope as HttpScope
 from afield.gateway.http import header
-from afield.gateway.session import Phase, Session
 from afield.gateway.session_keys import Grant, Keys, Scope, header_session_id, split_header_key
-from afield.gateway.sessions import Sessions
+from afield.gateway.sessions import Phase, Session, Sessions
 from afield.gateway.store import Store
 from afield.interfaces import SessionSpec
 

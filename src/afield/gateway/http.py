@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
 
-from afield.gateway.api_error import bad_request
+from afield.gateway.api_error import ApiError, bad_request
 from afield.wire import json_problem
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Count = Callable[[int], None]
 
 T = TypeVar("T")
 KEYED = "/k/"
@@ -115,3 +119,115 @@ class ByteStream:
             self.started = True
             headers = [(b"content-type", self.content_type), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+# --- request bodies ---
+
+AT_ONCE = 64 * 1024  # decompressed bytes that are cheaper to make here than to hand to a thread
+SLICE = 2 * 1024 * 1024
+INPUT = 256 * 1024
+_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="afield-inflate")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was read."""
+
+
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    most: int = MAX_BODY,
+    hint: str = "",
+    count: Count | None = None,
+) -> bytes:
+    """The body, decompressed."""
+    return await decompressed(scope, await read_raw(scope, receive, most, hint, count), most, hint, count)
+
+
+async def read_raw(
+    scope: Scope,
+    receive: Receive,
+    most: int = MAX_BODY,
+    hint: str = "",
+    count: Count | None = None,
+) -> bytes:
+    """The body as it was sent."""
+    declared = int(header(scope, b"content-length") or 0)
+    if declared > most:
+        raise _too_large(f"has {declared}", most, hint)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise _too_large(f"has over {most}", most, hint)
+        if count is not None:
+            count(len(parts[-1]))
+        if not message.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def decompressed(
+    scope: Scope,
+    body: bytes,
+    most: int = MAX_BODY,
+    hint: str = "",
+    count: Count | None = None,
+) -> bytes:
+    encoding = header(scope, b"content-encoding")
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "deflate"):
+        raise ApiError(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
+    try:
+        return await _inflate(body, most, hint, count)
+    except zlib.error as error:
+        raise bad_request(f"the body is not {encoding}: {error}") from error
+
+
+async def _inflate(body: bytes, most: int, hint: str, count: Count | None) -> bytes:
+    parts: list[bytes] = []
+    try:
+        size = 0
+        async for part in _slices(body):
+            size += len(part)
+            if size > most:
+                raise _too_large(f"decompresses to over {most}", most, hint)
+            if count is not None:
+                count(len(part))
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+    finally:
+        parts.clear()  # a refusal keeps its frames until it is answered
+
+
+async def _slices(body: bytes) -> AsyncGenerator[bytes]:
+    loop = asyncio.get_running_loop()
+    stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    view = memoryview(body)
+    position = 0
+    left = b""
+    first = True
+    while not stream.eof:
+        data = left or view[position : position + INPUT]
+        if not left:
+            position += len(data)
+            if not data:
+                raise bad_request("the compressed body ends too early", "send all of it")
+        if first and len(data) <= AT_ONCE:
+            part = stream.decompress(data, AT_ONCE)
+        else:
+            part = await loop.run_in_executor(_THREADS, stream.decompress, data, SLICE)
+        first = False
+        left = stream.unconsumed_tail
+        yield part
+    if stream.unused_data or position < len(body):
+        raise bad_request("bytes follow the end of the compressed body", "send one stream and no more")
+
+
+def _too_large(size: str, most: int, hint: str) -> ApiError:
+    return ApiError(413, "request_too_large", f"the body {size} bytes; {most} are allowed", hint)

@@ -8,12 +8,11 @@ was committed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct, structs
 
 from afield.chat import Event, Tool
-from afield.gateway.scores import Scores
 from afield.interfaces import Image
 from afield.interfaces.engine import TopLogprobs
 from afield.types import Message, Sampling, Turn
@@ -22,6 +21,24 @@ NO_WISHES: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
 NO_NAMES: Mapping[str, str] = {}
 NO_PLACES: Mapping[str, str] = {}
+
+
+class Scores(Struct, frozen=True, kw_only=True):
+    count: int = 0
+    """How many of the likeliest tokens were asked for at each place."""
+    top: tuple[TopLogprobs, ...] = ()
+    """The likeliest tokens at the place of each sampled one; empty if none were asked for."""
+    prompt_count: int | None = None
+    prompt: tuple[TopLogprobs, ...] | None = None
+    """Of each token of the prompt its own and then the likeliest ones; the first has none."""
+    spoken: tuple[int, ...] | None = None
+    """Which of the sampled tokens are text of the reply, where that was asked for."""
+
+    def answers(self, count: int, prompt_count: int | None, spoken: bool) -> bool:
+        """Whether they are what another request asks for."""
+        if prompt_count is not None and (self.prompt_count is None or self.prompt_count < prompt_count):
+            return False
+        return self.count >= count and (self.spoken is not None or not spoken)
 
 
 class OutputFormat(Struct, frozen=True):
@@ -130,3 +147,52 @@ class CallFinished(Struct, frozen=True):
 
 
 Item = CallStarted | CallDelta | CallFinished
+
+
+# --- requested sampling ---
+
+NAMES = ("temperature", "top_p", "top_k", "seed")
+OTHERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
+
+
+class RequestedSampling(Struct, kw_only=True):
+    """The fields that requests of every dialect have for it; a dialect's own struct is one of these."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: float | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+def wishes(asked: RequestedSampling) -> dict[str, float]:
+    """The settings a request names."""
+    found = {name: value for name in NAMES + OTHERS if (value := getattr(asked, name)) is not None}
+    if asked.logit_bias:
+        found["logit_bias"] = 1.0
+    return found
+
+
+def apply_sampling(sampling: Sampling, wished: Mapping[str, float], may: tuple[str, ...]) -> Sampling:
+    """The trainer's settings, with what the client may choose as it chose. ValueError for nonsense."""
+    allowed = {name: value for name, value in wished.items() if name in may}
+    if "top_k" in allowed:
+        allowed["top_k"] = max(0, int(allowed["top_k"]))
+    return structs.replace(sampling, **allowed) if allowed else sampling
+
+
+def override_tags(sampling: Sampling, wished: Mapping[str, float]) -> tuple[str, ...]:
+    """What the client asked for and does not get."""
+    return tuple(f"overridden:{name}" for name, value in wished.items() if not _given(sampling, name, value))
+
+
+def _given(sampling: Sampling, name: str, value: float) -> bool:
+    if name == "top_k":
+        return max(0, int(value)) == sampling.top_k
+    if name in NAMES:
+        return value == getattr(sampling, name)
+    return value == (1.0 if name == "repetition_penalty" else 0.0)

@@ -15,8 +15,7 @@ from typing import Self
 from afield.errors import AfieldError, NotFound, Unavailable
 from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError
-from afield.gateway.session import Session
-from afield.gateway.sessions import Sessions
+from afield.gateway.sessions import Session, Sessions
 from afield.gateway.store import Delivery, SessionRow, Store
 from afield.interfaces import Fence, Transport, Waiting
 from afield.types import Attempt, Rollout, Task

@@ -9,7 +9,7 @@ not know is read from the beginning, with the same result.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -76,3 +76,25 @@ def _begins(forest: TurnTree, came: tuple[Message, ...], at: int) -> bool:
     if owner is not None and turn is None:
         return not moved(forest, owner, came[at])
     return turn is None or owner is not turn
+
+
+COMMA = ord(",")
+Messages = tuple[Message, ...]
+
+
+class Memo:
+    def __init__(self) -> None:
+        self._read: deque[tuple[bytes, Messages]] = deque(maxlen=CONVERSATIONS)
+
+    def read(self, raw: bytes, decode: Callable[[bytes, int], Messages]) -> Messages:
+        """The messages of a JSON array; `decode` is told how many came before those it is given."""
+        for entry in self._read:
+            known, messages = entry
+            if len(raw) > len(known) and raw[len(known) - 1] == COMMA and raw.startswith(known[:-1]):
+                messages += decode(b"[" + raw[len(known) :], len(messages))
+                self._read.remove(entry)
+                break
+        else:
+            messages = decode(raw, 0)
+        self._read.append((raw, messages))
+        return messages

@@ -18,7 +18,7 @@ from afield.gateway.dialects import Dialect, ResponseOptions, StreamEncoder
 from afield.gateway.http import ByteStream, Receive, Send, send_json
 from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, Item, ModelRequest
 from afield.gateway.service import LocalGateway
-from afield.gateway.session import Session
+from afield.gateway.sessions import Session
 
 KEEPALIVE_S = 10.0
 # Codex compacts when a stream fails for this reason; the same as an HTTP error ends its run.

@@ -1,20 +1,159 @@
-"""Serve a gateway over HTTP until it is told to stop."""
+"""HTTP connections with limits: per address, and in time for heads and bodies of requests.
+
+A sweep counts how often it finds a connection waiting for its client, and closes it when that is too often.
+Connections keep only counters, so a request pays a few assignments; a process that stood still itself for a
+while counts that as one sweep, and closes nobody for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
+from typing import Any
 
+import msgspec
 import uvicorn
+from msgspec import Struct
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from afield.gateway.api_error import ApiError
 from afield.gateway.app import App
-from afield.gateway.connections import ConnectionLimits, Connections, LimitedHttp
 from afield.gateway.front import receive_connections
 from afield.gateway.service import LocalGateway
 from afield.gateway.shards import PASSED
+
+log = logging.getLogger("afield.gateway")
+
+
+class ConnectionLimits(Struct, frozen=True, kw_only=True):
+    """What clients may take of connections."""
+
+    per_address: int = 16_384
+    """Connections from one address at once (default: 16,384)."""
+    head_s: float = 30.0
+    """Seconds for the head of a request, from its first byte or from the connection (default: 30)."""
+    body_s: float = 30.0
+    """Seconds for the body of a request, besides what its size allows (default: 30)."""
+    body_rate: float = 4096.0
+    """Bytes per second that a longer body must come at (default: 4,096)."""
+    poll_interval_s: float = 2.0
+    """Seconds between two sweeps (default: 2)."""
+
+
+class Connections:
+    """All connections of one server from outside."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.by_address: Counter[str] = Counter()
+        self.open: set[LimitedHttp] = set()
+
+    async def sweep(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(self.limits.poll_interval_s)
+            for connection in [one for one in self.open if one.waits]:
+                connection.sweeps += 1
+                if connection.sweeps * self.limits.poll_interval_s > connection.allowed_s():
+                    connection.time_out()
+
+
+class LimitedHttp(HttpToolsProtocol):
+    """`waits` while the next byte has to come from the client."""
+
+    def __init__(self, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._all = connections
+        self._address: str | None = None
+        self.waits = True
+        self.sweeps = 0
+        self._begun = False
+        self._in_body = False
+        self._received = 0
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Who asks for a web socket is told in the answer that there is none; the log stays as it is."""
+
+    def allowed_s(self) -> float:
+        limits = self._all.limits
+        return limits.body_s + self._received / limits.body_rate if self._in_body else limits.head_s
+
+    def time_out(self) -> None:
+        if self.transport.is_closing():
+            return
+        answering = (
+            self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        )
+        if self._begun and not answering:
+            part = "body" if self._in_body else "head"
+            message = f"the {part} of the request did not come within {self.allowed_s():g} s"
+            log.info("connection from %s closed: %s", self._address, message)
+            self._say(ApiError(408, "request_timeout", message, "send it faster"))
+        self.transport.close()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if self.client is None:  # another process of this gateway
+            self.waits = False
+            return
+        self._all.open.add(self)
+        self._address = self.client[0]
+        self._all.by_address[self._address] += 1
+        most = self._all.limits.per_address
+        if self._all.by_address[self._address] > most:
+            message = f"{self._address} has {most} connections, the most allowed"
+            log.warning("connection refused: %s", message)
+            self._say(ApiError(503, "too_many_connections", message, "close some, or try again"))
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.open.discard(self)
+        if self._address is not None:
+            self._all.by_address[self._address] -= 1
+            if not self._all.by_address[self._address]:
+                del self._all.by_address[self._address]
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._begun = True
+        self.sweeps = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        self._received = self.sweeps = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._received += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._begun = self._in_body = False
+        self.sweeps = 0
+        self.waits = self._address is not None and self.cycle.response_complete
+
+    def on_response_complete(self) -> None:
+        self.sweeps = 0
+        answers_next = bool(self.pipeline) and not self._in_body
+        self.waits = self._address is not None and not answers_next
+        super().on_response_complete()
+
+    def _say(self, refusal: ApiError) -> None:
+        body = msgspec.json.encode(
+            {"error": {"type": refusal.code, "message": refusal.message, "hint": refusal.hint}}
+        )
+        reason = HTTPStatus(refusal.status).phrase.encode()
+        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        length = b"content-length: %d\r\n\r\n" % len(body)
+        self.transport.write(head % (refusal.status, reason) + length + body)
 
 
 class _Server(uvicorn.Server):

@@ -24,11 +24,9 @@ from afield.gateway.header_keys import HeaderKeyRow, HeaderKeys, HeaderKeyTicket
 from afield.gateway.metrics import Metrics, Snapshot, exposition
 from afield.gateway.outcome_delivery import OutcomeDelivery
 from afield.gateway.outcomes import USUAL, Limits, Statement
-from afield.gateway.session import Phase, Session
-from afield.gateway.session_keys import Keys, Scope
-from afield.gateway.sessions import ENDING_S, Sessions, turns_of
+from afield.gateway.session_keys import Keys, Scope, SecretPlace, signing_secret
+from afield.gateway.sessions import ENDING_S, Phase, Session, Sessions, turns_of
 from afield.gateway.shards import Shard
-from afield.gateway.signing_secret import SecretPlace, signing_secret
 from afield.gateway.store import Published, SessionRow, Store
 from afield.gateway.stored_responses import StoredResponses
 from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState, Transport

@@ -20,8 +20,7 @@ import msgspec
 
 from afield.errors import Unavailable
 from afield.gateway.api_error import ApiError, engine_down, unauthorized
-from afield.gateway.http import Receive, Scope, Send, header, key_of, path_key
-from afield.gateway.request_bodies import decompressed, read_raw
+from afield.gateway.http import Receive, Scope, Send, decompressed, header, key_of, path_key, read_raw
 from afield.gateway.session_keys import header_session_id, session_named_by, split_header_key
 
 _SESSION = re.compile(r"/(?:s|sessions)/(?!states$)([^/]+)")

@@ -26,7 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import Unavailable, UsageError
-from afield.gateway.scores import Scores
+from afield.gateway.model_request import Scores
 from afield.interfaces import Image, SessionSpec
 from afield.private_files import private_database, private_directory
 from afield.types import Failure, Turn

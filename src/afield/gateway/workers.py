@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from afield.gateway.resumable_call import ResumableCall
+from afield.errors import AfieldError, Conflict, NotFound, Unavailable, UsageError
+from afield.gateway.failover import ResumableCall
+from afield.gateway.weight_check import check_heard, witness_of
 from afield.interfaces import Engine, EngineInfo, Image, Pausable
+from afield.interfaces.weight_probe import WeightProbe
 
 
 class WorkerHealth(StrEnum):
@@ -83,3 +89,240 @@ class Worker:
             failures=self.failures,
             notes=facts.notes if facts else (),
         )
+
+
+log = logging.getLogger("afield.gateway")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+START_PAUSE_S = 1.0
+TELL_EVERY_S = 10.0
+CHECK_S = 120.0  # until a worker that is looked at has answered
+REFUSALS = (Unavailable, UsageError, Conflict)
+
+
+class WorkerRegistry:
+    def __init__(
+        self, workers: Mapping[str, Engine], check: Callable[[Engine], Awaitable[EngineInfo]]
+    ) -> None:
+        self.workers = {name: Worker(name, e, url=getattr(e, "url", "")) for name, e in workers.items()}
+        self.version = 0
+        self.running = False
+        self.changed = asyncio.Condition()
+        self._check = check
+        self._weights: tuple[int, str] | None = None
+        self._witness: WeightProbe | None = None  # of these weights
+        self._witness_before: WeightProbe | None = None
+        self._changing = asyncio.Lock()  # weights and membership, one at a time
+        self._tending: set[asyncio.Task[None]] = set()
+        self._named = 0
+
+    async def start(self, timeout_s: float = 0.0) -> None:
+        """With every worker that is up. One that can never serve, or none at all that does, is an error.
+
+        While none answers they are asked again, for `timeout_s`: a server may still load its model.
+        """
+        self.running = True
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        told = -TELL_EVERY_S
+        while True:
+            errors = await asyncio.gather(*map(self._try_first, self.workers.values()))
+            failed = {
+                worker: error
+                for worker, error in zip(self.workers.values(), errors, strict=True)
+                if error is not None
+            }
+            waited = loop.time() - begin
+            unfit = next((error for error in failed.values() if isinstance(error, UsageError)), None)
+            none_up = bool(failed) and len(failed) == len(self.workers)
+            if unfit or not none_up or waited >= timeout_s:
+                break
+            if waited - told >= TELL_EVERY_S:
+                told = waited
+                line = "waiting for an engine: none answers after %.0f s of %g s: %s"
+                log.warning(line, waited, timeout_s, _reasons(failed))
+            await asyncio.sleep(min(START_PAUSE_S, max(0.0, timeout_s - waited)))
+        if unfit or none_up:
+            await self.stop()
+            raise unfit or Unavailable(
+                f"no engine answered within {timeout_s:g} s: {_reasons(failed)};"
+                " start the engine, check its address, or raise --engine-start-timeout"
+            )
+        for worker, error in failed.items():
+            self.set_aside(worker, str(error))
+
+    async def stop(self) -> None:
+        self.running = False
+        for task in self._tending:
+            task.cancel()
+        await asyncio.gather(*self._tending, return_exceptions=True)
+        for worker in self.workers.values():
+            await worker.leave()
+            self.set_aside(worker, "the pool was closed")
+        await self.tell()
+
+    async def tell(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    # --- membership -------------------------------------------------------------------------------
+
+    def at(self, url: str) -> Worker | None:
+        return next((worker for worker in self.workers.values() if worker.url and worker.url == url), None)
+
+    def named(self, name: str) -> Worker:
+        worker = self.workers.get(name)
+        if worker is None:
+            raise NotFound(f"there is no worker {name!r}; there are: {', '.join(self.workers) or 'none'}")
+        return worker
+
+    async def add(self, kind: str, url: str, engine: Engine) -> Worker:
+        worker = Worker(self._new_name(kind), engine, kind=kind, url=url)
+        self.workers[worker.id] = worker
+        try:
+            await self._admit(worker)
+        except BaseException:
+            self.workers.pop(worker.id, None)
+            await worker.leave()
+            raise
+        await self.tell()
+        return worker
+
+    async def drop(self, worker: Worker) -> None:
+        self.workers.pop(worker.id, None)
+        await worker.leave()
+
+    def _new_name(self, kind: str) -> str:
+        while not self._named or f"{kind}-{self._named}" in self.workers:
+            self._named += 1
+        return f"{kind}-{self._named}"
+
+    # --- health -----------------------------------------------------------------------------------
+
+    async def _try_first(self, worker: Worker) -> AfieldError | None:
+        try:
+            await self._admit(worker)
+        except REFUSALS as error:
+            return error
+        return None
+
+    async def _admit(self, worker: Worker) -> None:
+        """Enter, check, bring to the present weights; only then is it ready."""
+        try:
+            if not worker.entered:
+                await worker.engine.__aenter__()
+                worker.entered = True
+            await worker.resume()
+            async with asyncio.timeout(CHECK_S):
+                facts = await self._check(worker.engine)
+        except (ValueError, OSError, RuntimeError) as error:  # a server that calls our questions bad ones
+            told = f"it cannot be looked at: {type(error).__name__}: {error}"
+            raise Unavailable(told) from error
+        async with self._changing:
+            facts = await self._with_weights(worker, facts)
+            if worker.standing is not WorkerHealth.LEAVING:
+                worker.facts, worker.standing, worker.reason = facts, WorkerHealth.READY, ""
+
+    async def _with_weights(self, worker: Worker, facts: EngineInfo) -> EngineInfo:
+        if self._weights is None:
+            self.version = max(self.version, facts.version)
+        if facts.version > self.version:
+            raise UsageError(
+                f"{worker.id} serves version {facts.version}, the pool version {self.version}; restart it"
+            )
+        if facts.version < self.version:
+            if self._weights is None:
+                raise UsageError(
+                    f"{worker.id} serves version {facts.version}, another worker {self.version};"
+                    " load the same weights there first"
+                )
+            await worker.engine.load(*self._weights)
+        await check_heard(worker.engine, self.version, self._witness, self._witness_before)
+        return structs.replace(facts, version=self.version)
+
+    def set_aside(self, worker: Worker, reason: str) -> None:
+        worker.reason = reason
+        if worker.standing is not WorkerHealth.LEAVING:
+            worker.standing = WorkerHealth.ASIDE
+        if self.running and not worker.tended:
+            log.error("worker %s is set aside: %s", worker.id, reason)
+            worker.tended = True
+            task = asyncio.create_task(self._tend(worker))
+            self._tending.add(task)
+            task.add_done_callback(self._tending.discard)
+
+    async def _tend(self, worker: Worker) -> None:
+        pause = 0.0
+        try:
+            while worker.standing is WorkerHealth.ASIDE:
+                await asyncio.sleep(pause)
+                pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                try:
+                    await self._admit(worker)
+                    log.warning("worker %s is back", worker.id)
+                except REFUSALS:
+                    continue
+                except Exception as error:  # it is looked at again, whatever it said
+                    log.warning("worker %s: %s: %s", worker.id, type(error).__name__, error)
+        finally:
+            worker.tended = False
+        await self.tell()
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    async def load(self, version: int, path: str) -> None:
+        """Every worker that is up; one that fails is set aside and comes back only with these weights.
+
+        One that says it has them but does not answer with them has failed, see `hearing`. Weights that
+        every worker refuses untouched (a path that is not there) change nothing.
+        """
+        async with self._changing:
+            if version < self.version:
+                raise Conflict(
+                    f"version {version} is older than version {self.version}, which is being served"
+                )
+            if version == self.version:
+                self._check_served()
+                return
+            before = self.version, self._weights, self._witness, self._witness_before
+            self.version, self._weights = version, (version, path)
+            self._witness, self._witness_before = await witness_of(path), self._witness
+            ready = [worker for worker in self.workers.values() if worker.ready]
+            errors = await asyncio.gather(*(self._load(worker, version, path) for worker in ready))
+            failed = [(worker, error) for worker, error in zip(ready, errors, strict=True) if error]
+            told = "; ".join(f"{worker.id}: {error}" for worker, error in failed)
+            if failed and len(failed) == len(ready) and all(isinstance(e, UsageError) for _, e in failed):
+                self.version, self._weights, self._witness, self._witness_before = before
+                raise UsageError(f"version {version} cannot be loaded: {told}")
+            for worker, error in failed:
+                worker.failures += 1
+                self.set_aside(worker, f"version {version} was not loaded: {error}")
+            if len(failed) == len(ready):
+                raise Unavailable(f"no worker has loaded version {version} yet: {told or 'none is up'}")
+
+    def _check_served(self) -> None:
+        """Who asks again, because the first answer was bad or got lost, hears no better one."""
+        if self.workers and not any(worker.ready for worker in self.workers.values()):
+            told = "; ".join(f"{worker.id}: {worker.reason}" for worker in self.workers.values())
+            raise Unavailable(f"no worker has loaded version {self.version} yet: {told}")
+
+    async def _load(self, worker: Worker, version: int, path: str) -> AfieldError | None:
+        try:
+            await worker.engine.load(version, path)
+            await self.check_weights(worker)
+        except REFUSALS as error:
+            return error
+        except Exception as error:  # a server that calls our questions bad ones, or breaks
+            return Unavailable(f"version {version} cannot be looked at: {type(error).__name__}: {error}")
+        if worker.facts is not None:
+            worker.facts = structs.replace(worker.facts, version=version)
+        return None
+
+    async def check_weights(self, worker: Worker) -> None:
+        """One that stands still answers nothing, and is heard when it goes on."""
+        worker.unheard = worker.frozen
+        if not worker.frozen:
+            await check_heard(worker.engine, self.version, self._witness, self._witness_before)
+
+
+def _reasons(failed: Mapping[Worker, AfieldError]) -> str:
+    return "; ".join(f"{worker.id}: {error}" for worker, error in failed.items())

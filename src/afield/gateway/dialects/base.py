@@ -10,15 +10,16 @@ that it hands out (see `marks`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
+from afield.gateway import parameters
 from afield.gateway.api_error import ApiError, bad_request
-from afield.gateway.message_cache import Memo
 from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
+from afield.gateway.request_cache import Memo
 from afield.wire import json_problem
 
 T = TypeVar("T")
@@ -123,3 +124,96 @@ def asks_again(asked: RawRequest) -> bool:
 def idempotency_key(asked: RawRequest) -> str:
     """The client's own name for a request, the same in all tries; empty if it gives none."""
     return asked.headers.get("idempotency-key", "")[:MAX_KEY]
+
+
+B = TypeVar("B", bound=Struct)
+VALUE = msgspec.json.Decoder()
+NAMES = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Reading(Generic[B]):
+    """`under` is the object that this reads, with a dot behind it; `spelled` gives the spelling of names."""
+
+    def __init__(
+        self,
+        dialect: str,
+        body: type[B],
+        what: str,
+        under: str = "",
+        spelled: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        self._dialect, self._what, self._under, self._spelled = dialect, what, under, spelled
+        self._known = frozenset(body.__struct_encode_fields__)
+        entries = [entry for name, entry in parameters.TABLE[dialect].items() if name.startswith(under)]
+        names = [
+            entry.name.removeprefix(under)
+            for entry in entries
+            if entry.fate != "refused" and not entry.unread
+        ]
+        unread = {
+            f"unread_{n}": name for n, name in enumerate(names) if "." not in name and name not in self._known
+        }
+        fields: list[Any] = [(field, Raw, Raw(b"")) for field in unread]
+        renamed = dict(zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True))
+        strict = msgspec.defstruct(
+            f"Strict{body.__name__}",
+            fields,
+            bases=(body,),
+            kw_only=True,
+            forbid_unknown_fields=True,
+            rename=renamed | unread,
+            module=__name__,
+        )
+        self._strict = msgspec.json.Decoder(cast("type[B]", strict))
+        self._lenient = msgspec.json.Decoder(body)
+
+    def read(self, asked: RawRequest, body: bytes | None = None) -> tuple[B, tuple[str, ...]]:
+        """The request, and the tags of what was ignored."""
+        text = asked.body if body is None else body
+        try:
+            return self._strict.decode(text or b"{}"), ()
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return read(self._lenient, text, self._what), self._looked_up(text, asked.ignore)
+
+    def _looked_up(self, text: bytes, ignore: bool) -> tuple[str, ...]:
+        tags: list[str] = []
+        for name, raw in read(NAMES, text, self._what).items():
+            if name not in self._known:
+                value, full = read(VALUE, bytes(raw), self._what), self._under + self._spelled(name)
+                tags += parameters.check(self._dialect, full, value, ignore=ignore)
+        return tuple(tags)
+
+
+UNPARSED = "__unparsedToolInput"
+OBJECT = msgspec.json.Decoder(dict[str, Raw])
+
+
+def as_object(arguments: str) -> str:
+    """The text of a JSON object that any client can read."""
+    text = arguments if arguments.strip() else "{}"
+    try:
+        OBJECT.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return encode({UNPARSED: arguments}).decode()
+    return text
+
+
+def as_arguments(given: Raw, where: str) -> str:
+    """The arguments of a call a client sends back."""
+    try:
+        text = bytes(given).decode()
+    except UnicodeDecodeError as error:
+        raise bad_request(f"{where}: the arguments of a call are not UTF-8: {error}") from error
+    if text == "null":
+        return "{}"
+    if not text.startswith("{"):
+        raise bad_request(f"{where}: the arguments of a call are {text[:40]}, not an object")
+    return _as_sampled(text) if UNPARSED in text else text
+
+
+def _as_sampled(text: str) -> str:
+    given = OBJECT.decode(text)
+    inner = given.get(UNPARSED)
+    if len(given) != 1 or inner is None or not bytes(inner).startswith(b'"'):
+        return text
+    return msgspec.json.decode(inner)

@@ -21,19 +21,24 @@ from afield.gateway.dialects.base import (
     STRICT,
     TOOLS_TAG,
     RawRequest,
+    Reading,
     ResponseOptions,
     asks_again,
     data,
     encode,
     read,
 )
-from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import TokenText, check_count
-from afield.gateway.dialects.output_format import VLLM, guided, one, response_format
-from afield.gateway.dialects.request_body import Reading
-from afield.gateway.dialects.thinking import AskedReasoning
-from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
-from afield.gateway.message_cache import Memo
+from afield.gateway.dialects.request_options import (
+    AUTO,
+    VLLM,
+    checked,
+    guided,
+    one,
+    openai_choice,
+    response_format,
+)
+from afield.gateway.images import Gallery
 from afield.gateway.model_request import (
     NO_REASONING,
     CallDelta,
@@ -42,10 +47,13 @@ from afield.gateway.model_request import (
     ModelRequest,
     OutputFormat,
     Reasoning,
+    RequestedSampling,
+    Scores,
+    wishes,
 )
 from afield.gateway.parameters import check_within, unsupported
-from afield.gateway.requested_sampling import RequestedSampling, wishes
-from afield.gateway.scores import Scores
+from afield.gateway.request_cache import Memo
+from afield.gateway.thinking import AskedReasoning
 from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
 

@@ -15,13 +15,10 @@ from typing import Any
 from afield.chat import ChatTokenizer, TextDelta
 from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import EVENTS, RawRequest, ResponseOptions, asks_again, data
+from afield.gateway.dialects.base import EVENTS, RawRequest, Reading, ResponseOptions, asks_again, data
 from afield.gateway.dialects.logprobs import TokenText, check_count
-from afield.gateway.dialects.request_body import Reading
-from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest, Scores, wishes
 from afield.gateway.parameters import check_within
-from afield.gateway.requested_sampling import wishes
-from afield.gateway.scores import Scores
 from afield.interfaces.engine import TopLogprobs
 
 Json = dict[str, Any]

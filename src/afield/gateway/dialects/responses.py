@@ -1,21 +1,407 @@
-"""OpenAI Responses: decoding is `responses_request`'s, showing `responses_view`'s.
+"""OpenAI Responses: what was sampled, as output items, and as the events that build them.
 
-Sampling parameters belong to the trainer and are ignored; `max_output_tokens` may only lower what the
-session allows. Nothing is kept for later: a `previous_response_id` names a turn of the session.
+Items carry the turn in their ids (`rs_t3`, `msg_t3_0`, `fc_t3_0`), so that a client that echoes them
+names it. A call is shown when it is closed, never one that turns out malformed. The text of reasoning is
+shown, as it was sampled, where the client asked for a summary or for its content.
 """
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from afield.chat import ChatTokenizer
+from afield.chat import ChatTokenizer, Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects import responses_request
-from afield.gateway.dialects.base import RawRequest, ResponseOptions
+from afield.gateway.dialects.base import EVENTS, RawRequest, ResponseOptions, event
 from afield.gateway.dialects.chat import error
 from afield.gateway.dialects.logprobs import TokenText
-from afield.gateway.dialects.responses_stream import Items, ResponsesStream, output_of
-from afield.gateway.model_request import CallFinished, CallStarted, ModelRequest
+from afield.gateway.dialects.responses_request import Shown, free_text, summary_of
+from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
+from afield.gateway.turn_ids import item_id, response_id, seal, seal_summary
+from afield.interfaces import Image
+from afield.interfaces.engine import TopLogprobs
+from afield.types import FinishReason, Message, ToolCall, Turn
+
+Json = dict[str, Any]
+# The provider's own words; what else goes wrong in a stream has a code of ours.
+CODES = {429: "rate_limit_exceeded", 500: "server_error", 502: "server_error", 503: "server_error"}
+
+
+class Items:
+    """Makes the output items of one turn, and knows what the answer says around them."""
+
+    def __init__(self, started: CallStarted, wish: ResponseOptions, texts: TokenText) -> None:
+        self._started = started
+        self._wish = wish
+        self._texts = texts
+        self.shown: Shown = wish.echo["shown"]
+        self._made: dict[str, int] = {}
+
+    def message(self) -> Json:
+        made = {"id": self._id("msg", self._count("msg")), "type": "message", "status": "in_progress"}
+        return made | {"role": "assistant", "content": []}
+
+    def reasoning(self) -> Json:
+        item: Json = {"id": self._id("rs", self._count("rs") or None), "type": "reasoning"}
+        item |= {"summary": [], "status": "in_progress"}
+        if self.shown.sealed:
+            item["encrypted_content"] = seal(self._started.turn_id)
+        return item
+
+    def call(self, call: ToolCall) -> Json:
+        """`input` of a custom tool is text; arguments that hold more or less than it are handed out raw."""
+        named = self.shown.toolbox.to_client(call.name)
+        index = self._count("call")
+        if named.custom:
+            text = free_text(call.arguments)
+            item = {"id": self._id("ctr" if text is None else "ctc", index), "type": "custom_tool_call"}
+            item["input"] = call.arguments if text is None else text
+        else:
+            item = {"id": self._id("fc", index), "type": "function_call", "arguments": call.arguments}
+        item |= {"status": "completed", "call_id": call.id, "name": named.name}
+        return item | ({"namespace": named.namespace} if named.namespace else {})
+
+    def logprobs(
+        self,
+        places: Sequence[int],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs],
+    ) -> list[Json]:
+        """Of the tokens at these places, where the client asked for them."""
+        if not self._wish.logprobs:
+            return []
+        chosen = [tops[n] for n in places] if tops else ()
+        sampled = ([ids[n] for n in places], [logprobs[n] for n in places])
+        return self._texts.entries(*sampled, chosen, self._wish.top_logprobs)
+
+    def fill(self, item: Json, text: str, status: str = "completed", logprobs: Sequence[Json] = ()) -> Json:
+        """The item with its text."""
+        if item["type"] == "message":
+            return item | {"content": [text_part(text, logprobs)], "status": status}
+        if self.shown.summary:
+            return item | {"summary": [{"type": "summary_text", "text": text}], "status": status}
+        if not self.shown.content:
+            return item | {"status": status}
+        return item | {"content": [{"type": "reasoning_text", "text": text}], "status": status}
+
+    def of_reply(self, reply: Message, status: str, logprobs: Sequence[Json] = ()) -> list[Json]:
+        output = [self.fill(self.reasoning(), reply.reasoning)] if reply.reasoning else []
+        if reply.content or not (output or reply.tool_calls):
+            output.append(self.fill(self.message(), reply.content, status, logprobs))
+        return output + [self.call(call) for call in reply.tool_calls]
+
+    def response(self, status: str, output: list[Json], **rest: Any) -> Json:
+        sampling = self._started.sampling
+        made: Json = {
+            "id": response_id(self._started.session_id, self._started.turn_id),
+            "object": "response",
+            "created_at": int(self._started.created),
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "conversation": None,
+            "error": None,
+            "frequency_penalty": 0.0,
+            "incomplete_details": None,
+            "model": self._wish.model,
+            "moderation": None,
+            "output": output,
+            "presence_penalty": 0.0,
+            "prompt": None,
+            "prompt_cache_options": None,
+            "service_tier": "default",
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+        return made | self.shown.fields | rest
+
+    def ended(self, done: CallFinished, output: list[Json]) -> Json:
+        rest: Json = {"usage": usage(done)}
+        if done.turn.ended is not None and not cut(done):
+            rest["completed_at"] = int(done.turn.ended)
+        if self._wish.token_ids:
+            rest |= {"prompt_token_ids": self._started.prompt_ids, "token_ids": done.turn.token_ids}
+        if cut(done):
+            rest["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self.response("incomplete" if cut(done) else "completed", output, **rest)
+
+    def _id(self, kind: str, index: int | None = None) -> str:
+        return item_id(kind, self._started.turn_id, index)
+
+    def _count(self, kind: str) -> int:
+        self._made[kind] = self._made.get(kind, -1) + 1
+        return self._made[kind]
+
+
+def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def cut(done: CallFinished) -> bool:
+    return done.turn.finish_reason is FinishReason.LENGTH
+
+
+def usage(done: CallFinished) -> Json:
+    sampled = len(done.turn.token_ids)
+    return {
+        "input_tokens": done.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": done.thought},
+        "total_tokens": done.prompt_tokens + sampled,
+    }
+
+
+def output_of(items: Items, done: CallFinished) -> list[Json]:
+    """The items of a whole reply."""
+    status = "incomplete" if cut(done) and not done.reply.tool_calls else "completed"
+    return items.of_reply(done.reply, status, spoken(items, done))
+
+
+def spoken(items: Items, done: CallFinished) -> list[Json]:
+    """The log-probabilities of a reply's text."""
+    scores = done.scores
+    if scores is None or scores.spoken is None:
+        return []
+    return items.logprobs(scores.spoken, done.turn.token_ids, done.turn.logprobs, scores.top)
+
+
+class ResponsesStream:
+    """The same as a stream. A text that follows a call is an item of its own."""
+
+    content_type = EVENTS
+
+    def __init__(self, started: CallStarted, wish: ResponseOptions, texts: TokenText) -> None:
+        self._items = Items(started, wish, texts)
+        self._logprobs = wish.logprobs
+        self._ids: list[int] = []
+        self._values: list[float] = []
+        self._tops: list[TopLogprobs] = []
+        self._told: list[Json] = []  # log-probabilities that come with the next text
+        self._shown: list[Json] = []  # those of the item that is open
+        self._opened = False
+        self._sequence = 0
+        self._output: list[Json] = []
+        self._open: Json | None = None
+        self._text: list[str] = []
+        self._calls: dict[int, tuple[ToolStart, list[str]]] = {}
+
+    def opening(self) -> bytes:
+        """Nothing the second time: a keepalive may have opened the stream."""
+        if self._opened:
+            return b""
+        self._opened = True
+        response = self._items.response("in_progress", [])
+        return self._send("response.created", response=response) + self._progress()
+
+    def piece(self, piece: CallDelta) -> bytes:
+        if self._logprobs:
+            self._ids += piece.token_ids
+            self._values += piece.logprobs
+            self._tops += piece.top_logprobs
+            self._told = self._items.logprobs(piece.spoken, self._ids, self._values, self._tops)
+        return b"".join([self._event(event) for event in piece.events])
+
+    def closing(self, done: CallFinished) -> bytes:
+        out = b""
+        if self._open is None and not self._output:
+            out = self._start("message")
+        out += self._finish("incomplete" if cut(done) else "completed")
+        response = self._items.ended(done, self._output)
+        return out + self._send(f"response.{response['status']}", response=response)
+
+    def failing(self, refusal: ApiError) -> bytes:
+        out = self.opening()
+        fault = {"code": CODES.get(refusal.status, refusal.code), "message": refusal.text}
+        response = self._items.response("failed", self._output, error=fault)
+        return out + self._send("response.failed", response=response)
+
+    def keepalive(self) -> bytes:
+        # An event rather than a comment: clients count events, not bytes, when they measure silence.
+        return self._progress() if self._opened else self.opening()
+
+    def _progress(self) -> bytes:
+        return self._send("response.in_progress", response=self._items.response("in_progress", []))
+
+    def _send(self, kind: str, **fields: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def _event(self, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            return self._say("message", event.text)
+        if isinstance(event, ReasoningDelta):
+            return self._say("reasoning", event.text)
+        if isinstance(event, ToolStart):
+            self._calls[event.index] = (event, [])
+        elif isinstance(event, ToolArguments):
+            self._calls[event.index][1].append(event.text)
+        elif isinstance(event, ToolEnd):
+            start, arguments = self._calls.pop(event.index)
+            return self._finish() + self._call(ToolCall(start.id, start.name, "".join(arguments)))
+        return b""
+
+    def _say(self, kind: str, text: str) -> bytes:
+        out = b""
+        if self._open is None or self._open["type"] != kind:
+            out = self._finish() + self._start(kind)
+        self._text.append(text)
+        if self._hidden:
+            return out
+        if kind == "message":
+            told, self._told = self._told, []
+            self._shown += told
+            return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=told)
+        name = "reasoning_summary_text" if self._items.shown.summary else "reasoning_text"
+        return out + self._send(f"response.{name}.delta", **self._at(), delta=text)
+
+    def _at(self) -> Json:
+        """Where the text that is open stands."""
+        assert self._open is not None
+        index = "summary_index" if self._summarises else "content_index"
+        return {"item_id": self._open["id"], "output_index": len(self._output), index: 0}
+
+    @property
+    def _summarises(self) -> bool:
+        return bool(self._open and self._open["type"] == "reasoning" and self._items.shown.summary)
+
+    @property
+    def _hidden(self) -> bool:
+        """Reasoning that the client did not ask to see: an item without a text."""
+        shown = self._items.shown
+        return bool(self._open and self._open["type"] == "reasoning" and not (shown.summary or shown.content))
+
+    def _part(self, text: str) -> tuple[str, Json]:
+        assert self._open is not None
+        if self._open["type"] == "message":
+            return "content_part", text_part(text, self._shown)
+        if self._summarises:
+            return "reasoning_summary_part", {"type": "summary_text", "text": text}
+        return "content_part", {"type": "reasoning_text", "text": text}
+
+    def _start(self, kind: str) -> bytes:
+        self._open = self._items.message() if kind == "message" else self._items.reasoning()
+        self._text, self._shown = [], []
+        name, part = self._part("")
+        out = self._send("response.output_item.added", output_index=len(self._output), item=self._open)
+        if self._hidden:
+            return out
+        return out + self._send(f"response.{name}.added", **self._at(), part=part)
+
+    def _finish(self, status: str = "completed") -> bytes:
+        """Close the item that is open, if one is."""
+        if self._open is None:
+            return b""
+        text = "".join(self._text)
+        if self._hidden:
+            item, self._open = self._items.fill(self._open, text, status), None
+            return self._done(item)
+        if self._open["type"] == "message":
+            out = self._send("response.output_text.done", **self._at(), text=text, logprobs=self._shown)
+        else:
+            name = "reasoning_summary_text" if self._summarises else "reasoning_text"
+            out = self._send(f"response.{name}.done", **self._at(), text=text)
+        name, part = self._part(text)
+        out += self._send(f"response.{name}.done", **self._at(), part=part)
+        item, self._open = self._items.fill(self._open, text, status, self._shown), None
+        return out + self._done(item)
+
+    def _call(self, call: ToolCall) -> bytes:
+        item = self._items.call(call)
+        custom = item["type"] == "custom_tool_call"
+        field = "input" if custom else "arguments"
+        name = "custom_tool_call_input" if custom else "function_call_arguments"
+        at = {"item_id": item["id"], "output_index": len(self._output)}
+        begun = item | {field: "", "status": "in_progress"}
+        out = self._send("response.output_item.added", output_index=len(self._output), item=begun)
+        if item[field]:
+            out += self._send(f"response.{name}.delta", **at, delta=item[field])
+        told = {field: item[field]} | ({} if custom else {"name": item["name"]})
+        return out + self._send(f"response.{name}.done", **at, **told) + self._done(item)
+
+    def _done(self, item: Json) -> bytes:
+        out = self._send("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return out
+
+
+def image_url(image: Image) -> str | None:
+    if image.data is None:
+        return image.url
+    return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
+
+
+class InputItems:
+    """`items` makes those of a turn, `image` the URL of one by its digest."""
+
+    def __init__(self, items: Callable[[Turn], Items], image: Callable[[str], str | None]) -> None:
+        self._items = items
+        self._image = image
+        self._custom: set[str] = set()  # calls of custom tools, whose results are of another kind
+        self._sent = 0
+
+    def of(self, path: Iterable[Turn], instructions: str | None) -> list[Json]:
+        """Everything the last turn of a path was asked with."""
+        turns = list(path)
+        made: list[Json] = []
+        for turn in turns:
+            sampled = turn is not turns[-1]
+            messages = turn.messages[:-1]
+            if turn is turns[0] and instructions and messages[:1] and messages[0].role == "system":
+                messages = messages[1:]
+            for message in messages:
+                made += self.message(message, turn)
+            if sampled:
+                made += self._reply(turn.messages[-1], self._items(turn))
+        return made
+
+    def message(self, message: Message, turn: Turn) -> list[Json]:
+        """A message that a client sent."""
+        if (summary := summary_of(message)) is not None:
+            sealed = seal_summary(turn.id, summary)
+            return [{"type": "compaction", "id": self._id("cmp", turn), "encrypted_content": sealed}]
+        if message.role == "assistant":
+            return self._echoed(message, turn)
+        if message.role == "tool":
+            kind = "custom_tool_call" if message.tool_call_id in self._custom else "function_call"
+            output = message.content if not message.images else self._content(message)
+            item = {"type": f"{kind}_output", "id": self._id("fco", turn), "call_id": message.tool_call_id}
+            return [item | {"output": output, "status": "completed"}]
+        item = {"type": "message", "id": self._id("msg", turn), "role": message.role}
+        return [item | {"content": self._content(message), "status": "completed"}]
+
+    def _id(self, kind: str, turn: Turn) -> str:
+        self._sent += 1
+        return f"{kind}_in_{turn.id}_{self._sent}"
+
+    def _content(self, message: Message) -> list[Json]:
+        parts: list[Json] = []
+        at = 0
+        for image in message.images:
+            parts += [{"type": "input_text", "text": message.content[at : image.at]}] if image.at > at else []
+            at = image.at
+            url = self._image(image.digest)
+            parts.append({"type": "input_image", "image_url": url, "detail": "auto", "file_id": None})
+        rest = message.content[at:]
+        return [*parts, {"type": "input_text", "text": rest}] if rest or not parts else parts
+
+    def _echoed(self, message: Message, turn: Turn) -> list[Json]:
+        """An assistant's message that nobody sampled here."""
+        items = self._reply(message, self._items(turn))
+        for item in items:
+            item["id"] = self._id(item["id"].partition("_")[0], turn)
+            item.pop("encrypted_content", None)
+        return items
+
+    def _reply(self, reply: Message, items: Items) -> list[Json]:
+        made = items.of_reply(reply, "completed")
+        self._custom |= {item["call_id"] for item in made if item["type"] == "custom_tool_call"}
+        return made
 
 
 class Responses:

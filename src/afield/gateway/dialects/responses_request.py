@@ -1,36 +1,194 @@
-"""OpenAI Responses: from a request's items to a conversation.
+"""Summaries that take the place of a conversation: what is asked for them, and how they come back.
 
-One sampled turn comes back as several items: reasoning, messages, calls. They are put together again by
-the turn their ids name; without such ids, by where they stand. A `previous_response_id` leaves the
-history to us, and so does an `item_reference`: the turn it names stands for everything before it.
-Refused is what would silently change the conversation: files, a provider's own compaction or state.
+A compacted conversation is continued with its user messages and one more, which holds the summary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
 
+from afield.chat import Tool
 from afield.gateway.api_error import ApiError, bad_request
-from afield.gateway.dialects.base import RawRequest, ResponseOptions, asks_again, encode
+from afield.gateway.dialects.base import (
+    STRICT,
+    TOOLS_TAG,
+    RawRequest,
+    Reading,
+    ResponseOptions,
+    asks_again,
+    encode,
+    read,
+)
 from afield.gateway.dialects.chat import ROLES
-from afield.gateway.dialects.images import Gallery
 from afield.gateway.dialects.logprobs import check_count
-from afield.gateway.dialects.output_format import guided, one, response_format
-from afield.gateway.dialects.request_body import Reading
-from afield.gateway.dialects.responses_tools import Toolbox, as_arguments, read_tools
-from afield.gateway.dialects.summaries import summary_message
-from afield.gateway.dialects.thinking import AskedReasoning
-from afield.gateway.dialects.tool_choice import AUTO, checked, openai_choice
-from afield.gateway.model_request import NO_REASONING, ModelRequest, OutputFormat, Reasoning
+from afield.gateway.dialects.request_options import AUTO, checked, guided, one, openai_choice, response_format
+from afield.gateway.images import Gallery
+from afield.gateway.model_request import (
+    NO_REASONING,
+    ModelRequest,
+    OutputFormat,
+    Reasoning,
+    RequestedSampling,
+    wishes,
+)
 from afield.gateway.parameters import check_within
-from afield.gateway.requested_sampling import RequestedSampling, wishes
+from afield.gateway.thinking import AskedReasoning
 from afield.gateway.turn_ids import turn_of_id, turn_of_response, unseal, unseal_summary
 from afield.types import ImageRef, Message, ToolCall
+
+COMPACTION = "compaction"  # tag of a turn that sampled a summary
+ASK = (
+    "The conversation gets too long and is about to be replaced by a summary of it. Write that summary now,"
+    " for whoever goes on with the work and sees nothing else of what happened but the messages of the user:"
+    " what was asked for, what was done and found out (names, paths, values and results as they are), what"
+    " was decided, and what is left to do. Write the summary only."
+)
+HEAD = "Summary of the conversation so far, which it replaces:\n\n"
+
+
+def summary_message(text: str) -> Message:
+    return Message(role="user", content=HEAD + text)
+
+
+def summary_of(message: Message) -> str | None:
+    """The summary that a message holds, if it is one."""
+    is_summary = message.role == "user" and message.content.startswith(HEAD)
+    return message.content[len(HEAD) :] if is_summary else None
+
+
+class WireTool(Struct):
+    type: str = "function"
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: list[WireTool] | None = None
+
+
+class Named(Struct, frozen=True):
+    """What the client calls a tool."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+class Toolbox(Struct, frozen=True):
+    """The tools as the model sees them, and what each of those names is to the client."""
+
+    tools: tuple[Tool, ...] = ()
+    named: Mapping[str, Named] = {}
+    tags: tuple[str, ...] = ()
+    shown: Raw = Raw(b"[]")
+    """The tools as answers list them: as they came, on one line, with every field that functions have."""
+
+    def to_client(self, name: str) -> Named:
+        return self.named.get(name) or Named(name)
+
+    def to_model(self, name: str, namespace: str | None) -> str:
+        """A history may hold calls of tools that are no longer listed: they keep their names."""
+        for known, named in self.named.items():
+            if (named.name, named.namespace) == (name, namespace):
+                return known
+        return name
+
+
+class _Input(Struct, forbid_unknown_fields=True):
+    input: str
+
+
+TOOLS = msgspec.json.Decoder(list[WireTool] | None)
+INPUT = msgspec.json.Decoder(_Input)
+
+
+def read_tools(raw: Raw) -> Toolbox:
+    """Clients send the same tools again with every request, so they are read once."""
+    return _read_tools(bytes(raw))
+
+
+@lru_cache(maxsize=64)
+def _read_tools(raw: bytes) -> Toolbox:
+    wire = read(TOOLS, raw, "a Responses request: tools") or []
+    tools: list[Tool] = []
+    named: dict[str, Named] = {}
+    tags: list[str] = []
+    for tool, namespace in _flat(wire, None):
+        if tool.type not in ("function", "custom"):
+            tags.append(f"{TOOLS_TAG}.{tool.type}")
+            continue
+        if not tool.name:
+            raise bad_request(f"a tool of type {tool.type!r} has no name")
+        name = tool.name if tool.name not in named else f"{namespace or tool.type}__{tool.name}"
+        named[name] = Named(tool.name, namespace, tool.type == "custom")
+        tools.append(_tool(name, tool))
+        if tool.type == "custom" and (tool.format or {}).get("type") == "grammar":
+            tags.append(f"{TOOLS_TAG}.{tool.name}.format")
+        if tool.strict:
+            tags.append(STRICT)
+    listed = [_whole(tool) for tool in msgspec.json.decode(raw) or []]
+    shown = Raw(msgspec.json.encode(listed))
+    return Toolbox(tuple(tools), named, tuple(dict.fromkeys(tags)), shown)
+
+
+def _whole(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") == "namespace":
+        return tool | {"tools": [_whole(inner) for inner in tool.get("tools") or []]}
+    if tool.get("type", "function") != "function":
+        return tool
+    # A schema that is not asked to be strict is none that calls are held to.
+    usual = {"type": "function", "description": None, "parameters": None}
+    return {**usual, **tool, "strict": bool(tool.get("strict"))}
+
+
+def _flat(tools: list[WireTool], namespace: str | None) -> Iterator[tuple[WireTool, str | None]]:
+    for tool in tools:
+        if tool.type == "namespace" and namespace is None:
+            yield from _flat(tool.tools or [], tool.name)
+        else:
+            yield tool, namespace
+
+
+def _tool(name: str, tool: WireTool) -> Tool:
+    parameters = tool.parameters if tool.type == "function" else _free_text(tool.format or {})
+    function: dict[str, Any] = {"name": name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if parameters is not None:
+        function["parameters"] = parameters
+    if tool.strict:
+        function["strict"] = True
+    raw = {"type": "function", "function": function}
+    return Tool(name, tool.description or "", parameters or {}, raw)
+
+
+def _free_text(form: dict[str, Any]) -> dict[str, Any]:
+    text = {"type": "string"}
+    if form.get("type") == "grammar":
+        text["description"] = f"Follows this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
+
+
+# --- calls of custom tools ------------------------------------------------------------------------
+
+
+def free_text(arguments: str) -> str | None:
+    """The input of a custom tool's call; None when the model wrote its arguments some other way."""
+    try:
+        return INPUT.decode(arguments).input
+    except msgspec.MsgspecError:
+        return None
+
+
+def as_arguments(text: str) -> str:
+    return msgspec.json.encode(_Input(text)).decode()
+
 
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 NAMES = {"must_call": "tool_choice", "parallel_calls": "parallel_tool_calls", "output": "text.format"}
