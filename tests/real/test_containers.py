@@ -20,9 +20,9 @@ from afield.errors import InfrastructureFailure, NotFound, Unavailable, UsageErr
 from afield.interfaces.runtime import Phase
 from afield.interfaces.sandbox import MOST_BYTES
 from afield.options import Limits
+from afield.runtimes.docker.engine import name_of
 from afield.runtimes.docker.runtime import ContainerRuntime
 from afield.runtimes.docker.sandbox import ContainerSandbox
-from afield.runtimes.docker.spec import name_of
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Reason
 from agents.places import BOUND_S, Place, Spec

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.options import ContainerOptions, Limits
-from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
-from afield.runtimes.docker.runtime import ContainerRuntime
-from afield.runtimes.docker.sandbox import ContainerSandbox, Output
-from afield.runtimes.docker.spec import (
+from afield.runtimes.docker.engine import (
     LONGEST,
     death_of,
     enforced,
@@ -28,6 +25,9 @@ from afield.runtimes.docker.spec import (
     name_of,
     phase_of,
 )
+from afield.runtimes.docker.loopback import Relays, loopback_ports, readdressed
+from afield.runtimes.docker.runtime import ContainerRuntime
+from afield.runtimes.docker.sandbox import ContainerSandbox, Output
 from afield.types import Attempt, Reason
 from agents.invoking import invocation, payload
 

@@ -26,8 +26,8 @@ from requests.exceptions import RequestException
 
 from afield.errors import Unavailable
 from afield.options import ContainerOptions, Limits
+from afield.runtimes.docker.engine import RUN
 from afield.runtimes.docker.runtime import ContainerRuntime
-from afield.runtimes.docker.spec import RUN
 from support.paths import ROOT, TESTS
 from support.servers import CACHE, Server
 

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from afield.options import KubernetesOptions
-from afield.runtimes.kubernetes.job import job_for
+from afield.runtimes.kubernetes.objects import job_for
 from support.fake_kube import NAMESPACE, TOKEN, FakeKube
 from support.fake_kube_store import Problem, matches
 from support.kubernetes import fake_kube, until

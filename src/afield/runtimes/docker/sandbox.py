@@ -24,8 +24,7 @@ from msgspec.structs import replace
 from afield.errors import AfieldError, InfrastructureFailure, NotFound
 from afield.interfaces.sandbox import MOST_BYTES, ExecResult, argv_of, check_path, too_large
 from afield.options import ContainerOptions
-from afield.runtimes.docker.engine import Engine, Refused, need_library
-from afield.runtimes.docker.spec import death_of, labels_of, name_of
+from afield.runtimes.docker.engine import Engine, Refused, death_of, labels_of, name_of, need_library
 from afield.types import Reason
 
 if TYPE_CHECKING:

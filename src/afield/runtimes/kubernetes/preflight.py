@@ -13,8 +13,7 @@ import msgspec
 from afield.errors import RateLimited, Unavailable, UsageError
 from afield.options import KubernetesOptions
 from afield.runtimes.kubernetes.api import Cluster, Refused, patiently
-from afield.runtimes.kubernetes.job import job_for
-from afield.runtimes.kubernetes.objects import Review
+from afield.runtimes.kubernetes.objects import Review, job_for
 
 NEEDED = (
     *(("batch", "jobs", "", verb) for verb in ("create", "get", "list", "watch", "delete")),

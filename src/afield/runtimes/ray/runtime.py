@@ -31,9 +31,8 @@ from afield.options import RayOptions
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.runtimes.ray.actor import RaySessionInfo, Settings
 from afield.runtimes.ray.cluster import Cluster, shipped
-from afield.runtimes.ray.handle import Handle, Lost, found
 from afield.runtimes.ray.messages import LOG_BYTES, Ended, Taken
-from afield.runtimes.ray.pool import ActorPool, Place
+from afield.runtimes.ray.pool import ActorPool, Handle, Lost, Place, found
 from afield.types import Attempt, Reason
 
 log = logging.getLogger("afield.runtimes")
