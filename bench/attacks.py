@@ -235,7 +235,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
     from afield.runtimes.process import ProcessRuntime
     from afield.sandbox import socket_directories
     from afield.sandbox.fork_server import ForkServer
-    from afield.sandbox.program import Program
+    from afield.sandbox.messages import Program
 
     if os.geteuid() != 0:
         report.not_tried("second user", "only root can run a command as another user")

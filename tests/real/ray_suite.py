@@ -15,7 +15,6 @@ from typing import Any
 import anyio
 import pytest
 import ray
-from afield.runtimes.ray.pool import AWAY_S
 from ray.cluster_utils import Cluster
 from tests.contracts.runtime_contract import RuntimeContract, controller
 
@@ -24,6 +23,7 @@ from afield.errors import InfrastructureFailure, UsageError
 from afield.interfaces.runtime import Phase
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.orchestrator.run_state import RunState
+from afield.runtimes.ray.pool import AWAY_S
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason, Task
 from agents.places import ACTING, AGENTS, BOUND_S, Place, Spec, alive, until

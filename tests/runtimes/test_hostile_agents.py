@@ -30,7 +30,7 @@ from afield.runtimes import invocations
 from afield.runtimes.sandbox import located
 from afield.sandbox import cgroups
 from afield.sandbox.cgroups import PREFIX
-from afield.sandbox.program import Program
+from afield.sandbox.messages import Program
 from afield.types import Attempt
 from support.canaries import Canaries, watched
 from support.gateways import POLICY, running

@@ -16,8 +16,8 @@ from anyio.abc import SocketAttribute, SocketStream
 
 from afield.options import Limits
 from afield.sandbox.bwrap import WORK
+from afield.sandbox.messages import ProcessExit, Program
 from afield.sandbox.process import SandboxProcess
-from afield.sandbox.program import ProcessExit, Program
 from support.sandboxes import arguments_of_all, needs_bubblewrap, nest_of, written
 
 pytestmark = [pytest.mark.anyio, needs_bubblewrap]

@@ -16,7 +16,7 @@ import pytest
 from afield.errors import InfrastructureFailure, NotFound, UsageError
 from afield.options import Limits
 from afield.sandbox.bwrap import WORK
-from afield.sandbox.program import Program
+from afield.sandbox.messages import Program
 from agents.places import ACTING, serving, until
 from support.sandboxes import arguments_of_all, groups_left, keeper_of, needs_bubblewrap, nest_of, written
 
@@ -33,7 +33,7 @@ CONTROLLER = """
 import asyncio, sys
 from pathlib import Path
 from afield.sandbox.fork_server import Nest
-from afield.sandbox.program import Program
+from afield.sandbox.messages import Program
 from afield.options import Limits
 
 async def main():
@@ -52,7 +52,7 @@ CHECK = """
 import asyncio, sys
 from pathlib import Path
 from afield.sandbox.fork_server import Nest
-from afield.sandbox.program import Program
+from afield.sandbox.messages import Program
 from afield.errors import UsageError
 from afield.options import Limits
 

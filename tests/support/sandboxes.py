@@ -15,7 +15,7 @@ from afield.options import Limits
 from afield.sandbox import socket_directories
 from afield.sandbox.cgroups import PREFIX
 from afield.sandbox.fork_server import ForkServer
-from afield.sandbox.program import Program
+from afield.sandbox.messages import Program
 
 if shutil.which("bwrap") is None and os.environ.get("CI"):
     raise RuntimeError("CI runs the tests of sandboxes: install bubblewrap")

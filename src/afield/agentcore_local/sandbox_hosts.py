@@ -19,8 +19,8 @@ from afield.agentcore_local.images import Image
 from afield.errors import AfieldError, InfrastructureFailure
 from afield.options import Limits
 from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.messages import Program
 from afield.sandbox.process import SandboxProcess
-from afield.sandbox.program import Program
 from afield.types import Reason
 
 Address = tuple[str, int]

@@ -33,8 +33,8 @@ from afield.runtimes.attempt_table import Attempts, broken
 from afield.sandbox import cgroups, socket_directories
 from afield.sandbox.commands import address
 from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.messages import ProcessExit, Program
 from afield.sandbox.process import SandboxProcess
-from afield.sandbox.program import ProcessExit, Program
 from afield.types import Attempt, Reason
 from afield.wire import Invocation
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.sandbox.import_closure import Closure, import_closure
-from afield.sandbox.program import Program
+from afield.sandbox.imports import Closure, import_closure
+from afield.sandbox.messages import Program
 
 WORK = "/work"
 # Writable in a cell, each cell's own. What is mounted beneath them stays visible.

@@ -15,8 +15,8 @@ from afield.interfaces.sandbox import ExecResult
 from afield.options import SandboxOptions
 from afield.sandbox import socket_directories
 from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.messages import Program
 from afield.sandbox.process import EXEC_S, SandboxProcess
-from afield.sandbox.program import Program
 
 PLAIN = SandboxOptions()
 

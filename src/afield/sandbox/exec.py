@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from afield.sandbox.channel import transmit
-from afield.sandbox.messages import Done, Exec, File, Start
+from afield.sandbox.messages import Done, Exec, File, Start, transmit
 from afield.sandbox.privileges import confine
 from afield.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 

@@ -22,12 +22,10 @@ from typing import Any, NoReturn
 from afield.errors import UsageError, boundary
 from afield.sandbox import serving, syscalls
 from afield.sandbox.bwrap import DEVICES, EMPTY, HIDDEN_PROC
-from afield.sandbox.channel import receive, transmit
-from afield.sandbox.import_prewarm import prewarm
+from afield.sandbox.imports import prewarm
 from afield.sandbox.init import live
-from afield.sandbox.messages import Load, Start, Warm
+from afield.sandbox.messages import Load, Program, Start, Warm, receive, transmit
 from afield.sandbox.namespaces import USER
-from afield.sandbox.program import Program
 from afield.types import Failure, FailureKind, Reason
 
 

@@ -24,10 +24,23 @@ from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.options import Limits
 from afield.sandbox.bounded_log import Tail
 from afield.sandbox.bwrap import BwrapArgs, environment, walls
-from afield.sandbox.channel import Channel, Received, pair
-from afield.sandbox.messages import Address, Done, Gone, Kill, Open, Start, Started, Warm
+from afield.sandbox.messages import (
+    PORT,
+    Address,
+    Channel,
+    Done,
+    Gone,
+    Kill,
+    Open,
+    ProcessExit,
+    Program,
+    Received,
+    Start,
+    Started,
+    Warm,
+    pair,
+)
 from afield.sandbox.process import SandboxProcess
-from afield.sandbox.program import PORT, ProcessExit, Program
 from afield.types import Reason
 
 CLOSE_S = 15.0

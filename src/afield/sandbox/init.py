@@ -20,10 +20,22 @@ from typing import Any, NoReturn
 from afield.sandbox import namespaces, serving
 from afield.sandbox.bounded_log import BoundedLog
 from afield.sandbox.bwrap import WORK
-from afield.sandbox.channel import Received, receive, transmit
 from afield.sandbox.denials import Notices
 from afield.sandbox.exec import Tasks
-from afield.sandbox.messages import Exec, File, Go, Hello, Line, Load, Over, Start, Up
+from afield.sandbox.messages import (
+    Exec,
+    File,
+    Go,
+    Hello,
+    Line,
+    Load,
+    Over,
+    Received,
+    Start,
+    Up,
+    receive,
+    transmit,
+)
 from afield.sandbox.privileges import bear
 from afield.sandbox.syscalls import PR_SET_DUMPABLE, prctl
 

@@ -30,7 +30,7 @@ import msgspec
 from afield.errors import Unavailable, UsageError, WireError, boundary
 from afield.process_tree import adopt_orphans, children, end_with_parent, resident_mb, sweep
 from afield.runtimes.ray.messages import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Taken, say
-from afield.sandbox.import_prewarm import prewarm
+from afield.sandbox.imports import prewarm
 from afield.sdk.runner import Runner
 from afield.sdk.serve import load
 from afield.types import Failure, FailureKind, Reason
