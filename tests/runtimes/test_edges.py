@@ -27,11 +27,10 @@ from tests.runtimes.test_registry import Elsewhere
 from afield import factory
 from afield.agentcore_local.errors import Problem
 from afield.agentcore_local.faults import Luck
-from afield.agentcore_local.hosts import Places, PlainPlaces
+from afield.agentcore_local.hosts import CellPlaces, Places, PlainPlaces
 from afield.agentcore_local.images import Image
 from afield.agentcore_local.quotas import Counts, Quotas
 from afield.agentcore_local.requests import Lifecycle
-from afield.agentcore_local.sandbox_hosts import CellPlaces
 from afield.agentcore_local.sessions import Pace as Cold
 from afield.agentcore_local.sessions import Sessions, Wanted
 from afield.cli.main import main

@@ -8,16 +8,14 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from afield.agentcore_local import eventstream
-from afield.agentcore_local.control_plane import Control
+from afield.agentcore_local import http
+from afield.agentcore_local.control_plane import DEFAULT, Control, Runtime
 from afield.agentcore_local.errors import ConnectionCut, Problem, invalid, not_found
 from afield.agentcore_local.faults import Luck
 from afield.agentcore_local.hosts import Broken, Ended, Output, Place
-from afield.agentcore_local.http import Request
-from afield.agentcore_local.http_client import BROKEN, Reply, ask
+from afield.agentcore_local.http import BROKEN, Reply, Request, ask
 from afield.agentcore_local.quotas import Bucket, Quotas
 from afield.agentcore_local.requests import Command, RequestHeaders, read
-from afield.agentcore_local.runtimes import DEFAULT, Runtime
 from afield.agentcore_local.sessions import Key, Pace, Session, Sessions, Wanted
 
 SESSION = "x-amzn-bedrock-agentcore-runtime-session-id"
@@ -108,7 +106,7 @@ class Data:
         _, key, wanted = self._wanted(request, arn)
         session = await self._sessions.enter(key, wanted)
         with session.busy():
-            headers = [("content-type", eventstream.CONTENT_TYPE), (SESSION, key[2])]
+            headers = [("content-type", http.EVENT_STREAM), (SESSION, key[2])]
             await request.begin(200, headers)
             async with aclosing(_events(session.ready.result(), wish)) as events:
                 async for event in events:
@@ -195,13 +193,13 @@ async def _pass_on(request: Request, reply: Reply, session_id: str) -> None:
 
 
 async def _events(place: Place, wish: Command) -> AsyncGenerator[bytes]:
-    yield eventstream.event("chunk", {"contentStart": {}})
+    yield http.event_frame("chunk", {"contentStart": {}})
     try:
         async with aclosing(place.run(wish.command, wish.timeout)) as said:
             async for one in said:
-                yield eventstream.event("chunk", _chunk(one))
+                yield http.event_frame("chunk", _chunk(one))
     except Broken as error:
-        yield eventstream.exception("runtimeClientError", {"message": str(error)})
+        yield http.exception_frame("runtimeClientError", {"message": str(error)})
 
 
 def _chunk(said: Output | Ended) -> dict[str, object]:

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import struct
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+import zlib
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+)
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -93,3 +105,94 @@ class Request:
         if transport is not None:
             transport.abort()
             await self.gone()
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+PIECE = 64 * 1024
+BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError)
+
+
+class Reply:
+    """`headers` have lower-case names; `pieces` can be read once."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
+        self.status, self.headers = status, headers
+        self._reader = reader
+
+    @property
+    def whole(self) -> bool:
+        """Whether its length was told, so that it is no stream."""
+        return "content-length" in self.headers
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            while size := int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16):
+                yield await self._reader.readexactly(size)
+                await self._reader.readexactly(2)
+        elif self.whole:
+            left = int(self.headers["content-length"])
+            while left:
+                piece = await self._reader.read(min(left, PIECE))
+                if not piece:
+                    raise asyncio.IncompleteReadError(b"", left)
+                left -= len(piece)
+                yield piece
+        else:
+            while piece := await self._reader.read(PIECE):
+                yield piece
+
+    async def read(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces()])
+
+
+@asynccontextmanager
+async def ask(
+    stream: Stream, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+) -> AsyncIterator[Reply]:
+    """Raises one of BROKEN where there is no answer that can be read."""
+    reader, writer = stream
+    try:
+        lines = [f"{method} {path} HTTP/1.1", "host: localhost:8080", "connection: close"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        lines += [f"content-length: {len(body)}", "", ""]
+        writer.write("\r\n".join(lines).encode("latin-1") + body)
+        await writer.drain()
+        status, found = _head((await reader.readuntil(b"\r\n\r\n")).decode("latin-1"))
+        yield Reply(status, found, reader)
+    finally:
+        writer.close()
+
+
+def _head(text: str) -> tuple[int, dict[str, str]]:
+    first, *lines = text.split("\r\n")
+    version, _, rest = first.partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise ValueError(f"{first!r} is not HTTP")
+    pairs = (line.partition(":") for line in lines)
+    return int(rest[:3]), {name.strip().lower(): value.strip() for name, colon, value in pairs if colon}
+
+
+EVENT_STREAM = "application/vnd.amazon.eventstream"
+STRING = 7
+
+
+def event_frame(kind: str, body: object) -> bytes:
+    headers = {":event-type": kind, ":content-type": "application/json", ":message-type": "event"}
+    return _frame(headers, msgspec.json.encode(body))
+
+
+def exception_frame(kind: str, body: object) -> bytes:
+    headers = {":exception-type": kind, ":content-type": "application/json", ":message-type": "exception"}
+    return _frame(headers, msgspec.json.encode(body))
+
+
+def _frame(headers: dict[str, str], payload: bytes) -> bytes:
+    head = b"".join(_header(name.encode(), value.encode()) for name, value in headers.items())
+    prelude = struct.pack(">II", 12 + len(head) + len(payload) + 4, len(head))
+    prelude += struct.pack(">I", zlib.crc32(prelude))
+    message = prelude + head + payload
+    return message + struct.pack(">I", zlib.crc32(message))
+
+
+def _header(name: bytes, value: bytes) -> bytes:
+    return struct.pack(">B", len(name)) + name + struct.pack(">BH", STRING, len(value)) + value

@@ -7,27 +7,259 @@ async with AcrServer(AcrOptions(images={"math": Image(script="app.py")})) as ser
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import logging
+import re
 import socket
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
+from urllib.parse import quote, unquote
 
 import uvicorn
 from msgspec import Struct, field
 
-from afield.agentcore_local.app import LocalAgentCoreApp
-from afield.agentcore_local.control_plane import Account, Control
+from afield.agentcore_local.control_plane import Account, Control, Reply
 from afield.agentcore_local.data_plane import Data
+from afield.agentcore_local.errors import ConnectionCut, Problem, invalid
 from afield.agentcore_local.faults import Fault, Luck
 from afield.agentcore_local.hosts import Places, PlainPlaces
+from afield.agentcore_local.http import Receive, Request, Scope, Send
 from afield.agentcore_local.images import Image
 from afield.agentcore_local.quotas import Counts, Quotas
+from afield.agentcore_local.requests import read
 from afield.agentcore_local.sessions import Pace, Sessions
 from afield.options import Limits
 from afield.sdk.listen import listen
+
+ALGORITHM = "AWS4-HMAC-SHA256"
+LATE_S = 900.0
+_AUTHORIZATION = re.compile(
+    rf"{ALGORITHM} Credential=(?P<key>[^/,\s]+)/(?P<scope>(?P<date>\d{{8}})/(?P<region>[^/,\s]+)/"
+    r"(?P<service>[^/,\s]+)/aws4_request),\s*SignedHeaders=(?P<headers>[^,\s]+),\s*Signature=(?P<signature>\w+)"
+)
+
+
+def signature_problem(
+    secret: str, method: str, path: str, query: str, headers: Mapping[str, str], body: bytes
+) -> str | None:
+    """Why a request is not accepted; None if it is. `path` and `query` are as they were sent."""
+    match = _AUTHORIZATION.fullmatch(headers.get("authorization", ""))
+    if match is None:
+        return "Missing Authentication Token: the request is not signed"
+    stamp = headers.get("x-amz-date", "")
+    if not _recent(stamp) or not stamp.startswith(match["date"]):
+        return f"Signature expired: x-amz-date is {stamp!r}; the clocks of client and server differ too much"
+    digest = hashlib.sha256(body).hexdigest()
+    if headers.get("x-amz-content-sha256", digest) != digest:
+        return "The provided x-amz-content-sha256 header does not match the body"
+    names = match["headers"].split(";")
+    if "host" not in names or "x-amz-date" not in names:
+        return "The signature must cover the headers host and x-amz-date"
+    signed = "".join(f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in names)
+    pairs = sorted(pair if "=" in pair else f"{pair}=" for pair in query.split("&") if pair)
+    canonical = [method, quote(path, safe="/~"), "&".join(pairs), signed, match["headers"], digest]
+    hashed = hashlib.sha256("\n".join(canonical).encode()).hexdigest()
+    key = f"AWS4{secret}".encode()
+    for part in (match["date"], match["region"], match["service"], "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    text = "\n".join([ALGORITHM, stamp, match["scope"], hashed])
+    wanted = hmac.digest(key, text.encode(), "sha256").hex()
+    if not hmac.compare_digest(wanted, match["signature"]):
+        return "The request signature does not match: sign with the secret access key of this server"
+    return None
+
+
+def _recent(stamp: str) -> bool:
+    try:
+        signed = datetime.strptime(stamp, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    except ValueError:
+        return False
+    return abs(time.time() - signed.timestamp()) <= LATE_S
+
+
+LOG_TARGET = "Logs_20140328.FilterLogEvents"
+STREAM = re.compile(r"^\d{4}/\d\d/\d\d/\[runtime-logs-([A-Za-z0-9][A-Za-z0-9._-]{0,127})\]$")
+LAST_BYTES = 1024 * 1024
+
+
+def is_log_request(request: Request) -> bool:
+    return request.method == "POST" and request.headers.get("x-amz-target", "") == LOG_TARGET
+
+
+async def answer_logs(request: Request, folder: Path) -> None:
+    wish: dict[str, Any] = read(await request.body(), dict[str, Any])
+    found = STREAM.match(str(wish.get("logStreamNamePrefix", "")))
+    if found is None or wish.get("filterPattern"):
+        raise invalid(
+            "logStreamNamePrefix", "this local server finds logs by YYYY/MM/DD/[runtime-logs-SESSION] only"
+        )
+    events = [event for path in _log_files(folder, found[1]) for event in _log_events(path, found[0])]
+    await request.answer(200, {"events": events, "searchedLogStreams": []})
+
+
+def _log_files(folder: Path, session_id: str) -> list[Path]:
+    """One for each time the session was started, oldest first."""
+    number = re.compile(rf"^{re.escape(session_id)}-(\d+)\.log$")
+    found = ((number.match(path.name), path) for path in folder.iterdir())
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def _log_events(path: Path, stream: str) -> list[dict[str, object]]:
+    at = int(path.stat().st_mtime * 1000)
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LAST_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return [
+        {
+            "logStreamName": f"{stream}{path.stem}",
+            "timestamp": at,
+            "ingestionTime": at,
+            "message": line,
+            "eventId": str(n),
+        }
+        for n, line in enumerate(lines)
+    ]
+
+
+log = logging.getLogger("afield.agentcore_local")
+SIGNED = "AWS4-HMAC-SHA256 "
+CARD = "/invocations/.well-known/agent-card.json"
+
+
+class LocalAgentCoreApp:
+    def __init__(
+        self,
+        control: Control,
+        data: Data,
+        sessions: Sessions,
+        counts: Counts,
+        luck: Luck,
+        *,
+        signed: bool,
+        secret_key: str,
+        folder: Path,
+    ) -> None:
+        self._secret_key = secret_key
+        self._control, self._sessions = control, sessions
+        self._counts, self._luck, self._signed, self._folder = counts, luck, signed, folder
+        self._asked = {
+            ("POST", "/invocations"): ("InvokeAgentRuntime", data.invoke),
+            ("POST", "/commands"): ("InvokeAgentRuntimeCommand", data.command),
+            ("POST", "/stopruntimesession"): ("StopRuntimeSession", data.stop),
+            ("GET", CARD): ("GetAgentCard", data.card),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive, send)
+        operation = ""
+        try:
+            if request.path.startswith("/_acr/"):
+                if self._secret_key:
+                    await self._check_signed(request)
+                await request.answer(200, self._view(request.path))
+                return
+            operation, answer = self._route(request)
+            await self._check_signed(request)
+            await answer()
+        except Problem as problem:
+            log.info("%s %s: %d %s: %s", request.method, request.path, problem.status, problem.kind, problem)
+            await (request.cut() if request.status else request.refuse(problem))
+        except ConnectionCut:
+            await request.cut()
+        finally:
+            if operation:
+                self._counts.answered(operation, request.status)
+
+    async def _check_signed(self, request: Request) -> None:
+        if self._secret_key:
+            body = await request.body()
+            asked = request.method, request.path, request.query_string, request.headers, body
+            if problem := signature_problem(self._secret_key, *asked):
+                raise Problem("AccessDeniedException", problem)
+        elif self._signed and not request.headers.get("authorization", "").startswith(SIGNED):
+            raise Problem("AccessDeniedException", "Missing Authentication Token: the request is not signed")
+
+    def _view(self, path: str) -> object:
+        if path == "/_acr/sessions":
+            return {"sessions": self._sessions.view()}
+        if path == "/_acr/stats":
+            return {**self._counts.view(), "sessions": len(self._sessions), "faults": self._luck.struck}
+        raise Problem("ResourceNotFoundException", f"there is no {path}; only /_acr/sessions and /_acr/stats")
+
+    # --- routes ----------------------------------------------------------------------------------
+
+    def _route(self, request: Request) -> tuple[str, Callable[[], Any]]:
+        for (method, end), (name, asked) in self._asked.items():
+            if request.method == method and request.path.endswith(end):
+                arn = unquote(request.path.removeprefix("/runtimes/").removesuffix(end))
+                return name, partial(asked, request, arn)
+        if is_log_request(request):
+            return "FilterLogEvents", partial(answer_logs, request, self._folder)
+        name, make = self._control_route(request)
+        return name, partial(_told, request, make)
+
+    def _control_route(self, request: Request) -> tuple[str, Callable[[bytes], Reply]]:
+        control, query = self._control, request.query
+        parts = [unquote(part) for part in request.path.strip("/").split("/")]
+        match request.method, parts:
+            case "PUT", ["runtimes"]:
+                return "CreateAgentRuntime", control.create
+            case "POST", ["runtimes"]:
+                return "ListAgentRuntimes", lambda _: control.list(query)
+            case "GET", ["runtimes", runtime]:
+                return "GetAgentRuntime", lambda _: control.get(runtime, query.get("version"))
+            case "PUT", ["runtimes", runtime]:
+                return "UpdateAgentRuntime", lambda body: control.update(runtime, body)
+            case "DELETE", ["runtimes", runtime]:
+                return "DeleteAgentRuntime", lambda _: control.delete(runtime)
+            case "POST", ["runtimes", runtime, "versions"]:
+                return "ListAgentRuntimeVersions", lambda _: control.versions(runtime, query)
+            case _:
+                return self._endpoint_route(request, parts)
+
+    def _endpoint_route(self, request: Request, parts: list[str]) -> tuple[str, Callable[[bytes], Reply]]:
+        control, query = self._control, request.query
+        match request.method, parts:
+            case "PUT", ["runtimes", runtime, "runtime-endpoints"]:
+                return "CreateAgentRuntimeEndpoint", lambda body: control.create_endpoint(runtime, body)
+            case "POST", ["runtimes", runtime, "runtime-endpoints"]:
+                return "ListAgentRuntimeEndpoints", lambda _: control.list_endpoints(runtime, query)
+            case "GET", ["runtimes", runtime, "runtime-endpoints", name]:
+                return "GetAgentRuntimeEndpoint", lambda _: control.get_endpoint(runtime, name)
+            case "PUT", ["runtimes", runtime, "runtime-endpoints", name]:
+                return "UpdateAgentRuntimeEndpoint", lambda body: control.update_endpoint(runtime, name, body)
+            case "DELETE", ["runtimes", runtime, "runtime-endpoints", name]:
+                return "DeleteAgentRuntimeEndpoint", lambda _: control.delete_endpoint(runtime, name)
+            case _:
+                return self._tag_route(request, parts)
+
+    def _tag_route(self, request: Request, parts: list[str]) -> tuple[str, Callable[[bytes], Reply]]:
+        control = self._control
+        match request.method, parts:
+            case "GET", ["tags", arn]:
+                return "ListTagsForResource", lambda _: control.tags(arn)
+            case "POST", ["tags", arn]:
+                return "TagResource", lambda body: control.tag(arn, body)
+            case "DELETE", ["tags", arn]:
+                names = [value for name, value in request.pairs if name == "tagKeys"]
+                return "UntagResource", lambda _: control.untag(arn, names)
+            case _:
+                message = f"this local server does not model {request.method} {request.path}"
+                raise Problem("ResourceNotFoundException", message)
+
+
+async def _told(request: Request, make: Callable[[bytes], Reply]) -> None:
+    status, body = make(await request.body())
+    await request.answer(status, body)
 
 
 class AgentCoreServerOptions(Struct, frozen=True, kw_only=True):
@@ -106,7 +338,7 @@ class AgentCoreServer:
     def _places(self, logs: Path) -> Places:
         if self._options.isolation == "none":
             return PlainPlaces(logs)
-        from afield.agentcore_local.sandbox_hosts import CellPlaces
+        from afield.agentcore_local.hosts import CellPlaces
 
         options = self._options
         return CellPlaces(

@@ -22,7 +22,7 @@ from msgspec import Struct
 from afield.agentcore_local.errors import Problem
 from afield.agentcore_local.faults import Luck
 from afield.agentcore_local.hosts import Broken, Place, Places, tail
-from afield.agentcore_local.http_client import BROKEN, ask
+from afield.agentcore_local.http import BROKEN, ask
 from afield.agentcore_local.images import Image
 from afield.agentcore_local.quotas import Bucket, Counts, Quotas
 from afield.agentcore_local.requests import Lifecycle

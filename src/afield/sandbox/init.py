@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from afield.sandbox import namespaces, serving
 from afield.sandbox.bounded_log import BoundedLog
 from afield.sandbox.bwrap import WORK
-from afield.sandbox.denials import Notices
 from afield.sandbox.exec import Tasks
 from afield.sandbox.messages import (
     Exec,
@@ -37,6 +36,7 @@ from afield.sandbox.messages import (
     transmit,
 )
 from afield.sandbox.privileges import bear
+from afield.sandbox.seccomp import Notices
 from afield.sandbox.syscalls import PR_SET_DUMPABLE, prctl
 
 POLL_S = 0.005
