@@ -233,8 +233,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
     """While a gateway, a worker, a served agent and a sandbox are up."""
     from afield.options import Limits
     from afield.runtimes.process import ProcessRuntime
-    from afield.sandbox import socket_directories
-    from afield.sandbox.fork_server import ForkServer
+    from afield.sandbox.fork_server import ForkServer, new_socket_directory
     from afield.sandbox.messages import Program
 
     if os.geteuid() != 0:
@@ -245,7 +244,7 @@ async def other_user(world: World, url: str, report: Report) -> None:
         runtime = ProcessRuntime(agent, log_dir=world.project / "logs", workers=1)
         await stack.enter_async_context(runtime)
         await runtime.check()
-        cells = socket_directories.fresh()
+        cells = new_socket_directory()
         if shutil.which("bwrap"):
             nest = ForkServer(Program(), Limits(), directory=cells, log_dir=world.project / "logs")
             await stack.enter_async_context(nest)

@@ -1,76 +1,102 @@
-"""A process and what came of it: its children, their memory, and their end."""
+"""Process trees on Linux: children, memory, start times, and killing descendants."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Set
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SWEEP_S = 5.0
-GONE = (FileNotFoundError, ProcessLookupError)
+KILL_TIMEOUT_S = 5.0
+NO_PROCESS = (FileNotFoundError, ProcessLookupError)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent has died become this process's children, not init's."""
+    """Make this process the child subreaper: orphaned descendants become its children, not init's."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children(pid: int) -> list[int]:
-    """Those of all its threads; a thread or a process that has just ended has none."""
-    found: list[int] = []
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-    except GONE:
-        return found
-    for thread in threads:
-        with contextlib.suppress(*GONE):
-            found += map(int, (thread / "children").read_text().split())
-    return found
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def resident_mb(pid: int) -> int:
-    """Of a process and all that came of it."""
-    pages, left = 0, [pid]
-    while left:
-        one = left.pop()
-        left += children(one)
-        with contextlib.suppress(*GONE):
-            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") // 2**20
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
-
-
-def end_with_parent(parent: int) -> None:
-    """Killed when the parent is, which may have happened already."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent` dies; exit at once if it is dead already."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def sweep(spared: Set[int] = frozenset()) -> None:
-    """Kill our children and what they leave to us, until only the spared are left."""
-    until = time.monotonic() + SWEEP_S
-    while time.monotonic() < until:
-        left = [pid for pid in children(os.getpid()) if pid not in spared]
-        if not left:
+def children(pid: int) -> list[int]:
+    """Process ids of the children of all threads of `pid`; empty if the process has ended."""
+    pids: list[int] = []
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except NO_PROCESS:
+        return pids
+    for thread in threads:
+        with contextlib.suppress(*NO_PROCESS):
+            pids += map(int, (thread / "children").read_text().split())
+    return pids
+
+
+def start_time(pid: int) -> str:
+    """Start time in kernel clock ticks since boot, which tells reused process ids apart.
+
+    Empty if the process does not exist, is a zombie, or the system has no /proc.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def resident_mb(pid: int) -> int:
+    """Resident memory of a process and all its descendants, in MB."""
+    pages, pending = 0, [pid]
+    while pending:
+        process = pending.pop()
+        pending += children(process)
+        with contextlib.suppress(*NO_PROCESS):
+            pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+def signal_process(pid: int, number: int) -> None:
+    """Send a signal; a process that has ended, or that belongs to another user, is ignored."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to the process group `pid`; a group that has ended is ignored."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def kill_children(spared: Set[int] = frozenset(), timeout_s: float = KILL_TIMEOUT_S) -> None:
+    """Kill and reap all descendants of this process but `spared` and theirs.
+
+    Needs `adopt_orphans`: each killed child hands over its own children, until none is left.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        pids = [pid for pid in children(os.getpid()) if pid not in spared]
+        if not pids:
             return
-        for pid in left:
-            kill(pid)
+        for pid in pids:
+            signal_process(pid, signal.SIGKILL)
         time.sleep(0.001)
-        for pid in left:
+        for pid in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from afield.options import Limits
+from afield.process_tree import start_time
 from afield.sandbox import cgroups
 
 LIMITS = Limits(cpus=0.5, memory_mb=64, pids=10)
@@ -75,11 +76,11 @@ def test_what_the_dead_left_is_removed_and_what_the_living_use_stays(tmp_path: P
     top = group(tmp_path / "fs", "cpu memory pids")
     mounts = f"30 1 0:1 / {top} rw - cgroup2 cgroup2 rw\n"
     groups = cgroups.found(machine(tmp_path, mounts, "0::/\n"))
-    for name in ("999999999-5", f"{os.getpid()}-1", f"{os.getpid()}-{cgroups.born(os.getpid())}"):
+    for name in ("999999999-5", f"{os.getpid()}-1", f"{os.getpid()}-{start_time(os.getpid())}"):
         (top / f"{cgroups.PREFIX}{name}").mkdir()
     groups.sweep()
     assert [left.name for left in top.glob(f"{cgroups.PREFIX}*")] == [
-        f"{cgroups.PREFIX}{os.getpid()}-{cgroups.born(os.getpid())}"
+        f"{cgroups.PREFIX}{os.getpid()}-{start_time(os.getpid())}"
     ]
 
 

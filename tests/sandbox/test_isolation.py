@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -22,7 +23,7 @@ from support.sandboxes import arguments_of_all, needs_bubblewrap, nest_of, writt
 
 pytestmark = [pytest.mark.anyio, needs_bubblewrap]
 
-CANARY = "canary-5aFe"
+CANARY = f"canary-{secrets.token_hex(4)}"  # another per process: tests look at the arguments of all processes
 IDLE = "import threading\nthreading.Event().wait()\n"
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from afield.options import Limits
-from afield.sandbox import socket_directories
 from afield.sandbox.cgroups import PREFIX
-from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.fork_server import ForkServer, new_socket_directory
 from afield.sandbox.messages import Program
 
 if shutil.which("bwrap") is None and os.environ.get("CI"):
@@ -30,7 +29,7 @@ async def nest_of(
     nest = ForkServer(
         program,
         limits or Limits(),
-        directory=socket_directories.fresh(),
+        directory=new_socket_directory(),
         log_dir=tmp_path / "logs",
         start_timeout_s=timeout_s,
     )

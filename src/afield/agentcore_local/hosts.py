@@ -26,12 +26,12 @@ from afield.agentcore_local.http import Stream
 from afield.agentcore_local.images import Image
 from afield.errors import AfieldError, InfrastructureFailure
 from afield.options import Limits
+from afield.process_tree import signal_group
 from afield.sandbox.fork_server import ForkServer
 from afield.sandbox.messages import Program
 from afield.sandbox.process import SandboxProcess
 from afield.types import Reason
 
-TAIL_BYTES = 4_000
 PIECE = 16 * 1024
 GUARD_S = 3.0
 LIKE_A_CONTAINER = {"DOCKER_CONTAINER": "1"}  # what images for AgentCore say of themselves
@@ -171,7 +171,7 @@ class PlainPlace:
 
     async def _wait(self) -> str:
         code = await self._process.wait()
-        _kill_group(self._process)  # what it started may outlive it
+        signal_group(self._process.pid, signal.SIGKILL)  # what it started may outlive it
         return f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
 
     async def connect(self) -> Stream:
@@ -246,23 +246,8 @@ def _end(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     asyncio.get_running_loop().call_later(
-        GUARD_S, lambda: process.returncode is None and _kill_group(process)
+        GUARD_S, lambda: process.returncode is None and signal_group(process.pid, signal.SIGKILL)
     )
-
-
-def _kill_group(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def tail(log: Path) -> str:
-    """The end of what a program printed."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
 
 
 Address = tuple[str, int]

@@ -21,13 +21,15 @@ from msgspec import Struct
 
 from afield.agentcore_local.errors import Problem
 from afield.agentcore_local.faults import Luck
-from afield.agentcore_local.hosts import Broken, Place, Places, tail
+from afield.agentcore_local.hosts import Broken, Place, Places
 from afield.agentcore_local.http import BROKEN, ask
 from afield.agentcore_local.images import Image
 from afield.agentcore_local.quotas import Bucket, Counts, Quotas
 from afield.agentcore_local.requests import Lifecycle
+from afield.log_tail import tail
 
 PING_S = 5.0
+TAIL_BYTES = 4_000
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.05, 60.0
 FIRST_ASK_S, LONGEST_ASK_S = 0.02, 0.5
 SAFE = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
@@ -210,7 +212,7 @@ class Sessions:
         except Broken as error:
             return Problem("RuntimeClientError", f"the program cannot be started: {error}")
         except TimeoutError:
-            said = tail(session.place.log) if session.place else ""
+            said = tail(session.place.log, TAIL_BYTES) if session.place else ""
             message = f"Runtime initialization time exceeded: no /ping within {pace.init_s:g} s. {said}"
             return Problem("RuntimeClientError", message.strip())
         except OSError as error:  # of this machine: too many open files, say; the other sessions go on
@@ -227,7 +229,7 @@ class Sessions:
                     return None
                 await asyncio.wait({ended}, timeout=wait_s)
                 wait_s = min(wait_s * 1.5, LONGEST_ASK_S)
-            message = f"the program ended before it served ({ended.result()}). {tail(place.log)}"
+            message = f"the program ended before it served ({ended.result()}). {tail(place.log, TAIL_BYTES)}"
             return Problem("RuntimeClientError", message.strip())
         finally:
             ended.cancel()

@@ -25,6 +25,7 @@ from msgspec import Struct
 from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, UsageError
 from afield.interfaces.runtime import Capabilities, Exit, SessionStatus
 from afield.log_tail import Slice, note, tail
+from afield.process_tree import signal_group
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import REMEMBERED, Attempts, broken
 from afield.runtimes.invocations import SILENT
@@ -159,7 +160,8 @@ class Worker:
             return "never started"
         code = await self._process.wait()
         # It ended what the agent started; unless it was killed itself, when its group may outlive it.
-        self._signal_group(signal.SIGKILL)
+        if not self._buried:
+            signal_group(self._process.pid, signal.SIGKILL)
         self._buried = True
         with contextlib.suppress(FileNotFoundError):
             if self.log.stat().st_size == 0:
@@ -181,12 +183,7 @@ class Worker:
             if self._process.stdin is not None:
                 self._process.stdin.close()
             # The guard sees it even where an agent has stopped its whole group.
-            self._signal_group(signal.SIGCONT)
-
-    def _signal_group(self, number: int) -> None:
-        if self._process is not None and not self._buried:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            signal_group(self._process.pid, signal.SIGCONT)
 
     def tail(self) -> str:
         return tail(self.log, TAIL_BYTES) or "(empty)"

@@ -24,6 +24,7 @@ from msgspec import Struct
 from afield.errors import RateLimited, RolloutFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus
 from afield.private_files import private_database, private_directory
+from afield.process_tree import start_time
 from afield.types import Attempt
 
 WAIT_S = 10.0
@@ -49,7 +50,7 @@ class ProcessRef(Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        return cls(socket.gethostname(), pid, _started(pid))
+        return cls(socket.gethostname(), pid, start_time(pid))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -66,7 +67,7 @@ class ProcessRef(Struct, frozen=True):
         if not self.here:
             return None
         if self.started:
-            return _started(self.pid) == self.started
+            return start_time(self.pid) == self.started
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -304,12 +305,3 @@ def _process_of(where: str) -> ProcessRef | None:
     """Places on this machine are told as `pid N`, with more behind it."""
     found = re.match(r"pid (\d+)\b", where)
     return ProcessRef.of(int(found[1])) if found else None
-
-
-def _started(pid: int) -> str:
-    """In the kernel's ticks since it booted; empty where there is no such process, or no such kernel."""
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if told[0] == "Z" else told[19]

@@ -27,12 +27,13 @@ from afield.errors import (
     WireError,
 )
 from afield.interfaces.runtime import Capabilities, Exit, Limit, SessionStatus
+from afield.log_tail import tail
 from afield.options import SandboxOptions
 from afield.runtimes import invocations
 from afield.runtimes.attempt_table import Attempts, broken
-from afield.sandbox import cgroups, socket_directories
-from afield.sandbox.commands import address
-from afield.sandbox.fork_server import ForkServer
+from afield.sandbox import cgroups
+from afield.sandbox.fork_server import ForkServer, new_socket_directory
+from afield.sandbox.local_sandbox import address
 from afield.sandbox.messages import ProcessExit, Program
 from afield.sandbox.process import SandboxProcess
 from afield.types import Attempt, Reason
@@ -153,12 +154,7 @@ class SandboxRuntime:
         return [self._live(session_id) for session_id in self._attempts]
 
     async def logs(self, attempt: Attempt) -> str:
-        try:
-            with (self._log_dir / f"{attempt.session_id}.log").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-                return file.read().decode("utf-8", "replace")
-        except FileNotFoundError:
-            return ""
+        return await asyncio.to_thread(tail, self._log_dir / f"{attempt.session_id}.log", LOG_BYTES)
 
     # --- the nest --------------------------------------------------------------------------------
 
@@ -177,7 +173,7 @@ class SandboxRuntime:
             nest = ForkServer(
                 program,
                 options.limits,
-                directory=socket_directories.fresh(),
+                directory=new_socket_directory(),
                 log_dir=self._log_dir,
                 start_timeout_s=self._timeout_s,
             )

@@ -15,6 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from afield.options import Limits
+from afield.process_tree import start_time
 
 KINDS = ("cpu", "memory", "pids")
 PREFIX = "afield-cells-"
@@ -28,7 +29,7 @@ class Groups:
     def __init__(self, homes: dict[str, Path], version: int) -> None:
         self._homes = homes
         self._version = version
-        self._name = f"{PREFIX}{os.getpid()}-{born(os.getpid())}"
+        self._name = f"{PREFIX}{os.getpid()}-{start_time(os.getpid())}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ class Groups:
         for home in set(self._homes.values()):
             for left in home.glob(f"{PREFIX}*"):
                 pid, _, when = left.name.removeprefix(PREFIX).partition("-")
-                if pid.isdigit() and born(int(pid)) != when:
+                if pid.isdigit() and start_time(int(pid)) != when:
                     _clear(left)
 
     def make(self, name: str, limits: Limits) -> Group:
@@ -189,14 +190,6 @@ def _mount(line: str) -> tuple[str, str, str, list[str]]:
 
 def _beneath(path: str, root: str) -> str:
     return path.removeprefix(root if root != "/" else "").lstrip("/")
-
-
-def born(pid: int) -> str:
-    """When a process was started, in the kernel's count; empty when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def _clear(place: Path) -> None:

@@ -14,6 +14,7 @@ import itertools
 import os
 import shutil
 import sys
+import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
+from afield.log_tail import tail
 from afield.options import Limits
-from afield.sandbox.bounded_log import Tail
+from afield.process_tree import start_time
 from afield.sandbox.bwrap import BwrapArgs, environment, walls
 from afield.sandbox.messages import (
     PORT,
@@ -44,12 +46,27 @@ from afield.sandbox.process import SandboxProcess
 from afield.types import Reason
 
 CLOSE_S = 15.0
+TAIL_BYTES = 4_000
+SOCKET_PREFIX = "afield-sandbox-"
 NO_NAMESPACES = ("namespaces cannot be made", "new namespace", "user namespace", "setting up uid map")
 REMEDY = (
     "this machine does not let us make user namespaces: see the settings user.max_user_namespaces,"
     " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns"
 )
 DIED = "died with its nest"
+
+
+def new_socket_directory() -> Path:
+    """A fresh temporary directory for sockets, named after this process.
+
+    Removes the directories of processes that have ended without doing so.
+    """
+    parent = Path(tempfile.gettempdir())
+    for directory in parent.glob(f"{SOCKET_PREFIX}*"):
+        pid, _, rest = directory.name.removeprefix(SOCKET_PREFIX).partition("-")
+        if pid.isdigit() and start_time(int(pid)) != rest.partition("-")[0]:
+            shutil.rmtree(directory, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{SOCKET_PREFIX}{os.getpid()}-{start_time(os.getpid())}-"))
 
 
 class ForkServer:
@@ -133,7 +150,7 @@ class ForkServer:
                 warm = await warmed
         except TimeoutError:
             said = f"{self._program.name} was not imported within {self._timeout_s:g} s"
-            raise UsageError(f"{said}; its log ends: {Tail(str(self._log))}") from None
+            raise UsageError(f"{said}; its log ends: {tail(self._log, TAIL_BYTES)}") from None
         if warm.problem:
             raise UsageError(
                 f"{self._program.name} cannot be run in a sandbox: {self._explained(warm.problem)}"
@@ -141,7 +158,7 @@ class ForkServer:
         self.limited = frozenset(warm.limits)
 
     def _explained(self, problem: str) -> str:
-        said = str(Tail(str(self._log)))
+        said = tail(self._log, TAIL_BYTES)
         if any(sign in said or sign in problem for sign in NO_NAMESPACES):
             problem += f"; {REMEDY}"
         return f"{problem}; its log ends: {said}" if said else problem
@@ -211,7 +228,7 @@ class ForkServer:
         finally:
             del self._starting[number], self._named[number]
         if isinstance(started, str):
-            said = f"the cell of {name} {started}; its log ends: {Tail(str(log))}"
+            said = f"the cell of {name} {started}; its log ends: {tail(log, TAIL_BYTES)}"
             raise InfrastructureFailure(said, Reason.LAUNCH)
         return started  # which may have ended by now
 
@@ -239,7 +256,7 @@ class ForkServer:
                 raise RuntimeError("cells are started inside 'async with nest'")
             self._channel.send(message, fds)
         except Unavailable as error:
-            said = f"the nest of {self._program.name} has died; its log ends: {Tail(str(self._log))}"
+            said = f"the nest of {self._program.name} has died; its log ends: {tail(self._log, TAIL_BYTES)}"
             raise InfrastructureFailure(said, Reason.DIED) from error
 
     def _ask(self, make: Any, fds: Sequence[int], **values: object) -> asyncio.Future[Done]:
@@ -294,7 +311,7 @@ class ForkServer:
                 code=gone.code,
                 signal=gone.signal,
                 oom=gone.oom,
-                said=str(Tail(str(cell.log))),
+                said=tail(cell.log, TAIL_BYTES),
                 notes=gone.notes,
             )
             cell.mark_dead(ended)
@@ -310,5 +327,5 @@ class ForkServer:
             if not future.done():
                 future.set_result(Done(id=number, problem="its nest has died"))
         for cell in list(self._cells.values()):
-            cell.mark_dead(ProcessExit(said=str(Tail(str(cell.log))), notes=("its nest ended",)))
+            cell.mark_dead(ProcessExit(said=tail(cell.log, TAIL_BYTES), notes=("its nest ended",)))
         self._cells.clear()

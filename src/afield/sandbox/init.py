@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from afield.sandbox import namespaces, serving
-from afield.sandbox.bounded_log import BoundedLog
 from afield.sandbox.bwrap import WORK
 from afield.sandbox.exec import Tasks
 from afield.sandbox.messages import (
@@ -40,7 +39,46 @@ from afield.sandbox.seccomp import Notices
 from afield.sandbox.syscalls import PR_SET_DUMPABLE, prctl
 
 POLL_S = 0.005
+LOG_BYTES = 1024 * 1024
+LOG_HEAD_BYTES = 64 * 1024
+LOG_TAIL_BYTES = 256 * 1024
 LISTENING = "0A"
+
+
+class BoundedLog:
+    """Writes to a file that this process alone writes to."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._left_out = 0
+        self._size = 0
+
+    def take(self, source: int) -> bool:
+        """What a pipe that does not block has for us; False when it has nothing."""
+        try:
+            data = os.read(source, 65_536)
+        except BlockingIOError:
+            return False
+        if data:
+            self.write(data)
+        return bool(data)
+
+    def write(self, data: bytes) -> None:
+        os.write(self.fd, data)
+        self._size += len(data)
+        if self._size > LOG_BYTES:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        tail = os.pread(self.fd, LOG_TAIL_BYTES, self._size - LOG_TAIL_BYTES)
+        self._left_out += self._size - LOG_HEAD_BYTES - LOG_TAIL_BYTES
+        os.ftruncate(self.fd, LOG_HEAD_BYTES)
+        os.lseek(self.fd, LOG_HEAD_BYTES, os.SEEK_SET)
+        self._size = LOG_HEAD_BYTES
+        note = f"\n[... about {self._left_out} bytes left out ...]\n".encode()
+        for part in (note, tail):
+            os.write(self.fd, part)
+            self._size += len(part)
 
 
 def live(start: Start, load: Load, app: Any, channel: socket.socket, log: int) -> None:

@@ -12,12 +12,10 @@ import contextlib
 import os
 import select
 import signal
-import sys
-import time
-from pathlib import Path
 from typing import NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+from afield.process_tree import adopt_orphans, die_with_parent, kill_children
+
 REAP_S = 10.0
 WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -31,7 +29,7 @@ def end_with_stdin() -> None:
     signal.set_wakeup_fd(woken)
     for one in WATCHED:
         signal.signal(one, lambda *_: None)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     us = os.getpid()
     work = os.fork()
     if work:
@@ -40,9 +38,7 @@ def end_with_stdin() -> None:
     for one in WATCHED:
         signal.signal(one, signal.SIG_DFL)
     # A guard that is killed outright takes at least the work with it.
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != us:
-        os._exit(1)
+    die_with_parent(us)
     os.close(wake)
     os.close(woken)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -64,7 +60,7 @@ def _watch(work: int, wake: int, woken: int) -> NoReturn:
         if status is None and 0 in ready and not os.read(0, 4096):
             os.kill(work, signal.SIGKILL)
             status = signal.SIGKILL
-    _end_all()
+    kill_children(timeout_s=REAP_S)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -81,27 +77,6 @@ def _collect() -> dict[int, int]:
     return ended
 
 
-def _end_all() -> None:
-    """Each that is killed hands us its children, until there are none."""
-    patience = time.monotonic() + REAP_S
-    while time.monotonic() < patience:
-        for child in _children():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
-        try:
-            if os.waitpid(-1, os.WNOHANG)[0] == 0:
-                time.sleep(0.005)
-        except ChildProcessError:
-            return
-
-
-def _children() -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 def _close_others(*keep: int) -> None:
     """A descriptor kept open here would hide from others that the work has ended."""
     low = 0
@@ -109,10 +84,3 @@ def _close_others(*keep: int) -> None:
         if low < kept:  # an empty range would be taken for all
             os.closerange(low, kept)
         low = kept + 1
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -28,7 +28,7 @@ from typing import NoReturn
 import msgspec
 
 from afield.errors import Unavailable, UsageError, WireError, boundary
-from afield.process_tree import adopt_orphans, children, end_with_parent, resident_mb, sweep
+from afield.process_tree import adopt_orphans, children, die_with_parent, kill_children, resident_mb
 from afield.runtimes.ray.messages import FRAME, LOG_BYTES, Ended, Event, Order, Ready, Start, Taken, say
 from afield.sandbox.imports import prewarm
 from afield.sdk.runner import Runner
@@ -180,7 +180,7 @@ class RayForkServer:
 
     def _sweep(self) -> None:
         """Kill what ended sessions left: it is ours now, as the sessions' orphans are theirs."""
-        sweep(self._spared | {session.pid for session in self._sessions.values()})
+        kill_children(self._spared | {session.pid for session in self._sessions.values()})
 
     def _watch(self, most_mb: int) -> None:
         for session in self._sessions.values():
@@ -207,7 +207,7 @@ def _live(runner: Runner, order: Start, answer: int, log_fd: int, parent: int) -
         with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, _print):
             os.setsid()
             adopt_orphans()
-            end_with_parent(parent)
+            die_with_parent(parent)
             with Path(os.devnull).open("rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
             for fd in (1, 2):
@@ -298,7 +298,7 @@ def _guarded() -> int:
 def _guard(parent: int) -> int:
     """Its exit code is the warm parent's, and 128 more than the signal that killed it, as in a shell."""
     _, status = os.waitpid(parent, 0)
-    sweep()
+    kill_children()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 

@@ -13,8 +13,7 @@ from typing import Self
 from afield.errors import UsageError
 from afield.interfaces.sandbox import ExecResult
 from afield.options import SandboxOptions
-from afield.sandbox import socket_directories
-from afield.sandbox.fork_server import ForkServer
+from afield.sandbox.fork_server import ForkServer, new_socket_directory
 from afield.sandbox.messages import Program
 from afield.sandbox.process import EXEC_S, SandboxProcess
 
@@ -32,7 +31,7 @@ class LocalSandbox:
         self._cell: SandboxProcess | None = None
 
     async def __aenter__(self) -> Self:
-        directory = socket_directories.fresh()
+        directory = new_socket_directory()
         nest = ForkServer(
             self._program, self._options.limits, directory=directory, log_dir=directory / "logs"
         )
