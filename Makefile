@@ -43,7 +43,7 @@ test-real: .venv/.ready
 	@$(BIN)/python -m pytest tests/real -m real --timeout 1800
 
 accept: .venv/.ready
-	@$(BIN)/python bench/accept.py $(PART)
+	@$(BIN)/python -m bench.accept $(PART)
 
 fmt: .venv/.ready
 	$(BIN)/ruff check --fix .

@@ -1,28 +1,20 @@
-"""Whether `make accept` can say no: what is skipped, missing or too slow is not met."""
+"""Acceptance criteria: skipped, missing or slow results are not met."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.paths import ROOT
-
-BENCH = ROOT / "bench"
-sys.path.append(str(BENCH))
-
-import bars  # noqa: E402
-import trained  # noqa: E402
-
-import trainers  # noqa: E402
+from bench import benchmarks_page, criteria
+from bench.training import acceptance, tables
 
 FORMS = ("merged", "varlen", "per_turn")
 
 
 def shape(pace: float, **changed: Any) -> dict[str, Any]:
-    """What bench/tree.py tells of one shape, `pace` times as fast as there are fewer tokens."""
+    """A result of bench/training/tree_attention.py with a speedup of `pace` times the token ratio."""
     ratio = {"merged": 2.0, "varlen": 2.0, "per_turn": 10.0}
     line = {
         "speedup": {form: round(pace * ratio[form], 3) for form in FORMS},
@@ -57,7 +49,7 @@ def engine(afield: int | None, generate: int | None) -> dict[str, Any]:
 
 
 def publish() -> dict[str, Any]:
-    """What bench/publish.py tells: one engine, one setting, after 10 steps."""
+    """A result of bench/training/weight_rounding.py: one engine, one setting, after 10 steps."""
     apart = {"stochastic_times_control": 1.1, "nearest_times_control": 4.2}
     return {
         "kept": {"vllm": {"whole 1e-05": {"10": {"stochastic": 0.998, "nearest": 0.31}}}},
@@ -69,7 +61,7 @@ def publish() -> dict[str, Any]:
 
 
 def smollm() -> dict[str, Any]:
-    """What bench/gpu_smollm.py tells of one step."""
+    """A result of bench/training/smollm.py with one step."""
     step = {"step": 1.0, "reward": 0.25, "logprob_diff": 0.0123, "control": 0.0119, "times_control": 1.034}
     return {
         "steps": [step | {"update_kept": 0.99871}],
@@ -81,18 +73,18 @@ def smollm() -> dict[str, Any]:
     }
 
 
-def missed(verdicts: list[trainers.Verdict]) -> list[str]:
+def missed(verdicts: list[acceptance.Verdict]) -> list[str]:
     return [name for name, _, ok, _ in verdicts if not ok]
 
 
-def test_a_tree_that_is_nearly_as_fast_as_its_tokens_are_fewer_is_enough() -> None:
-    assert missed(trainers.tree_bars(tree(shape(0.9), shape(0.95)))) == []
+def test_tree_speedup_of_0_9_times_the_token_ratio_is_met() -> None:
+    assert missed(acceptance.tree_criteria(tree(shape(0.9), shape(0.95)))) == []
 
 
-def test_a_tree_that_is_slower_larger_or_inexact_in_either_shape_is_not() -> None:
-    slow = trainers.tree_bars(tree(shape(1.0), shape(0.89)))
+def test_slow_large_or_inexact_tree_misses_its_criteria() -> None:
+    slow = acceptance.tree_criteria(tree(shape(1.0), shape(0.89)))
     assert missed(slow) == [f"sub-agents: faster than {form}" for form in FORMS]
-    other = trainers.tree_bars(tree(shape(1.0, peak_ratio=1.01, grad_cosine=0.998), shape(1.0)))
+    other = acceptance.tree_criteria(tree(shape(1.0, peak_ratio=1.01, grad_cosine=0.998), shape(1.0)))
     assert missed(other) == [
         "shared prompt: peak memory over merged rows'",
         "shared prompt: cosine of gradients",
@@ -100,53 +92,60 @@ def test_a_tree_that_is_slower_larger_or_inexact_in_either_shape_is_not() -> Non
 
 
 @pytest.mark.parametrize(("afield", "generate", "ok"), [(5000, 1000, True), (4900, 1000, False)])
-def test_the_engine_has_to_be_five_times_as_fast(afield: int, generate: int, ok: bool) -> None:
-    assert (missed(trainers.engine_bars(engine(afield, generate))) == []) is ok
+def test_engine_must_be_five_times_as_fast_as_generate(afield: int, generate: int, ok: bool) -> None:
+    assert (missed(acceptance.engine_criteria(engine(afield, generate))) == []) is ok
 
 
 @pytest.mark.parametrize("rates", [(None, 1000), (5000, None)])
-def test_what_was_not_measured_was_not_met(rates: tuple[int | None, int | None]) -> None:
-    assert missed(trainers.engine_bars(engine(*rates))) == ["engine over generate"]
+def test_missing_rate_is_not_met(rates: tuple[int | None, int | None]) -> None:
+    assert missed(acceptance.engine_criteria(engine(*rates))) == ["engine over generate"]
 
 
-def suite(tmp_path: Path, code: str) -> bars.Tested:
-    """What a test file comes to, with the project's own settings."""
-    file = tmp_path / "test_given.py"
+def run_suite(tmp_path: Path, code: str) -> criteria.TestReport:
+    """Report of a test file, run with the project's settings."""
+    file = tmp_path / "test_suite.py"
     file.write_text(f"import pytest\n\n{code}\n")
-    return bars.tested(file, "-p", "no:cacheprovider")
+    return criteria.run_tests(file, "-p", "no:cacheprovider")
 
 
-def test_tests_tell_the_largest_of_what_they_record(tmp_path: Path) -> None:
+def test_largest_recorded_number_decides_a_criterion(tmp_path: Path) -> None:
     code = '@pytest.mark.parametrize("n", [1e-7, 3e-6])\ndef test_it(n, record_property):\n'
-    told = suite(tmp_path, f'{code}    record_property("off", n)')
-    assert told == bars.Tested(2, 0, 0, {"off": 3e-6}) and told.ok
-    seen = bars.Bars()
-    trainers.shown(seen, "near", told, "off", 1e-5)
-    trainers.shown(seen, "too far", told, "off", 1e-6)
-    trainers.shown(seen, "never recorded", told, "on", 1e-5)
-    assert [row["ok"] for row in seen.rows] == [True, False, False]
+    report = run_suite(tmp_path, f'{code}    record_property("off", n)')
+    assert report == criteria.TestReport(2, 0, 0, {"off": 3e-6}) and report.ok
+    checked = criteria.Criteria()
+    acceptance.check_report(checked, "near", report, "off", 1e-5)
+    acceptance.check_report(checked, "too far", report, "off", 1e-6)
+    acceptance.check_report(checked, "never recorded", report, "on", 1e-5)
+    assert [row["ok"] for row in checked.rows] == [True, False, False]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def test_it():\n    assert False",
-        "@pytest.mark.skip\ndef test_it(): pass",
-        "def test_it(nobody_has_this): pass",
-        "nothing = 1",
-    ],
-)
-def test_tests_that_fail_are_skipped_or_are_not_there_have_shown_nothing(tmp_path: Path, code: str) -> None:
-    assert not suite(tmp_path, code).ok
+def test_failed_broken_and_skipped_tests_are_counted(tmp_path: Path) -> None:
+    code = (
+        "def test_fails():\n    assert False\n\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n\n"
+        "def test_broken(no_such_fixture): pass\n\n"
+        "def test_passes(): pass"
+    )
+    assert run_suite(tmp_path, code) == criteria.TestReport(1, 2, 1, {})
 
 
-def test_the_page_tells_what_is_saved_and_how_to_measure_the_rest() -> None:
-    told = trained.sections(None, tree(shape(1.0), shape(0.5)), engine(5000, 900), publish(), smollm())
-    assert "`make accept PART=trainers` measures them" in told["learning"]
-    assert told["tree"].count("**missed**") == 3 and "`cccccccccccc`" in told["tree"]
-    assert "| embedded engine | 5,000 |" in told["engine"]
-    assert "| vllm | whole 1e-05 | 10 | 0.998 | 0.31 | 1.1 | 4.2 |" in told["publish"]
-    assert "| 1 | 0.25 | 0.0123 | 0.0119 | 1.03 | 0.9987 |" in told["smollm"]
-    unmeasured = trained.sections(None, None, None, None, None)
+@pytest.mark.parametrize("counts", [(3, 1, 0), (3, 0, 1), (0, 0, 0)])
+def test_a_failed_skipped_or_empty_suite_is_not_ok(counts: tuple[int, int, int]) -> None:
+    assert not criteria.TestReport(*counts, {}).ok
+
+
+def test_page_shows_saved_results_and_the_command_for_missing_ones() -> None:
+    sections = tables.sections(None, tree(shape(1.0), shape(0.5)), engine(5000, 900), publish(), smollm())
+    assert "run `make accept PART=trainers`" in sections["learning"]
+    assert sections["tree"].count("**missed**") == 3 and "`cccccccccccc`" in sections["tree"]
+    assert "| embedded engine | 5,000 |" in sections["engine"]
+    assert "| vllm | whole 1e-05 | 10 | 0.998 | 0.31 | 1.1 | 4.2 |" in sections["publish"]
+    assert "| 1 | 0.25 | 0.0123 | 0.0119 | 1.03 | 0.9987 |" in sections["smollm"]
+    unmeasured = tables.sections(None, None, None, None, None)
     for name in ("tree", "engine", "publish", "smollm"):
-        assert "`make accept PART=gpu` measures them" in unmeasured[name]
+        assert "run `make accept PART=gpu`" in unmeasured[name]
+
+
+def test_benchmarks_page_is_up_to_date_with_saved_results() -> None:
+    page = benchmarks_page.PAGE.read_text()
+    assert page == benchmarks_page.text(), "run `python -m bench.benchmarks_page`"

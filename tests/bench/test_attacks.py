@@ -1,4 +1,4 @@
-"""bench/attacks.py: what it tries can succeed, and what it reports is what happened."""
+"""Attacks of the security benchmark: blocked in a sandbox, effective in a plain process."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 
 import pytest
 
+from bench.security.outcomes import Report
 from support.paths import ROOT
 from support.sandboxes import needs_bubblewrap
 
-BENCH = ROOT / "bench"
 
-
-def attacks(who: str) -> tuple[int, list[dict[str, Any]]]:
-    command = [sys.executable, str(BENCH / "attacks.py"), "--json", "--only", who]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+def attacks(attacker: str) -> tuple[int, list[dict[str, Any]]]:
+    command = [sys.executable, "-m", "bench.security.attacks", "--json", "--only", attacker]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout, done.stderr
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @needs_bubblewrap
-def test_a_hostile_agent_in_the_documented_layout_gets_nothing_in_a_sandbox() -> None:
+def test_every_attack_of_a_sandboxed_agent_is_blocked() -> None:
     code, lines = attacks("sandbox")
     assert (code, lines[-1]["broke"]) == (0, []), lines
     assert lines[-1]["tried"] >= 40
 
 
-def test_the_same_agent_gets_in_a_process_what_is_not_promised_and_nothing_else() -> None:
+def test_attacks_without_a_promise_succeed_in_a_plain_process() -> None:
     code, lines = attacks("process")
     assert (code, lines[-1]["broke"]) == (0, []), lines
     worked = {line["attack"] for line in lines if line.get("seen") == "got"}
@@ -38,10 +37,7 @@ def test_the_same_agent_gets_in_a_process_what_is_not_promised_and_nothing_else(
     assert {f"{later}_in_its_folder", f"{later}_in_a_mount"} <= worked
 
 
-def test_an_attack_that_works_is_told_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    sys.path.append(str(BENCH))
-    from attack_report import Report
-
+def test_successful_attack_is_reported_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(as_json=True)
     report.add("somebody", "try_this", blocked=True)
     report.add("somebody", "try_that", blocked=False)

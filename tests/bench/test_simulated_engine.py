@@ -1,19 +1,13 @@
-"""The simulated engine of `bench/collect.py` against a plain model of it that steps through time."""
+"""Simulated engine of the throughput benchmark against a time-stepping model."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import sys
 
 import pytest
 
-from support.paths import ROOT
-
-sys.path.append(str(ROOT / "bench"))
-
-from sim.engine import Engine
-
+from bench.collect.simulation.engine import Engine
 from support.virtual_time import run
 
 Arrival = tuple[float, int]

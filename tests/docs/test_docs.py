@@ -425,14 +425,6 @@ def test_the_configuration_that_is_shown_is_understood(tmp_path: Path) -> None:
     assert set(from_file(tmp_path / "train.toml")) <= set(TrainConfig.__struct_fields__)
 
 
-def test_the_page_of_benchmarks_says_what_was_saved() -> None:
-    sys.path.append(str(ROOT / "bench"))
-    import page
-
-    told = (DOCS / "benchmarks.md").read_text()
-    assert told == page.text(page.saved()), "write it anew with: python bench/page.py"
-
-
 # --- tokens --------------------------------------------------------------------------------------
 
 TOKENS = DOCS / "concepts/tokens.md"

@@ -1,6 +1,6 @@
 """Steps of fixed shapes: the same tokens and log-probabilities as plain steps, whatever joins or leaves.
 
-Here they are computed, not recorded: recording needs CUDA, where bench/engine.py checks the same.
+Here they are computed, not recorded: recording needs CUDA, where bench/engine/throughput.py checks the same.
 """
 
 from __future__ import annotations

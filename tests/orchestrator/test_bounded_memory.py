@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
-
-sys.path.append(str(ROOT / "bench"))
-
-from sim.checks import latest, problems
-from sim.life import Habits
-from sim.parts import SimulatedTrainer
-from sim.run import Setting, simulate
-
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.staleness import Mode
 from afield.orchestrator.training_loop import StepLine
 from afield.transports.stores.files import FilesTransport
+from bench.collect.simulation.agent_schedule import Habits
+from bench.collect.simulation.checks import latest, problems
+from bench.collect.simulation.components import SimulatedTrainer
+from bench.collect.simulation.run import Setting, simulate
 
 HELD = ("Finished", "Trajectory", "Group", "Outcome", "Rollout", "Record", "Running", "Session", "Task")
 QUICK = Habits(turns=(1, 3), tokens=(4, 12), failing=0.1)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from support.paths import ROOT
-
-sys.path.append(str(ROOT / "bench"))
-
-from faults import FAULTS, random_faults
-
 from afield import errors
+from bench.collect.faults import FAULTS, random_faults
 from support.fault_cases import METHODS, Case, problems, sample
 from support.faults import ERRORS, WRAPPERS, methods_of
 

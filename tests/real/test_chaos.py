@@ -1,22 +1,22 @@
-"""Kills of everything, in small; `bench/chaos.py` does it at length."""
+"""Chaos benchmark in small: kills of every process."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from support.paths import ROOT
+
 pytestmark = pytest.mark.real
-BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.mark.timeout(900)
 def test_every_group_is_trained_once_whatever_is_killed() -> None:
-    command = [sys.executable, str(BENCH / "chaos.py"), "--small", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=860, check=False)
+    command = [sys.executable, "-m", "bench.chaos.kills", "--small", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=860, check=False)
     assert done.stdout, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert (done.returncode, result["missed"]) == (0, []), result

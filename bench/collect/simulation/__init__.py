@@ -1,0 +1,1 @@
+"""Simulated agents, gateway, engine and trainer around the real collector."""

@@ -1,1 +1,0 @@
-"""The parts of `bench/collect.py`: what is simulated, how it is run, what is checked."""
