@@ -35,7 +35,7 @@ SEEDS, FAULTS = 10, 9
 RETRIES = dict.fromkeys((FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRASTRUCTURE), FAULTS)
 # What a part may raise; whose fault a rollout's end is, no part says of its own calls.
 RAISED = (
-    *("UsageError", "DamagedFile", "WireError", "Conflict", "Missing", "Unavailable", "Throttled"),
+    *("UsageError", "DamagedFile", "WireError", "Conflict", "NotFound", "Unavailable", "RateLimited"),
     *("OSError", "TimeoutError", "RuntimeError", "sqlite3.OperationalError"),
 )
 KINDS: tuple[Kind, ...] = ("raise", "raise", "raise", "hang", "slow", "twice", "late", "lost")

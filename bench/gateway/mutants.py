@@ -80,9 +80,9 @@ for _table in [value for value in list(globals().values()) if isinstance(value, 
 
 
 CHAT = "gateway.dialects.chat:decode"
-ANTHROPIC = "gateway.dialects.anthropic_request:decode"
+ANTHROPIC = "gateway.dialects.anthropic:decode"
 RESPONSES = "gateway.dialects.responses_request:decode"
-GEMINI = "gateway.dialects.gemini_request:decode"
+GEMINI = "gateway.dialects.gemini:decode"
 REPLACE = "from msgspec.structs import replace as _replace"
 
 
