@@ -17,7 +17,7 @@ from afield.cli.live_chart import Screen, describe
 from afield.cli.report import account_of, told_tokens
 from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
-from afield.integrations.verl.manager import Asked, Tally
+from afield.integrations.verl.manager import GenerateCall, StepCounts
 from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import train_config
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished
@@ -189,7 +189,7 @@ def test_a_client_has_the_account_of_its_rollouts_and_warns(
 
 def test_veRL_gets_excluded_tokens_of_each_session_and_of_the_step() -> None:
     some = [rolled("0", 1.0, Exclusion("x", 7, "aborted")), rolled("1", 0.0), rolled("2", None)]
-    judged = rows.judge(some, quorum=2)
+    judged = rows.group_rows(some, quorum=2)
     assert judged.sessions[0].info["excluded_tokens"] == 7
     assert judged.sessions[0].info["excluded_tokens.aborted"] == 7
     assert judged.sessions[0].info["sampled_tokens"] == owned(some[0]) + 7
@@ -199,7 +199,7 @@ def test_veRL_gets_excluded_tokens_of_each_session_and_of_the_step() -> None:
         excluded={"aborted": 7},
         untrained={"infrastructure_failure": owned(some[2])},
     )
-    dropped = rows.token_account(some, rows.judge(some, quorum=3))
+    dropped = rows.token_account(some, rows.group_rows(some, quorum=3))
     assert dropped.trained == 0
     assert dropped.untrained["dropped_group"] == owned(*some[:2])
 
@@ -225,8 +225,8 @@ def test_TRL_counts_rows_without_an_advantage_apart() -> None:
 
 def test_a_step_of_veRL_is_told_with_its_excluded_tokens_by_reason() -> None:
     some = [rolled("0", 1.0, Exclusion("x", 7, "aborted")), rolled("1", 0.0)]
-    judged = rows.judge(some, quorum=2)
-    tally = Tally(Asked(step=3, split=Split.TRAIN, version=2, groups=1))
+    judged = rows.group_rows(some, quorum=2)
+    tally = StepCounts(GenerateCall(step=3, split=Split.TRAIN, version=2, groups=1))
     assert tally.add(judged, rows.token_account(some, judged))
     assert f"{owned(*some) + 7} tokens, " in str(tally) and "excluded (aborted 7)" in str(tally)
     line = json.loads(json.dumps(tally.line()))

@@ -27,7 +27,7 @@ from afield.interfaces.engine import GenerateRequest
 from afield.options import LoraOptions
 from afield.orchestrator.rollout import finished_of
 from afield.orchestrator.rollout_store import RolloutStore
-from afield.trainers.datum import data_from
+from afield.trainers.datum import rows_from_groups
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
@@ -109,7 +109,7 @@ def group(*members: RolloutResult) -> Group:
 def apart(trainer: GRPO, groups: list[Group]) -> float:
     """How far the trainer's log-probabilities are from the sampler's, for the worst token."""
     audit = BatchDiagnostics()
-    trainer.updates.score(trainer.batch(groups).rows, audit)
+    trainer.optimizer.score(trainer.batch(groups).rows, audit)
     assert audit.tokens["diff"]
     return audit.worst.by
 
@@ -510,7 +510,7 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
     with pytest.raises(UsageError, match="was not kept with it"):
         GRPO(model, lr=1e-3).step(lost)
     with pytest.raises(UsageError, match="was not kept with it"):
-        data_from(lost)
+        rows_from_groups(lost)
     # A record of an engine that did not say where its images stand.
     row = structs.replace(members[0].trajectories[0], images=())
     turn = structs.replace(members[0].turns[0], images=())
@@ -518,7 +518,7 @@ async def test_pixels_are_never_left_out_silently(up: Running, model: Path, tmp_
     with pytest.raises(UsageError, match="sampled with 1 images, and the record says where 0 of them stand"):
         GRPO(model, lr=1e-3).step([group(older, members[1])])
     assert Frozen(model).step(groups).rollouts == 2
-    assert [len(datum.images) for datum in data_from(groups)] == [1, 1]
+    assert [len(datum.images) for datum in rows_from_groups(groups)] == [1, 1]
 
 
 def test_the_place_of_an_image_tells_conversations_apart() -> None:

@@ -229,7 +229,7 @@ async def run(chosen: argparse.Namespace, scratch: Path) -> int:
 
 def control_of(published: Path, trainer: GRPO, groups: list[Group], dtype: str) -> float | None:
     sampler = GRPO(published, lr=0.0, device=str(trainer.device))
-    return sampler.updates.control(trainer.batch(groups).rows, getattr(torch, dtype)) or None
+    return sampler.optimizer.control_logprob_diff(trainer.batch(groups).rows, getattr(torch, dtype)) or None
 
 
 async def one_step(
@@ -250,7 +250,9 @@ async def one_step(
         *(collector.group(f"s{step}g{n}", shop, chosen.group) for n, shop in enumerate(shops))
     )
     collected = time.monotonic()
-    trainer.control = await asyncio.to_thread(control_of, scratch / f"v{step - 1}", trainer, groups, dtype)
+    trainer.control_logprob_diff = await asyncio.to_thread(
+        control_of, scratch / f"v{step - 1}", trainer, groups, dtype
+    )
     report = await asyncio.to_thread(trainer.step, groups)
     trained = time.monotonic()
     directory = scratch / f"v{step}"

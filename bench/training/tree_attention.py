@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
 
-from afield.trainers.logprobs import sampled_log_probabilities, taken
+from afield.trainers.logprobs import chunked_logprobs, gather_hidden
 from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded
-from afield.trainers.tree_attention import Tree, watch
+from afield.trainers.tree_attention import TokenTree, install_tree_attention
 from bench.training.rollout_shapes import Row, per_turn, shared_prompt, sub_agents
 
 ENOUGH = 16384  # tokens that keep the device busy
@@ -95,7 +95,7 @@ def forest(rows: Sequence[Row], bound: int, device: torch.device, kernel: Any = 
     for numbers in split([row.ids for row in rows], bound):
         batch = [rows[number] for number in numbers]
         packed = pack([row.ids for row in batch])
-        tree = Tree(packed, device, kernel)
+        tree = TokenTree(packed, device, kernel)
         paths = packed.paths
         parts.append(part(tree.hidden, len(packed.ids), batch, lambda n, p, t=paths: t[n][p], device))
     return parts
@@ -168,9 +168,9 @@ class Bench(NamedTuple):
         total = sum(len(one.target) for one in parts)
         for one in parts:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
-                hidden = taken(one.hidden(self.model), one.source)
+                hidden = gather_hidden(one.hidden(self.model), one.source)
                 heat = torch.ones_like(one.advantage)
-                logp = sampled_log_probabilities(hidden, head.weight, None, one.target, heat)
+                logp = chunked_logprobs(hidden, head.weight, None, one.target, heat)
             (-(logp * one.advantage).sum() / total).backward()
 
     def gradient(self, parts: Sequence[Part], kind: str) -> list[Tensor]:
@@ -331,7 +331,7 @@ def main() -> None:
     reading.add_argument("--bound", type=int, default=65536, help="tokens of one pass, at most")
     reading.add_argument("--times", type=int, default=5)
     reading.add_argument(
-        "--kernel", choices=["peeled", "flex"], help="of the tree's attention; else the cheaper"
+        "--kernel", choices=["prefix", "flex"], help="of the tree's attention; else the cheaper"
     )
     reading.add_argument(
         "--arithmetic", choices=["mixed", "bfloat16"], default="mixed", help="what weights are kept in"
@@ -347,7 +347,7 @@ def main() -> None:
     whole = device.type == "cpu" or options.arithmetic == "mixed"
     model = made_model(options.model, device, torch.float32 if whole else torch.bfloat16)
     bench = Bench(model, device, mixed=device.type == "cuda" and whole)
-    watch(model)
+    install_tree_attention(model)
     if options.compile:
         for layer in model.get_decoder().layers:
             layer.mlp.compile()

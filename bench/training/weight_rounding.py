@@ -238,8 +238,10 @@ def compared(trainer: GRPO, published: Path, replies: Sequence[Reply]) -> tuple[
     """How far sampler and trainer are apart, and the control, both about these tokens."""
     rows = trainer.batch([group_of("measured", replies)]).rows
     audit = BatchDiagnostics()
-    trainer.updates.score(rows, audit)
-    control = GRPO(published, lr=0.0, device=str(trainer.device)).updates.control(rows, torch.bfloat16)
+    trainer.optimizer.score(rows, audit)
+    control = GRPO(published, lr=0.0, device=str(trainer.device)).optimizer.control_logprob_diff(
+        rows, torch.bfloat16
+    )
     assert control is not None
     return audit.summary()["sampler_trainer_logprob_diff_mean"], control
 

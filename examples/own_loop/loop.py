@@ -10,14 +10,14 @@ from pathlib import Path
 import afield.demo
 from afield.demo import shop
 from afield.demo.agents.openai_agent import SYSTEM, TOOLS
-from afield.trainers.tinker import Reply, Sampling, Tuner
+from afield.trainers.tinker import SampledReply, Sampling, Tuner
 
 MODEL = Path(afield.demo.__file__).parent / "policy"
 HOW = Sampling(temperature=1.0, max_tokens=64)
 TASKS, REPLIES = 8, 16
 
 
-def look_up(task: dict, reply: Reply) -> dict:
+def look_up(task: dict, reply: SampledReply) -> dict:
     """The answer of the tool that the policy called, if it did."""
     with shop.Shop(task) as opened:
         try:
@@ -40,7 +40,7 @@ def step(tuner: Tuner, tasks: list[dict]) -> float:
     for first in range(0, len(asked), REPLIES):  # a task's replies are compared with each other
         group = slice(first, first + REPLIES)
         mean = sum(rewards[group]) / REPLIES
-        data += [a.datum(r - mean) for a, r in zip(answers[group], rewards[group], strict=True) if r != mean]
+        data += [a.to_row(r - mean) for a, r in zip(answers[group], rewards[group], strict=True) if r != mean]
     if data:
         tuner.forward_backward(data, loss="cispo", of=len(asked))
         tuner.optim_step()

@@ -53,7 +53,7 @@ def main() -> None:
         max_calls=8,
         attempt_timeout_s=60.0,
     )
-    AsyncGRPOTrainer(model=MODEL, args=args, **rollouts.doors).train()
+    AsyncGRPOTrainer(model=MODEL, args=args, **rollouts.trainer_kwargs).train()
 
 
 if __name__ == "__main__":

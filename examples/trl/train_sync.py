@@ -44,7 +44,7 @@ def main() -> None:
     )
     agent = f"{DEMO / 'agents' / 'openai_agent.py'}:agent"
     with SyncRollouts(args, agent=agent, model=MODEL, tasks=shop.tasks(0, 4 * given.steps)) as rollouts:
-        GRPOTrainer(model=MODEL, args=args, **rollouts.doors).train()
+        GRPOTrainer(model=MODEL, args=args, **rollouts.trainer_kwargs).train()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ AdvantageEstimator = Literal[
     "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
 ]
 Returns = Mapping[str, Mapping[str, float]]  # rollout id, turn id
-Earned = dict[str, float | dict[str, float]]  # by rollout: one for all of it, or one for each turn
+Advantages = dict[str, float | dict[str, float]]  # by rollout: one for all of it, or one for each turn
 _WHOLE = ""  # stands for all turns
 
 
@@ -32,12 +32,12 @@ def rewards_of(group: Group, floor: float = 0.0) -> dict[str, float]:
 
 def compute_advantages(
     groups: Iterable[Group],
-    how: AdvantageEstimator = "grpo",
+    estimator: AdvantageEstimator = "grpo",
     *,
     floor: float = 0.0,
     returns: Returns | None = None,
     eps: float = 1e-4,
-) -> Earned:
+) -> Advantages:
     """What each rollout that carries a reward, or each of its turns, has earned.
 
     - `grpo`: minus the group's mean, divided by its deviation; `dr_grpo`: without dividing
@@ -49,7 +49,7 @@ def compute_advantages(
     Deviations are the sample's (n - 1); `eps` is added to them. `returns` are by turn, of the rollouts and,
     for `remax`, of the baselines too; see `batches.rewards.turn_returns`.
     """
-    earned = _advantages(groups, how, floor, returns, eps)
+    earned = _advantages(groups, estimator, floor, returns, eps)
     if returns is None:
         return {rollout_id: stake.turns[_WHOLE] for rollout_id, stake in earned.items()}
     return {rollout_id: stake.turns for rollout_id, stake in earned.items()}
@@ -94,28 +94,32 @@ class _Stake(NamedTuple):
 
 
 def _advantages(
-    groups: Iterable[Group], how: AdvantageEstimator, floor: float, returns: Returns | None, eps: float
+    groups: Iterable[Group], estimator: AdvantageEstimator, floor: float, returns: Returns | None, eps: float
 ) -> dict[str, _Stake]:
-    if how not in get_args(AdvantageEstimator):
+    if estimator not in get_args(AdvantageEstimator):
         raise UsageError(
-            f"unknown advantage {how!r}; choose one of: {', '.join(get_args(AdvantageEstimator))}"
+            f"unknown advantage {estimator!r}; choose one of: {', '.join(get_args(AdvantageEstimator))}"
         )
     batch: dict[str, _Stake] = {}
     for group in groups:
         stakes = _stakes(group.finished, floor, returns)
         if repeated := [i for i in stakes if i in batch]:
             raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
-        greedy = _stakes([group.baseline] if group.baseline else [], floor, returns) if how == "remax" else {}
-        below = _baselines(how, stakes, [stake.level for stake in greedy.values()])
+        greedy = (
+            _stakes([group.baseline] if group.baseline else [], floor, returns)
+            if estimator == "remax"
+            else {}
+        )
+        below = _baselines(estimator, stakes, [stake.level for stake in greedy.values()])
         if below is None:
             batch |= {i: stake.nothing for i, stake in stakes.items()}
             continue
         centred = {i: stake.minus(below[i]) for i, stake in stakes.items()}
-        batch |= _normalised(centred, eps) if how == "grpo" else centred
-    if how == "reinforce_plus_plus" and batch:
+        batch |= _normalised(centred, eps) if estimator == "grpo" else centred
+    if estimator == "reinforce_plus_plus" and batch:
         mean = math.fsum(stake.level for stake in batch.values()) / len(batch)
         batch = {i: stake.minus(mean) for i, stake in batch.items()}
-    if how.startswith("reinforce"):
+    if estimator.startswith("reinforce"):
         batch = _normalised(batch, eps)
     return batch
 
@@ -138,17 +142,17 @@ def _stakes(finished: Iterable[RolloutResult], floor: float, returns: Returns | 
 
 
 def _baselines(
-    how: AdvantageEstimator, stakes: dict[str, _Stake], greedy: list[float]
+    estimator: AdvantageEstimator, stakes: dict[str, _Stake], greedy: list[float]
 ) -> dict[str, float] | None:
     """What each rollout is compared with; None where there is nothing to learn from comparing."""
-    if how == "reinforce_plus_plus":
+    if estimator == "reinforce_plus_plus":
         return dict.fromkeys(stakes, 0.0)
-    if how == "remax":
+    if estimator == "remax":
         return dict.fromkeys(stakes, greedy[0]) if greedy else None
     if len(stakes) < 2 or _all_equal(stakes):
         return None
     total = math.fsum(stake.level for stake in stakes.values())
-    if how == "rloo":
+    if estimator == "rloo":
         return {i: (total - stake.level) / (len(stakes) - 1) for i, stake in stakes.items()}
     return dict.fromkeys(stakes, total / len(stakes))
 

@@ -21,7 +21,7 @@ from afield.batches.jsonl import read_jsonl, write_jsonl
 from afield.batches.parquet import read_parquet, write_parquet
 from afield.batches.sample import Batch
 from afield.batches.tensors import from_tensordict, to_tensordict
-from afield.batches.tree import Tree, to_tree
+from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.types import Group
 from support.random_groups import branching, group
@@ -31,7 +31,7 @@ FORMATS = {"jsonl": (write_jsonl, read_jsonl), "parquet": (write_parquet, read_p
 FORMS = ["linear", "per_turn", "tree"]
 
 
-def made_as(form: str, given: list[Group]) -> Batch | Tree:
+def made_as(form: str, given: list[Group]) -> Batch | TreeBatch:
     return to_tree(from_groups(given)) if form == "tree" else from_groups(given, form)
 
 
@@ -63,7 +63,7 @@ def test_numbers_come_back_bit_for_bit(tmp_path: Path, format: str, form: str) -
     batch = made_as(form, hand_made())
     write(tmp_path / "batch", batch)
     again = read(tmp_path / "batch")
-    rows = [b.nodes if isinstance(b, Tree) else b.samples for b in (batch, again)]
+    rows = [b.nodes if isinstance(b, TreeBatch) else b.samples for b in (batch, again)]
     for before, after in zip(*rows, strict=True):
         assert [p.hex() for p in after.logprobs] == [p.hex() for p in before.logprobs]
     assert [str(r.score) for r in again.rollouts] == ["0.30000000000000004", "-0.0", "None", "0.5"]

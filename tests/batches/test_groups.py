@@ -12,7 +12,7 @@ from msgspec import structs
 from afield import trajectories
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.sample import Batch
-from afield.batches.tree import Tree, to_tree
+from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Group, RolloutResult
@@ -259,4 +259,4 @@ def test_nodes_that_do_not_hang_together_are_refused() -> None:
         ((structs.replace(first, rollout_id="g-7"),), "no rollout of group g"),
     ]:
         with pytest.raises(ValueError, match=says):
-            Tree(nodes=nodes, rollouts=tree.rollouts)
+            TreeBatch(nodes=nodes, rollouts=tree.rollouts)

@@ -18,7 +18,13 @@ import afield
 from afield.batches.groups import from_groups, to_groups
 from afield.batches.jsonl import read_jsonl, write_jsonl
 from afield.batches.parquet import read_parquet, write_parquet
-from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, usable, weighed
+from afield.batches.rewards import (
+    turn_returns,
+    turn_rewards,
+    unused_turn_rewards,
+    validated_outcome,
+    weigh_rewards,
+)
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
 from afield.gateway.outcomes import Limits
@@ -55,14 +61,14 @@ def named(**rewards: float) -> list[Group]:
 
 
 def test_named_rewards_are_weighed_and_failures_stay_failures() -> None:
-    made = weighed(named(format=1.0, answer=0.5), {"format": 0.2, "answer": 0.8})
+    made = weigh_rewards(named(format=1.0, answer=0.5), {"format": 0.2, "answer": 0.8})
     assert [f.outcome.reward for f in made[0].finished] == [pytest.approx(0.6), None]
     assert made[0].finished[0].outcome.rewards == {"format": 1.0, "answer": 0.5}
     assert from_groups(made).rollouts[0].score == pytest.approx(0.6)
     greedy = [
         group(branching("g-1", 0.0, rewards={"a": 3.0}), baseline=branching("g-0", 9.0, rewards={"a": 2.0}))
     ]
-    baseline = weighed(greedy, {"a": 0.5})[0].baseline
+    baseline = weigh_rewards(greedy, {"a": 0.5})[0].baseline
     assert baseline and baseline.outcome.reward == 1.0
 
 
@@ -80,7 +86,7 @@ def test_named_rewards_are_weighed_and_failures_stay_failures() -> None:
 )
 def test_nothing_is_added_up_that_is_not_named(weights: dict[str, float], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        weighed(named(format=1.0, answer=0.5), weights)
+        weigh_rewards(named(format=1.0, answer=0.5), weights)
 
 
 # --- rewards of turns ----------------------------------------------------------------------------
@@ -175,7 +181,7 @@ def test_rewards_with_a_name_and_a_turn_count_by_their_weights() -> None:
         "g-1", 0.0, rewards={"format": 2.0}, turn_rewards={"t1": 0.25}, named_turn_rewards=BOTH
     )
     assert turn_rewards(finished) == {"t1": 0.25}
-    ((made,),) = (one.finished for one in weighed([group(finished)], {"format": 0.5, "style": 0.1}))
+    ((made,),) = (one.finished for one in weigh_rewards([group(finished)], {"format": 0.5, "style": 0.1}))
     assert made.outcome.reward == 1.0
     assert turn_rewards(made) == {"t1": 0.75, "t2": pytest.approx(0.4), "t3": 0.25}
     returns = turn_returns([group(made)], outcome="last")["g-1"]
@@ -186,11 +192,11 @@ def test_rewards_with_a_name_and_a_turn_count_by_their_weights() -> None:
 def test_a_named_reward_of_turns_needs_a_weight_like_any_other() -> None:
     finished = branching("g-1", 0.0, named_turn_rewards=BOTH)
     with pytest.raises(UsageError, match="rollout g-1: reward 'style' has no weight"):
-        weighed([group(finished)], {"format": 1.0})
+        weigh_rewards([group(finished)], {"format": 1.0})
     with pytest.raises(UsageError, match="has no reward named 'answer'; it has: format, style"):
-        weighed([group(finished)], {"format": 1.0, "style": 1.0, "answer": 1.0})
+        weigh_rewards([group(finished)], {"format": 1.0, "style": 1.0, "answer": 1.0})
     stray = branching("g-1", 0.0, named_turn_rewards={"format": {"t9": 1.0}})
-    refused = usable(stray)
+    refused = validated_outcome(stray)
     assert refused.failure and "turn 't9'" in refused.failure.message
     assert refused.named_turn_rewards == {}
 

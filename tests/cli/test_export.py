@@ -11,7 +11,7 @@ from afield.batches.groups import to_groups
 from afield.batches.jsonl import read_jsonl
 from afield.batches.parquet import read_parquet
 from afield.batches.sample import Batch
-from afield.batches.tree import Tree
+from afield.batches.tree import TreeBatch
 from afield.cli.main import main
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.run_state import RunState
@@ -43,7 +43,7 @@ def test_a_file_has_all_that_a_run_was_trained_on(
     assert main(["export", str(trained.path), *options]) == 0
     told = json.loads(capsys.readouterr().out)
     made = READERS[format](out)
-    batch = made.to_rows() if isinstance(made, Tree) else made
+    batch = made.to_rows() if isinstance(made, TreeBatch) else made
     assert isinstance(batch, Batch)
     recorded = [f for step in trained.steps() for f in trained.read_rollouts(step)]
     assert [r.rollout for r in batch.rollouts] == [f.rollout for f in recorded]
@@ -55,7 +55,7 @@ def test_a_file_has_all_that_a_run_was_trained_on(
         "groups": 4,
         "dropped_groups": 0,
         "rollouts": 8,
-        "rows": len(made.nodes if isinstance(made, Tree) else made.samples),
+        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.samples),
         "sampled_tokens": sum(s.owned for s in batch.samples),
     }
     groups = to_groups(batch)

@@ -84,10 +84,10 @@ async def test_the_gradient_is_that_of_the_constrained_distribution(model: Path,
     found = {}
     for chunked in (True, False):
         updates = Optimizer(policy, lr=0.0)
-        updates.clear()
+        updates.zero_grad()
         logprobs._plain[policy.model] = chunked  # the chunked head and the model's own logits agree
-        (batch,) = updates.passes(rows)
-        micro_batches.log_probabilities(policy.model, batch).sum().backward()
+        (batch,) = updates.micro_batches(rows)
+        micro_batches.token_logprobs(policy.model, batch).sum().backward()
         found[chunked] = torch.cat([p.grad.flatten().clone() for p in policy.trainable if p.grad is not None])
         policy.model.zero_grad()
     assert found[True].norm() > 0

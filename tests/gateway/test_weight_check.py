@@ -21,7 +21,7 @@ from afield.interfaces.engine import Chunk, GenerateRequest
 from afield.interfaces.weight_probe import FILE, read_witness, write_witness
 from afield.options import LoraOptions
 from afield.trainers.model import PolicyModel
-from afield.trainers.weight_probe import witness_of
+from afield.trainers.weight_probe import compute_weight_probe
 from support.gateways import POLICY
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ def published(tmp_path: Path) -> Callable[[int, float], Path]:
         noisy = {name: t + noise * t.std() * torch.randn(t.shape) for name, t in tensors.items()}
         save_file(noisy, path / "model.safetensors")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        write_witness(path, witness_of(model))
+        write_witness(path, compute_weight_probe(model))
         return path
 
     return make

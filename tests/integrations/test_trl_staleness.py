@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from afield.integrations.trl.staleness import Pace
+from afield.integrations.trl.staleness import StalenessLimits
 
 
 class Trainer:
     """Takes rows as TRL's does: the batch of the next step before it trains this one."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: StalenessLimits) -> None:
         self.pace = pace
         self.buffer: deque[int] = deque()  # the version each row was sampled at
         self.version, self.steps, self.taken, self.mark = 1, 0, 0, pace.step
@@ -31,7 +31,7 @@ class Trainer:
                     self.version, self.mark = self.version + 1, self.taken
 
 
-def collected(pace: Pace, size: int, seed: int, groups: int) -> Trainer:
+def collected(pace: StalenessLimits, size: int, seed: int, groups: int) -> Trainer:
     """Groups that take from one to forty moments each, and a trainer that never waits longer than it must."""
     rng, trainer = random.Random(seed), Trainer(pace)
     running: dict[int, tuple[int, int]] = {}  # position to version and moments left
@@ -66,7 +66,7 @@ def collected(pace: Pace, size: int, seed: int, groups: int) -> Trainer:
 def test_no_row_is_taken_staler_than_the_bound_and_nobody_starves(
     share: int, size: int, syncs: int, staleness: int, seed: int
 ) -> None:
-    pace = Pace(step=share * size, syncs=syncs, staleness=staleness)
+    pace = StalenessLimits(step=share * size, syncs=syncs, staleness=staleness)
     trainer = collected(pace, size, seed, groups=80)
     assert trainer.stale <= staleness
     assert trainer.taken == 80 * size
@@ -77,9 +77,11 @@ def test_no_row_is_taken_staler_than_the_bound_and_nobody_starves(
 def test_steps_that_no_number_of_groups_fills_are_filled_all_the_same(
     step: int, size: int, staleness: int, seed: int
 ) -> None:
-    assert collected(Pace(step=step, staleness=staleness), size, seed, groups=40).taken == 40 * size
+    assert (
+        collected(StalenessLimits(step=step, staleness=staleness), size, seed, groups=40).taken == 40 * size
+    )
 
 
 def test_a_pace_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="step = 0 must be at least 1"):
-        Pace(step=0, staleness=1)
+        StalenessLimits(step=0, staleness=1)

@@ -16,7 +16,7 @@ from msgspec import structs
 from afield.batches.rewards import turn_returns
 from afield.errors import UsageError
 from afield.integrations.verl import dataset, rows, settings
-from afield.integrations.verl.manager import Asked, Group, Tally
+from afield.integrations.verl.manager import GenerateCall, PromptGroup, StepCounts
 from afield.settings import read_tasks
 from afield.types import Failure, FailureKind, Outcome, Reason, RolloutResult, Split, Task
 from support.paths import ROOT
@@ -35,11 +35,11 @@ def failed(rollout_id: str, kind: FailureKind, reward: float | None = None) -> R
 
 
 def test_a_prompt_that_asks_for_no_rollout_ends_at_once_whatever_its_uid_is_made_of() -> None:
-    asked = Asked(step=1, split=Split.TRAIN, version=0, groups=1)
+    asked = GenerateCall(step=1, split=Split.TRAIN, version=0, groups=1)
     ended: list[str] = []
-    Group({"uid": 7}, Tally(asked), []).when_ended(lambda group: ended.append(group.uid))
+    PromptGroup({"uid": 7}, StepCounts(asked), []).when_ended(lambda group: ended.append(group.uid))
     assert ended == ["7"]
-    judged = rows.judge([], quorum=0)
+    judged = rows.group_rows([], quorum=0)
     assert (judged.sessions, judged.dropped) == ((), None)
 
 
@@ -49,7 +49,7 @@ def test_a_prompt_that_asks_for_no_rollout_ends_at_once_whatever_its_uid_is_made
 @given(st.integers(0, 2**32))
 def test_every_token_that_trains_is_in_one_row_with_what_was_sampled(seed: int) -> None:
     for group in Maker(seed, None).groups():
-        for one in rows.judge(group.finished, quorum=1).sessions:
+        for one in rows.group_rows(group.finished, quorum=1).sessions:
             owned = sum(t.owned for t in one.finished.trajectories)
             assert sum(sum(row.response_mask) for row in one.rows) == owned
             assert sum(row.weight for row in one.rows) == pytest.approx(1.0)
@@ -60,9 +60,9 @@ def test_every_token_that_trains_is_in_one_row_with_what_was_sampled(seed: int) 
 
 
 def test_a_session_that_branched_gives_a_row_for_each_branch_and_one_reward() -> None:
-    one = rows.session(branching("r", 0.5), 2)
-    assert isinstance(one, rows.Session)
-    first, second = rows.entries(PROMPT, one)
+    one = rows.rollout_rows(branching("r", 0.5), 2)
+    assert isinstance(one, rows.RolloutRows)
+    first, second = rows.queue_entries(PROMPT, one)
     assert [first.key, second.key] == ["u-1_2_0", "u-1_2_1"]
     assert first.fields["prompts"].tolist() == [1, 2, 3]
     assert first.fields["responses"].tolist() == [10, 11, 4, 12]
@@ -84,22 +84,22 @@ def test_a_session_that_branched_gives_a_row_for_each_branch_and_one_reward() ->
 
 
 def test_only_the_longest_row_is_left_of_a_session_when_told_so() -> None:
-    one = rows.session(branching("r", 0.5), 0, branches="main")
-    assert isinstance(one, rows.Session)
+    one = rows.rollout_rows(branching("r", 0.5), 0, branches="main")
+    assert isinstance(one, rows.RolloutRows)
     assert [(row.response_ids, row.weight) for row in one.rows] == [((10, 11, 4, 12), 1.0)]
 
 
 def test_rows_say_what_they_weigh_when_asked() -> None:
-    one = rows.session(branching("r", 0.5), 0)
-    assert isinstance(one, rows.Session)
-    weights = [entry.fields["rollout_is_weights"] for entry in rows.entries(PROMPT, one, weighted=True)]
+    one = rows.rollout_rows(branching("r", 0.5), 0)
+    assert isinstance(one, rows.RolloutRows)
+    weights = [entry.fields["rollout_is_weights"] for entry in rows.queue_entries(PROMPT, one, weighted=True)]
     assert [weight.tolist() for weight in weights] == [[pytest.approx(0.6)], [pytest.approx(0.4)]]
-    assert "rollout_is_weights" not in rows.entries(PROMPT, one)[0].fields
+    assert "rollout_is_weights" not in rows.queue_entries(PROMPT, one)[0].fields
 
 
 @pytest.mark.parametrize("kind", [k for k in FailureKind if k is not FailureKind.POLICY])
 def test_what_broke_by_no_doing_of_the_policy_makes_no_row(kind: FailureKind) -> None:
-    judged = rows.judge([branching("a", 1.0), failed("b", kind), branching("c", 0.0)], quorum=2)
+    judged = rows.group_rows([branching("a", 1.0), failed("b", kind), branching("c", 0.0)], quorum=2)
     assert [one.number for one in judged.sessions] == [0, 2]
     assert judged.left_out == {"b": f"{kind}/timeout: it broke"}
     assert judged.dropped is None
@@ -107,13 +107,13 @@ def test_what_broke_by_no_doing_of_the_policy_makes_no_row(kind: FailureKind) ->
 
 def test_a_policy_failure_trains_with_its_reward_or_the_floor() -> None:
     members = [failed("a", FailureKind.POLICY), failed("b", FailureKind.POLICY, 0.25)]
-    judged = rows.judge(members, quorum=2, floor=-1.0)
+    judged = rows.group_rows(members, quorum=2, floor=-1.0)
     assert [one.score for one in judged.sessions] == [-1.0, 0.25]
     assert [one.info["policy_failure"] for one in judged.sessions] == [1.0, 1.0]
 
 
 def test_a_group_with_too_few_rewards_makes_no_row_and_says_why() -> None:
-    judged = rows.judge([branching("a", 1.0), failed("b", FailureKind.INFRASTRUCTURE)], quorum=2)
+    judged = rows.group_rows([branching("a", 1.0), failed("b", FailureKind.INFRASTRUCTURE)], quorum=2)
     assert judged.sessions == ()
     assert judged.dropped == "1 of 2 rollouts can be trained, 2 are needed; infrastructure/timeout: it broke"
 
@@ -122,18 +122,18 @@ def test_a_row_that_is_not_what_was_sampled_is_refused_by_rollout_and_turn() -> 
     made = branching("r", 1.0)
     first = structs.replace(made.trajectories[0], token_ids=(1, 2, 3, 10, 11, 4, 99))
     with pytest.raises(UsageError, match=r"rollout r, turn t"):
-        rows.session(structs.replace(made, trajectories=(first, made.trajectories[1])), 0)
+        rows.rollout_rows(structs.replace(made, trajectories=(first, made.trajectories[1])), 0)
 
 
 def test_a_reward_without_a_token_is_left_out() -> None:
     empty = structs.replace(branching("a", 1.0), trajectories=(), turns=())
-    assert rows.session(empty, 0) == "it has a reward, and no token to train (the model was not called)"
+    assert rows.rollout_rows(empty, 0) == "it has a reward, and no token to train (the model was not called)"
 
 
 def test_names_of_the_agent_reach_veRL_and_none_collides_with_its_own() -> None:
-    one = rows.session(branching("r", 0.5, rewards={"style": 0.2}, metrics={"reward": 9.0}), 0)
-    assert isinstance(one, rows.Session)
-    info = rows.entries(PROMPT, one)[0].fields["extra_fields"]["reward_extra_info"]
+    one = rows.rollout_rows(branching("r", 0.5, rewards={"style": 0.2}, metrics={"reward": 9.0}), 0)
+    assert isinstance(one, rows.RolloutRows)
+    info = rows.queue_entries(PROMPT, one)[0].fields["extra_fields"]["reward_extra_info"]
     assert info == {
         "style": 0.2,
         "reward_of_agent": 9.0,
@@ -150,32 +150,34 @@ def test_names_of_the_agent_reach_veRL_and_none_collides_with_its_own() -> None:
 TURNS = {"t1": 0.1, "t2": 0.2, "t3": 0.4}
 
 
-def scores_of(credit: rows.Credit, made: RolloutResult | None = None, **how: Any) -> list[list[float]]:
-    one = rows.session(made or branching("r", 1.0, turn_rewards=TURNS), 0, credit=credit, **how)
-    assert isinstance(one, rows.Session)
-    return [entry.fields["rm_scores"].tolist() for entry in rows.entries(PROMPT, one)]
+def scores_of(
+    credit: rows.CreditAssignment, made: RolloutResult | None = None, **how: Any
+) -> list[list[float]]:
+    one = rows.rollout_rows(made or branching("r", 1.0, turn_rewards=TURNS), 0, credit=credit, **how)
+    assert isinstance(one, rows.RolloutRows)
+    return [entry.fields["rm_scores"].tolist() for entry in rows.queue_entries(PROMPT, one)]
 
 
 def test_each_turns_reward_is_once_on_its_last_token_and_the_sessions_at_the_end_of_every_row() -> None:
-    first, second = scores_of(rows.Credit(turns=True))
+    first, second = scores_of(rows.CreditAssignment(turns=True))
     assert first == pytest.approx([0, 0.1, 0, 0.2 + 1.0])
     assert second == pytest.approx([0, 0.4 + 1.0])
-    assert scores_of(rows.Credit()) == [[0, 0, 0, 1.0], [0, 1.0]]
-    assert scores_of(rows.Credit(turns=True), branches="main") == [pytest.approx(first)]
+    assert scores_of(rows.CreditAssignment()) == [[0, 0, 0, 1.0], [0, 1.0]]
+    assert scores_of(rows.CreditAssignment(turns=True), branches="main") == [pytest.approx(first)]
 
 
 def test_rows_add_up_to_the_whole_session_for_estimators_that_see_only_the_sum() -> None:
-    first, second = scores_of(rows.Credit(turns=True, one_sum=True))
+    first, second = scores_of(rows.CreditAssignment(turns=True, one_sum=True))
     assert first == pytest.approx([0, 0.1, 0, 1.6])
     assert second == pytest.approx([0, 1.7])
-    halved = scores_of(rows.Credit(turns=True, one_sum=True, discount=0.5))
+    halved = scores_of(rows.CreditAssignment(turns=True, one_sum=True, discount=0.5))
     assert [sum(row) for row in halved] == pytest.approx([0.1 + 0.5 * (0.2 + 0.5 * 1.4)] * 2)
 
 
 def test_what_follows_a_token_adds_up_to_the_discounted_return_of_its_turn() -> None:
-    first, second = scores_of(rows.Credit(turns=True, discount=0.5))
+    first, second = scores_of(rows.CreditAssignment(turns=True, discount=0.5))
     assert [sum(first), sum(first[2:]), sum(second)] == pytest.approx([0.1 + 0.5 * 1.2, 1.2, 1.4])
-    unrewarded = scores_of(rows.Credit(turns=True, discount=0.5), branching("r", 1.0))
+    unrewarded = scores_of(rows.CreditAssignment(turns=True, discount=0.5), branching("r", 1.0))
     assert [sum(unrewarded[0]), sum(unrewarded[0][2:])] == pytest.approx([0.5, 1.0])
 
 
@@ -184,8 +186,8 @@ def test_a_session_in_one_row_has_the_returns_of_the_embedded_trainer(seed: int,
     for group in Maker(seed, True).groups():
         expected = turn_returns([group], outcome="last", discount=discount)
         for one_sum in (False, True):
-            credit = rows.Credit(turns=True, discount=discount, one_sum=one_sum)
-            for one in rows.judge(group.finished, quorum=1, credit=credit).sessions:
+            credit = rows.CreditAssignment(turns=True, discount=discount, one_sum=one_sum)
+            for one in rows.group_rows(group.finished, quorum=1, credit=credit).sessions:
                 returns = expected[one.finished.rollout.id]
                 if len(one.rows) == 1:
                     (row,) = one.rows
@@ -200,24 +202,28 @@ def test_named_rewards_are_weighed_and_those_of_turns_with_them() -> None:
     named = {"rewards": {"format": 1.0, "answer": 0.5}, "named_turn_rewards": {"format": {"t1": 2.0}}}
     made = branching("r", 9.0, turn_rewards={"t3": 1.0}, **named)
     weights = {"format": 0.25, "answer": 2.0}
-    one = rows.session(made, 0, credit=rows.Credit(weights=weights, turns=True))
-    assert isinstance(one, rows.Session)
+    one = rows.rollout_rows(made, 0, credit=rows.CreditAssignment(weights=weights, turns=True))
+    assert isinstance(one, rows.RolloutRows)
     assert one.score == pytest.approx(1.25)
     assert (one.info["format"], one.info["answer"], "unused_turn_rewards" in one.info) == (1.0, 0.5, False)
-    first, second = scores_of(rows.Credit(weights=weights, turns=True), made)
+    first, second = scores_of(rows.CreditAssignment(weights=weights, turns=True), made)
     assert first == pytest.approx([0, 0.5, 0, 1.25])
     assert second == pytest.approx([0, 2.25])
-    plain = rows.session(made, 0, credit=rows.Credit(weights=weights))
-    assert isinstance(plain, rows.Session) and plain.info["unused_turn_rewards"] == 2.0
-    assert rows.baseline(made, floor=0.0, credit=rows.Credit(weights=weights)) == pytest.approx(1.25)
+    plain = rows.rollout_rows(made, 0, credit=rows.CreditAssignment(weights=weights))
+    assert isinstance(plain, rows.RolloutRows) and plain.info["unused_turn_rewards"] == 2.0
+    assert rows.baseline(made, floor=0.0, credit=rows.CreditAssignment(weights=weights)) == pytest.approx(
+        1.25
+    )
     failure = failed("f", FailureKind.POLICY)
-    kept = rows.session(failure, 0, floor=-1.0, credit=rows.Credit(weights=weights, turns=True))
-    assert isinstance(kept, rows.Session) and kept.score == -1.0
+    kept = rows.rollout_rows(
+        failure, 0, floor=-1.0, credit=rows.CreditAssignment(weights=weights, turns=True)
+    )
+    assert isinstance(kept, rows.RolloutRows) and kept.score == -1.0
 
 
 def test_a_greedy_baseline_stands_for_the_mean_return_of_its_turns() -> None:
     made = branching("r", 1.0, turn_rewards=TURNS)
-    credit = rows.Credit(turns=True)
+    credit = rows.CreditAssignment(turns=True)
     assert rows.baseline(made, floor=0.0, credit=credit) == pytest.approx((1.7 + 1.6 + 1.4) / 3)
     assert rows.baseline(failed("f", FailureKind.TASK), floor=0.0, credit=credit) is None
 
@@ -303,7 +309,7 @@ def test_what_veRL_learns_from_is_said_as_for_the_embedded_trainer(monkeypatch: 
     monkeypatch.setenv("AFIELD_VERL_REWARDS__FORMAT", "0.2")
     whole = config(credit="turns", discount=0.5)
     found = settings.read(whole).credit
-    assert found == rows.Credit(weights={"format": 0.2}, turns=True, discount=0.5, one_sum=True)
+    assert found == rows.CreditAssignment(weights={"format": 0.2}, turns=True, discount=0.5, one_sum=True)
     whole["algorithm"]["adv_estimator"] = "gae"
     assert not settings.read(whole).credit.one_sum
 

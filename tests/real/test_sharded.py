@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.weight_probe import read_witness
 from afield.options import LoraOptions
-from afield.trainers.fsdp.trainer import Sharded
+from afield.trainers.fsdp.trainer import FSDPTrainer
 from afield.trainers.grpo import GRPO
 from afield.trajectories import linear
 from afield.turn_tree import TurnTree
@@ -87,7 +87,7 @@ def group(name: str, seed: int, rollouts: int = 5) -> Group:
 BATCHES = [[group("a", 1), group("b", 2, 3)], [group("c", 3, 7)], [group("d", 4)]]
 
 
-def weights(trainer: GRPO | Sharded, directory: Path) -> dict[str, torch.Tensor]:
+def weights(trainer: GRPO | FSDPTrainer, directory: Path) -> dict[str, torch.Tensor]:
     trainer.export(directory)
     adapter = directory / "adapter_model.safetensors"
     return load_file(adapter if adapter.is_file() else directory / "model.safetensors")
@@ -115,7 +115,7 @@ CASES = {
 def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
     settings = {**SETTINGS, **CASES[case]}
     alone = GRPO(model_path, **settings)
-    ranks = Sharded(model_path, devices=2, **settings)
+    ranks = FSDPTrainer(model_path, devices=2, **settings)
     begin = weights(alone, tmp_path / "v0")
     for batch in BATCHES[:2]:
         one, two = alone.step(batch), ranks.step(batch)
@@ -134,8 +134,8 @@ def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
 
 
 @pytest.fixture
-def ranks(model_path) -> Iterator[Sharded]:
-    made = Sharded(model_path, devices=2, **SETTINGS)
+def ranks(model_path) -> Iterator[FSDPTrainer]:
+    made = FSDPTrainer(model_path, devices=2, **SETTINGS)
     yield made
     made.close()
 
@@ -144,7 +144,7 @@ def test_a_run_goes_on_bit_for_bit_and_with_another_number_of_devices(model_path
     for batch in BATCHES[:2]:
         ranks.step(batch)
     ranks.save(tmp_path / "checkpoint")
-    again = Sharded(model_path, devices=2, **SETTINGS)
+    again = FSDPTrainer(model_path, devices=2, **SETTINGS)
     again.restore(tmp_path / "checkpoint")
     alone = GRPO(model_path, **SETTINGS)
     alone.restore(tmp_path / "checkpoint")
@@ -163,7 +163,7 @@ def test_a_restored_run_has_its_own_settings_on_several_devices_too(model_path, 
     ranks.step(BATCHES[0])
     ranks.save(tmp_path / "checkpoint")
     settings = {**SETTINGS, "eps": 1e-2, "weight_decay": 0.5}
-    alone, two = GRPO(model_path, **settings), Sharded(model_path, devices=2, **settings)
+    alone, two = GRPO(model_path, **settings), FSDPTrainer(model_path, devices=2, **settings)
     for trainer in (alone, two):
         trainer.restore(tmp_path / "checkpoint")
         trainer.step(BATCHES[1])
@@ -197,7 +197,7 @@ def test_a_rank_that_dies_is_an_error_that_says_so(ranks):
 
 def test_a_model_that_is_not_there_is_named_as_by_one_process(tmp_path):
     with pytest.raises(UsageError, match="nowhere is not a model directory"):
-        Sharded(tmp_path / "nowhere", devices=2, **SETTINGS)
+        FSDPTrainer(tmp_path / "nowhere", devices=2, **SETTINGS)
 
 
 @pytest.mark.parametrize("lora", [None, "merged", "adapter"])
@@ -206,7 +206,7 @@ def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, lora):
     if lora:
         settings["lora"] = LoraOptions(rank=4, alpha=8, publish=lora)
     alone = GRPO(model_path, **settings)
-    with_ranks = Sharded(model_path, devices=2, **settings)
+    with_ranks = FSDPTrainer(model_path, devices=2, **settings)
     alone.step(BATCHES[0])
     alone.save(tmp_path / "saved")
     with_ranks.restore(tmp_path / "saved")  # the very same masters

@@ -64,6 +64,6 @@ async def test_a_conversation_with_images_is_rescored_exactly(
     group = Group(id="g", task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(members))
     trainer = GRPO(model, lr=1e-3)
     audit = BatchDiagnostics()
-    trainer.updates.score(trainer.batch([group]).rows, audit)
+    trainer.optimizer.score(trainer.batch([group]).rows, audit)
     assert audit.tokens["diff"] and audit.worst.by < 1e-4
     assert trainer.step([group]).rollouts == 2

@@ -35,14 +35,14 @@ from afield.demo import shop
 from afield.engines.torch.weights import read_model
 from afield.errors import NoRewards, Unavailable, UsageError
 from afield.integrations.trl import Rollouts, SyncRollouts
-from afield.integrations.trl.rows import Lengths, Recipe, rows
+from afield.integrations.trl.rows import MeanLength, RowConfig, rows
 from afield.integrations.trl.sync import check_version
 from afield.integrations.trl.weights import write
 from afield.trainers.batch import to_batch
-from afield.trainers.losses import Aggregate, Objective, Tokens, loss_of, weights
-from afield.trainers.micro_batches import log_probabilities, to_passes
+from afield.trainers.losses import Aggregate, LossInputs, Objective, compute_loss, token_weights
+from afield.trainers.micro_batches import split_micro_batches, token_logprobs
 from afield.trainers.model_directory import load_model
-from afield.trainers.tree_attention import watch
+from afield.trainers.tree_attention import install_tree_attention
 from afield.trajectories import linear
 from afield.turn_tree import TurnTree
 from afield.types import (
@@ -142,7 +142,7 @@ def recorded(seed: int, *, sizes: tuple[int, ...] = (3, 1, 6, 4), name: str = "g
 
 def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
     group = recorded(0)
-    made = rows(group, Recipe(), number=7, base=4, lengths=Lengths())
+    made = rows(group, RowConfig(), number=7, base=4, lengths=MeanLength())
     wanted = [(f, t) for f in group.finished[:-1] for t in f.trajectories if t.owned]
     assert len(made) == len(wanted) > 4, "some of them branch"
     earned = compute_advantages([group])
@@ -162,7 +162,7 @@ def test_every_row_of_every_rewarded_rollout_becomes_one_sample() -> None:
 
 def test_rollouts_weigh_the_same_whatever_their_length_and_branches() -> None:
     group = recorded(1)
-    made = rows(group, Recipe(), number=0, base=0, lengths=Lengths())
+    made = rows(group, RowConfig(), number=0, base=0, lengths=MeanLength())
     earned = compute_advantages([group])
     tokens = sum(int(sample.completion_mask.sum()) for sample in made)
     place = iter(made)
@@ -174,7 +174,7 @@ def test_rollouts_weigh_the_same_whatever_their_length_and_branches() -> None:
 
 def test_what_the_trainer_would_rescore_differently_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"rollout g-r0, turn t0: sampled at temperature 1, .* at 0\.7"):
-        rows(recorded(0), Recipe(temperature=0.7), number=0, base=0, lengths=Lengths())
+        rows(recorded(0), RowConfig(temperature=0.7), number=0, base=0, lengths=MeanLength())
 
 
 def test_the_protocols_are_met_as_trl_has_them(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def near_the_policy(groups: list[Group]) -> list[Group]:
 
 def by_trl(folder: Path, samples: list[RolloutSample]) -> dict[str, torch.Tensor]:
     """The gradient of the stock trainer's own loss, through its planner, collator and tree attention."""
-    doors = rollouts_of(folder, f"{HERE / 'trl_agents.py'}:branching").doors
+    doors = rollouts_of(folder, f"{HERE / 'trl_agents.py'}:branching").trainer_kwargs
     trainer = AsyncGRPOTrainer(model=str(POLICY), args=arguments(folder / "out"), **doors)
     trainer.current_gradient_accumulation_steps = 1
     keys = ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id", "metrics")
@@ -236,15 +236,15 @@ def by_trl(folder: Path, samples: list[RolloutSample]) -> dict[str, torch.Tensor
 
 def by_afield(groups: list[Group], aggregate: Aggregate, layout: Any) -> dict[str, torch.Tensor]:
     model = load_model(POLICY, torch.device("cpu"))
-    watch(model)
+    install_tree_attention(model)
     batch = to_batch(groups, compute_advantages(groups))
-    for part in to_passes(batch.rows, 10_000, torch.device("cpu"), layout):
-        weight, divisor = weights(
+    for part in split_micro_batches(batch.rows, 10_000, torch.device("cpu"), layout):
+        weight, divisor = token_weights(
             part.weight, aggregate, rollouts=len(batch.rollout_ids), tokens=batch.tokens, length=1
         )
-        logp = log_probabilities(model, part)
-        tokens = Tokens(logp, part.sampler, part.sampler, part.advantage, weight, part.row)
-        loss = loss_of(tokens, Objective(clip=CLIP))
+        logp = token_logprobs(model, part)
+        tokens = LossInputs(logp, part.sampler, part.sampler, part.advantage, weight, part.row)
+        loss = compute_loss(tokens, Objective(clip=CLIP))
         assert 0 < float(loss.clipped.float().mean()) < 1
         (loss.total / divisor).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -256,7 +256,7 @@ def test_recorded_rollouts_give_the_same_gradient_through_trls_loss_and_ours(
     tmp_path: Path, aggregate: Any, seeds: list[int], layout: str, record_property: Any
 ) -> None:
     groups = near_the_policy([recorded(seed, name=f"g{seed}") for seed in seeds])
-    recipe, lengths = Recipe(weigh=aggregate), Lengths()
+    recipe, lengths = RowConfig(weigh=aggregate), MeanLength()
     samples = [
         sample
         for n, group in enumerate(groups)
@@ -296,7 +296,7 @@ def test_weights_are_written_as_a_directory_that_engines_load(tmp_path: Path, ti
 
 
 def test_adapters_arrive_merged(tmp_path: Path) -> None:
-    doors = rollouts_of(tmp_path, f"{HERE / 'trl_agents.py'}:branching").doors
+    doors = rollouts_of(tmp_path, f"{HERE / 'trl_agents.py'}:branching").trainer_kwargs
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     trainer = AsyncGRPOTrainer(model=str(POLICY), args=arguments(tmp_path / "out"), peft_config=lora, **doors)
     trainer.model.merge_adapter()
@@ -454,7 +454,7 @@ def test_the_synchronous_trainer_learns_through_rollout_func(tmp_path: Path) -> 
     tasks = shop.tasks(0, 16)
     before = load_file(POLICY / "model.safetensors")
     with SyncRollouts(args, agent=agent, model=POLICY, tasks=tasks, directory=tmp_path / "run") as rollouts:
-        trainer = GRPOTrainer(model=str(POLICY), args=args, **rollouts.doors)
+        trainer = GRPOTrainer(model=str(POLICY), args=args, **rollouts.trainer_kwargs)
         trainer.train()
         served = load_file(rollouts._crew.run.weights(2) / "model.safetensors")
     steps = [line for line in trainer.state.log_history if "reward" in line]

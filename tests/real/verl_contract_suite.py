@@ -40,9 +40,9 @@ PROMPT = {"uid": "u", "global_steps": 4, "index": 0, "raw_prompt": [{"role": "us
 STOCK = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "num_turns", "metrics")
 
 
-def session(number: int = 0, reward: float = 0.5, *, branched: bool = True, **how: Any) -> rows.Session:
-    made = rows.session(finished(f"r{number}", reward, branched=branched), number, **how)
-    assert isinstance(made, rows.Session)
+def session(number: int = 0, reward: float = 0.5, *, branched: bool = True, **how: Any) -> rows.RolloutRows:
+    made = rows.rollout_rows(finished(f"r{number}", reward, branched=branched), number, **how)
+    assert isinstance(made, rows.RolloutRows)
     return made
 
 
@@ -52,7 +52,7 @@ def session(number: int = 0, reward: float = 0.5, *, branched: bool = True, **ho
 @pytest.mark.parametrize("field", STOCK)
 def test_a_field_is_what_veRL_makes_of_an_agent_loops_output(field: str) -> None:
     made = session()
-    for entry, output in zip(rows.entries(PROMPT, made), agent_loop.outputs(made), strict=True):
+    for entry, output in zip(rows.queue_entries(PROMPT, made), agent_loop.outputs(made), strict=True):
         ours, stock = entry.fields[field], output.as_dict()[field]
         if isinstance(stock, torch.Tensor):
             assert ours.dtype == stock.dtype
@@ -65,7 +65,7 @@ def test_a_field_is_what_veRL_makes_of_an_agent_loops_output(field: str) -> None
 @pytest.mark.parametrize("name", ["min_global_steps", "max_global_steps", "reward_extra_info"])
 def test_an_extra_field_is_what_veRL_makes_of_it(name: str) -> None:
     made = session()
-    for entry, output in zip(rows.entries(PROMPT, made), agent_loop.outputs(made), strict=True):
+    for entry, output in zip(rows.queue_entries(PROMPT, made), agent_loop.outputs(made), strict=True):
         assert entry.fields["extra_fields"][name] == output.as_dict()["extra_fields"][name]
 
 
@@ -77,7 +77,7 @@ def test_no_field_is_missing_that_veRLs_own_worker_writes() -> None:
     source = inspect.getsource(manager_of_rows())
     written = {"loss_mask", "input_ids", "position_ids", "multi_modal_inputs"}
     assert all(f'field["{name}"]' in source for name in written), "veRL writes other fields now"
-    fields = rows.entries(PROMPT, session())[0].fields
+    fields = rows.queue_entries(PROMPT, session())[0].fields
     assert written | set(STOCK) | {"extra_fields", "uid", "session_id", "global_steps"} <= set(fields)
 
 
@@ -95,7 +95,7 @@ def test_no_field_is_missing_that_veRLs_own_worker_writes() -> None:
 )
 def test_a_tag_is_one_that_veRLs_own_worker_writes(tag: str) -> None:
     assert f'"{tag}"' in inspect.getsource(manager_of_rows())
-    found = rows.entries(PROMPT, session())[0].tag
+    found = rows.queue_entries(PROMPT, session())[0].tag
     assert isinstance(found[tag], str if tag == "status" else int)
 
 
@@ -107,7 +107,7 @@ def manager_of_rows() -> Any:
 
 
 def test_rows_of_all_sizes_make_a_tensordict() -> None:
-    fields = [entry.fields for one in (session(0), session(1)) for entry in rows.entries(PROMPT, one)]
+    fields = [entry.fields for one in (session(0), session(1)) for entry in rows.queue_entries(PROMPT, one)]
     made = list_of_dict_to_tensordict(fields)
     assert made["responses"].is_nested
     assert made["input_ids"].offsets().diff().tolist() == [7, 9, 7, 9]
@@ -116,8 +116,8 @@ def test_rows_of_all_sizes_make_a_tensordict() -> None:
 # --- what branches weigh -------------------------------------------------------------------------
 
 
-def padded(made: list[rows.Session], weighted: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    entries = [entry for one in made for entry in rows.entries(PROMPT, one, weighted=weighted)]
+def padded(made: list[rows.RolloutRows], weighted: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    entries = [entry for one in made for entry in rows.queue_entries(PROMPT, one, weighted=weighted)]
     names = ["response_mask", "rm_scores", "rollout_log_probs"] + ["rollout_is_weights"] * weighted
     longest = max(len(entry.fields["responses"]) for entry in entries)
 
@@ -172,7 +172,7 @@ def test_veRLs_loss_takes_the_weights_of_rows() -> None:
     made = [session(0), session(1, branched=False)]
 
     def loss(weights: torch.Tensor | None) -> float:
-        entries = [entry for one in made for entry in rows.entries(PROMPT, one)]
+        entries = [entry for one in made for entry in rows.queue_entries(PROMPT, one)]
         nested = list_of_dict_to_tensordict([entry.fields for entry in entries])
         names = ("prompts", "responses", "response_mask", "loss_mask", "input_ids", "position_ids")
         data = nested.select(*names, "rollout_log_probs")
@@ -200,7 +200,7 @@ def test_veRLs_loss_takes_the_weights_of_rows() -> None:
         return ppo_loss(config, output, data)[0].item()
 
     weights = [
-        e.fields["rollout_is_weights"] for one in made for e in rows.entries(PROMPT, one, weighted=True)
+        e.fields["rollout_is_weights"] for one in made for e in rows.queue_entries(PROMPT, one, weighted=True)
     ]
     # Rows have advantages 1, 2 and 3; a ratio of 1 makes a row's loss minus its advantage.
     assert loss(None) == pytest.approx(-(1 + 2 + 3) / 2)
@@ -214,7 +214,7 @@ TURNS = {"t1": 0.1, "t2": 0.2, "t3": 0.4}
 
 def credited(
     number: int, reward: float, estimator: str, *, discount: float = 1.0, branched: bool = True
-) -> rows.Session:
+) -> rows.RolloutRows:
     overrides = (
         f"algorithm.adv_estimator={estimator}",
         "+afield.credit=turns",
@@ -224,12 +224,12 @@ def credited(
     made = finished(f"r{number}", reward, branched=branched)
     turns = TURNS if branched else {name: TURNS[name] for name in ("t1", "t2")}
     made = structs.replace(made, outcome=structs.replace(made.outcome, turn_rewards=turns))
-    one = rows.session(made, number, credit=credit)
-    assert isinstance(one, rows.Session)
+    one = rows.rollout_rows(made, number, credit=credit)
+    assert isinstance(one, rows.RolloutRows)
     return one
 
 
-def estimated(made: list[rows.Session], estimator: str) -> tuple[TensorDict, list[str]]:
+def estimated(made: list[rows.RolloutRows], estimator: str) -> tuple[TensorDict, list[str]]:
     """As veRL's trainer makes advantages of `rm_scores`, with its own configuration."""
     batch, keys = padded(made, weighted=False)
     algorithm = veRL_config(f"algorithm.adv_estimator={estimator}", "algorithm.lam=1.0").algorithm

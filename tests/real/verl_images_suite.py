@@ -101,7 +101,7 @@ async def sampled(model: Path, image_id: int) -> list[Turn]:
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "llava"])
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, rows.Session]:
+) -> tuple[Path, rows.RolloutRows]:
     model = build_tiny_vision_model(tmp_path_factory.mktemp("vision"), family=request.param)
     vision = Vision.load(model)
     assert vision is not None
@@ -114,15 +114,17 @@ def made(
         turns=tuple(turns),
         images=tuple(map(image, PICTURES)),
     )
-    session = rows.session(whole, 0, image_id=vision.image_id)
-    assert isinstance(session, rows.Session)
+    session = rows.rollout_rows(whole, 0, image_id=vision.image_id)
+    assert isinstance(session, rows.RolloutRows)
     return model, session
 
 
-def test_veRLs_own_actor_inputs_give_the_sampled_log_probabilities(made: tuple[Path, rows.Session]) -> None:
+def test_veRLs_own_actor_inputs_give_the_sampled_log_probabilities(
+    made: tuple[Path, rows.RolloutRows],
+) -> None:
     path, session = made
     vision = Vision.load(path)
-    fields = [entry.fields for entry in rows.entries(PROMPT, session, vision=vision)]
+    fields = [entry.fields for entry in rows.queue_entries(PROMPT, session, vision=vision)]
     assert [len(row.images) for row in session.rows] == [2, 0]
     batch = list_of_dict_to_tensordict(fields)
     tensordict_utils.assign_non_tensor(batch, use_remove_padding=False, temperature=1.0, pad_token_id=0)
@@ -141,7 +143,7 @@ def test_veRLs_own_actor_inputs_give_the_sampled_log_probabilities(made: tuple[P
         assert own == pytest.approx(told, abs=1e-4)
 
 
-def test_positions_are_those_that_veRLs_agent_loop_computes(made: tuple[Path, rows.Session]) -> None:
+def test_positions_are_those_that_veRLs_agent_loop_computes(made: tuple[Path, rows.RolloutRows]) -> None:
     path, session = made
     vision = Vision.load(path)
     assert vision is not None
@@ -151,22 +153,24 @@ def test_positions_are_those_that_veRLs_agent_loop_computes(made: tuple[Path, ro
         processor=SimpleNamespace(image_token_id=vision.image_id, video_token_id=None, **bound)
     )
     stock = getattr(AgentLoopWorker, "__ray_metadata__", SimpleNamespace(modified_class=AgentLoopWorker))
-    for entry in rows.entries(PROMPT, session, vision=vision):
+    for entry in rows.queue_entries(PROMPT, session, vision=vision):
         ids = entry.fields["input_ids"][None]
         shown = dict(entry.fields["multi_modal_inputs"]) | {"mm_token_type_ids": torch.zeros_like(ids)}
         expected = stock.modified_class._compute_position_ids(worker, ids, torch.ones_like(ids), shown)
         assert torch.equal(entry.fields["position_ids"], expected.squeeze(0))
 
 
-def test_an_agent_loops_output_has_the_pictures(made: tuple[Path, rows.Session]) -> None:
+def test_an_agent_loops_output_has_the_pictures(made: tuple[Path, rows.RolloutRows]) -> None:
     _, session = made
     first, second = agent_loop.outputs(session)
     assert [picture.size for picture in (first.multi_modal_data or {})["images"]] == [(16, 16), (32, 16)]
     assert second.multi_modal_data is None
 
 
-def test_a_placeholder_that_the_model_sampled_leaves_its_rollout_out(made: tuple[Path, rows.Session]) -> None:
+def test_a_placeholder_that_the_model_sampled_leaves_its_rollout_out(
+    made: tuple[Path, rows.RolloutRows],
+) -> None:
     _, session = made
     taken = session.finished.turns[0].token_ids[0]
-    told = rows.session(session.finished, 0, image_id=taken)
+    told = rows.rollout_rows(session.finished, 0, image_id=taken)
     assert isinstance(told, str) and "sampled the placeholder of images" in told

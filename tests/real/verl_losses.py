@@ -14,7 +14,14 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos, rollout_corr_helper
 from verl.workers.config import FSDPActorConfig
 
-from afield.trainers.losses import Objective, Tokens, divergence, loss_of, staleness_weight, weights
+from afield.trainers.losses import (
+    LossInputs,
+    Objective,
+    compute_loss,
+    importance_weights,
+    kl_estimate,
+    token_weights,
+)
 
 ROWS, WIDTH = 6, 11
 CLIP = (0.2, 0.28)
@@ -76,15 +83,15 @@ def mine(
 ) -> tuple[Tensor, float]:
     kept = mask.bool()
     row = torch.arange(ROWS)[:, None].expand(ROWS, WIDTH)[kept]
-    weight, divisor = weights(
+    weight, divisor = token_weights(
         (1 / mask.sum(1, keepdim=True)).expand(ROWS, WIDTH)[kept],
         aggregate,
         rollouts=ROWS,
         tokens=int(mask.sum()),
         length=WIDTH,
     )
-    seen = Tokens(logp[kept], proximal[kept], proximal[kept], advantage[kept], weight, row)
-    loss = loss_of(seen, Objective(loss=name, clip=CLIP, importance="off"))
+    seen = LossInputs(logp[kept], proximal[kept], proximal[kept], advantage[kept], weight, row)
+    loss = compute_loss(seen, Objective(loss=name, clip=CLIP, importance="off"))
     return loss.total / divisor, float(loss.clipped.double().mean())
 
 
@@ -96,7 +103,7 @@ def corrections(mask: Tensor, proximal: Tensor, sampler: Tensor) -> dict[str, An
         told, _ = rollout_corr_helper.compute_rollout_correction_weights(
             proximal - sampler, mask, rollout_is=kind, rollout_is_threshold=2.0
         )
-        ours, cut = staleness_weight((proximal - sampler)[kept], row, kind, 2.0)
+        ours, cut = importance_weights((proximal - sampler)[kept], row, kind, 2.0)
         found[f"importance {kind}"] = (told[kept] - ours).abs().max()
         found[f"importance {kind} cuts nothing"] = float(not cut.any())
     return found
@@ -105,7 +112,7 @@ def corrections(mask: Tensor, proximal: Tensor, sampler: Tensor) -> dict[str, An
 def penalties(logp: Tensor, reference: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ours, theirs in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3")):
-        pair = core_algos.kl_penalty(logp, reference, theirs), divergence(logp, reference, ours)
+        pair = core_algos.kl_penalty(logp, reference, theirs), kl_estimate(logp, reference, ours)
         gradients = [torch.autograd.grad(penalty.sum(), logp)[0] for penalty in pair]
         found[f"kl {ours}"] = (pair[0] - pair[1]).detach().abs().max()
         found[f"kl {ours} gradient"] = (gradients[0] - gradients[1]).abs().max()

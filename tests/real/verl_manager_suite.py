@@ -36,7 +36,7 @@ from verl.workers.rollout.router import get_router_handle
 from afield.errors import Unavailable, UsageError
 from afield.integrations.verl import agent_loop, clients, dataset
 from afield.integrations.verl.agent_loop import AgentLoop
-from afield.integrations.verl.gateway_actor import GatewayKeeper, GatewayOptions, actor_name
+from afield.integrations.verl.gateway_actor import GatewayActor, GatewayOptions, actor_name
 from afield.integrations.verl.manager import Manager
 from afield.types import Task
 
@@ -325,7 +325,7 @@ def test_a_gateway_of_the_job_that_ends_is_noticed_at_once_and_told_of(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = GatewayOptions(folder=str(tmp_path / "gateway"))
-    keeper = GatewayKeeper.options(name=actor_name(), max_concurrency=64).remote(options, str(POLICY))
+    keeper = GatewayActor.options(name=actor_name(), max_concurrency=64).remote(options, str(POLICY))
     patient = {
         "gateway": "",
         "folder": str(tmp_path),

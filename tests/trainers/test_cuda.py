@@ -17,11 +17,11 @@ from afield.engines.torch.engine import TorchEngine
 from afield.options import LoraOptions
 from afield.rounding import Rounding, rounded
 from afield.trainers.grpo import GRPO
-from afield.trainers.logprobs import sampled_log_probabilities, taken
+from afield.trainers.logprobs import chunked_logprobs, gather_hidden
 from afield.trainers.packing import pack
 from afield.trainers.padded import Padded
-from afield.trainers.prefix_attention import Heads, usable
-from afield.trainers.tree_attention import Kernel, Tree, watch
+from afield.trainers.prefix_attention import Heads, kernel_available
+from afield.trainers.tree_attention import Kernel, TokenTree, install_tree_attention
 from support.tiny_model import build_tiny_model
 from support.training_groups import group_of
 
@@ -34,21 +34,21 @@ def cosine(one: list[Tensor], other: list[Tensor]) -> float:
     return float(a @ b / a.norm() / b.norm())
 
 
-def gradients(model: Any, layout: Padded | Tree, source: list[int], target: list[int]) -> list[Tensor]:
+def gradients(model: Any, layout: Padded | TokenTree, source: list[int], target: list[int]) -> list[Tensor]:
     device = model.device
     model.zero_grad()
     worth = torch.tensor([(-1.0) ** n for n in range(len(target))], device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        hidden = taken(layout.hidden(model), torch.tensor(source, device=device))
+        hidden = gather_hidden(layout.hidden(model), torch.tensor(source, device=device))
         weight = model.get_output_embeddings().weight
-        logp = sampled_log_probabilities(
+        logp = chunked_logprobs(
             hidden, weight, None, torch.tensor(target, device=device), torch.ones_like(worth)
         )
     (logp * worth).sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("kernel", [None, "peeled", "flex"])
+@pytest.mark.parametrize("kernel", [None, "prefix", "flex"])
 @pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
 def test_heads_of_any_size_are_trained_over_trees(size: int, kernel: Kernel | None) -> None:
     """A kernel that is chosen has to be there; one that is asked for, only where it is usable."""
@@ -66,10 +66,10 @@ def test_heads_of_any_size_are_trained_over_trees(size: int, kernel: Kernel | No
     width = len(rows[0])
     wanted = gradients(model, Padded(torch.tensor(rows)), [n * width + p - 1 for n, p in sampled], target)
     model = model.to("cuda")
-    watch(model)
+    install_tree_attention(model)
     packed = pack(rows)
-    tree = Tree(packed, model.device, kernel)
-    if kernel == "peeled" and not usable(model.device, torch.bfloat16, Heads(4, 2, size)):
+    tree = TokenTree(packed, model.device, kernel)
+    if kernel == "prefix" and not kernel_available(model.device, torch.bfloat16, Heads(4, 2, size)):
         pytest.skip("the kernel for rectangles is not there for heads of this size")
     found = gradients(model, tree, [packed.paths[n][p - 1] for n, p in sampled], target)
     assert cosine(found, wanted) > 0.999

@@ -169,9 +169,9 @@ def test_the_difference_is_told_by_how_exact_prompts_are(model_path):
     )
     metrics = GRPO(model_path, lr=1e-3, device="cpu").step([trained]).metrics
     name = "sampler_trainer_logprob_diff"
-    assert metrics[f"{name}_max"] == max(metrics[f"{name}_max.t1"], metrics[f"{name}_max.t4"])
+    assert metrics[f"{name}_max"] == max(metrics[f"{name}_max.bridge"], metrics[f"{name}_max.full"])
     tokens = [sum(row.owned for row in f.trajectories) for f in trained.finished]
-    both = (tokens[0] + tokens[1]) * metrics[f"{name}_mean.t1"] + tokens[2] * metrics[f"{name}_mean.t4"]
+    both = (tokens[0] + tokens[1]) * metrics[f"{name}_mean.bridge"] + tokens[2] * metrics[f"{name}_mean.full"]
     assert both / sum(tokens) == pytest.approx(metrics[f"{name}_mean"], rel=1e-5)
 
 

@@ -20,11 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from afield import trajectories
 from afield.trainers.batch import Row
-from afield.trainers.losses import Objective, Tokens, loss_of
-from afield.trainers.micro_batches import MicroBatch, log_probabilities, to_passes
+from afield.trainers.losses import LossInputs, Objective, compute_loss
+from afield.trainers.micro_batches import MicroBatch, split_micro_batches, token_logprobs
 from afield.trainers.packing import pack, split
-from afield.trainers.prefix_attention import Attention, planned
-from afield.trainers.tree_attention import Kernel, Tree, watch
+from afield.trainers.prefix_attention import PrefixAttention, plan_attention
+from afield.trainers.tree_attention import Kernel, TokenTree, install_tree_attention
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Sampling, Trajectory, Turn, TurnStatus, VersionSpan
 
@@ -54,7 +54,7 @@ def made(kind: str) -> PreTrainedModel:
     with torch.no_grad():  # so that log-probabilities differ
         for parameter in model.parameters():
             parameter.mul_(2.0 if parameter.ndim > 1 else 1.0)
-    watch(model)
+    install_tree_attention(model)
     return model.eval()
 
 
@@ -122,10 +122,10 @@ def gradient(model: PreTrainedModel, passes: list[MicroBatch]) -> Tensor:
     """Of our loss: against the sampler, as if the step had begun with another policy than it ends with."""
     model.zero_grad()
     for batch in passes:
-        logp = log_probabilities(model, batch)
+        logp = token_logprobs(model, batch)
         proximal = logp.detach() + 0.15 * torch.sin(batch.sampler)
-        tokens = Tokens(logp, proximal, batch.sampler, batch.advantage, batch.weight, batch.row)
-        loss_of(tokens, OBJECTIVE).total.backward()
+        tokens = LossInputs(logp, proximal, batch.sampler, batch.advantage, batch.weight, batch.row)
+        compute_loss(tokens, OBJECTIVE).total.backward()
     return flat(model)
 
 
@@ -166,18 +166,18 @@ def test_rows_per_turn_merged_rows_and_the_tree_give_the_naive_gradient(
     truth = naive(model, found)
     merged, single = rows_of(found, trajectories.linear), rows_of(found, trajectories.per_turn)
     forms = {
-        "per turn, padded": to_passes(single, 200, CPU, "padded"),
-        "per turn, tree": to_passes(single, 10_000, CPU, "tree"),
-        "merged, padded": to_passes(merged, 200, CPU, "padded"),
-        "merged, tree": to_passes(merged, 10_000, CPU, "tree"),
-        "merged, tree split": to_passes(merged, 40, CPU, "tree"),
+        "per turn, padded": split_micro_batches(single, 200, CPU, "padded"),
+        "per turn, tree": split_micro_batches(single, 10_000, CPU, "tree"),
+        "merged, padded": split_micro_batches(merged, 200, CPU, "padded"),
+        "merged, tree": split_micro_batches(merged, 10_000, CPU, "tree"),
+        "merged, tree split": split_micro_batches(merged, 40, CPU, "tree"),
     }
     off = {name: apart(gradient(model, passes), truth) for name, passes in forms.items()}
     record_property("relative_error", max(off.values()))
     assert max(off.values()) <= 1e-5, off
 
 
-@pytest.mark.parametrize("kernel", ["each", "peeled"])
+@pytest.mark.parametrize("kernel", ["per_sequence", "prefix"])
 @pytest.mark.parametrize("again", [False, True])
 def test_layers_computed_again_change_no_gradient(kernel: Kernel, again: bool) -> None:
     """With gradient checkpointing attention's results are kept, and its inputs come from the second pass."""
@@ -189,7 +189,8 @@ def test_layers_computed_again_change_no_gradient(kernel: Kernel, again: bool) -
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
         passes = [
-            over(batch, kernel) for batch in to_passes(rows_of(found, trajectories.linear), 10_000, CPU)
+            over(batch, kernel)
+            for batch in split_micro_batches(rows_of(found, trajectories.linear), 10_000, CPU)
         ]
         assert apart(gradient(model, passes), truth) <= 1e-5
         together = gradient_of_two(model, passes)
@@ -198,7 +199,7 @@ def test_layers_computed_again_change_no_gradient(kernel: Kernel, again: bool) -
 
 def over(batch: MicroBatch, kernel: Kernel) -> MicroBatch:
     packed = pack([row.trajectory.token_ids for row in batch.rows])
-    return batch._replace(layout=Tree(packed, CPU, kernel))
+    return batch._replace(layout=TokenTree(packed, CPU, kernel))
 
 
 def gradient_of_two(model: PreTrainedModel, passes: list[MicroBatch]) -> Tensor:
@@ -207,10 +208,10 @@ def gradient_of_two(model: PreTrainedModel, passes: list[MicroBatch]) -> Tensor:
     for batch in passes:
         total: Any = 0.0
         for _ in range(2):
-            logp = log_probabilities(model, batch)
+            logp = token_logprobs(model, batch)
             proximal = logp.detach() + 0.15 * torch.sin(batch.sampler)
-            tokens = Tokens(logp, proximal, batch.sampler, batch.advantage, batch.weight, batch.row)
-            total = total + loss_of(tokens, OBJECTIVE).total
+            tokens = LossInputs(logp, proximal, batch.sampler, batch.advantage, batch.weight, batch.row)
+            total = total + compute_loss(tokens, OBJECTIVE).total
         total.backward()
     return flat(model)
 
@@ -218,9 +219,9 @@ def gradient_of_two(model: PreTrainedModel, passes: list[MicroBatch]) -> Tensor:
 def test_a_model_that_does_not_attend_over_trees_is_refused_not_trained_wrongly() -> None:
     model = made("llama")
     model.set_attn_implementation("sdpa")
-    batch = to_passes(rows_of(rollouts(3), trajectories.linear), 10_000, CPU, "tree")[0]
+    batch = split_micro_batches(rows_of(rollouts(3), trajectories.linear), 10_000, CPU, "tree")[0]
     with pytest.raises(NotImplementedError, match="does not attend over trees"):
-        log_probabilities(model, batch)
+        token_logprobs(model, batch)
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -294,7 +295,7 @@ def test_the_mask_by_blocks_is_the_mask_by_tokens(count: int) -> None:
         fresh = [wild.randrange(9, 99) for _ in range(min(room, wild.randrange(20, 90)))]
         sequences.append(start[: wild.randrange(1, len(start) + 1)] + fresh)
     packed = pack(sequences)
-    tree = Tree(packed, CPU, "flex")
+    tree = TokenTree(packed, CPU, "flex")
     token = torch.arange(len(packed.ids))
     end = torch.tensor(packed.end)
     wanted = (token[None] <= token[:, None]) & (token[:, None] < end[None])
@@ -328,7 +329,7 @@ def test_rectangles_put_together_are_attention_over_the_forest(seed: int) -> Non
         wild.choice(prompts) + [wild.randrange(9) for _ in range(wild.randrange(1, 6))] for _ in range(9)
     ]
     packed = pack(sequences)
-    plan = planned(packed.segments, CPU, least=1)
+    plan = plan_attention(packed.segments, CPU, least=1)
     assert seed > 3 or plan.rectangles
     generator = torch.Generator().manual_seed(seed)
     given = [
@@ -337,7 +338,7 @@ def test_rectangles_put_together_are_attention_over_the_forest(seed: int) -> Non
     token, end = torch.arange(len(packed.ids)), torch.tensor(packed.end)
     seen = (token[None] <= token[:, None]) & (token[:, None] < end[None])
     wanted = scaled_dot_product_attention(*given, seen, scale=0.3, enable_gqa=True).transpose(1, 2)
-    found = Attention.apply(*given, plan, 0.3)
+    found = PrefixAttention.apply(*given, plan, 0.3)
     push = torch.randn(wanted.shape, generator=generator)
     pairs = zip(
         (found, *torch.autograd.grad(found, given, push)),
@@ -349,6 +350,6 @@ def test_rectangles_put_together_are_attention_over_the_forest(seed: int) -> Non
 
 def test_trajectories_are_never_split_over_passes() -> None:
     rows = rows_of(rollouts(11), trajectories.linear)
-    passes = to_passes(rows, 5, CPU, "tree")
+    passes = split_micro_batches(rows, 5, CPU, "tree")
     told: list[Trajectory] = [row.trajectory for batch in passes for row in batch.rows]
     assert sorted(t.token_ids for t in told) == sorted(row.trajectory.token_ids for row in rows)

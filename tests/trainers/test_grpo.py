@@ -472,7 +472,7 @@ def test_what_the_configuration_says_is_what_is_trained(model_path):
     dr = {"loss": "dr_grpo", "device": "cpu", "lora": {"rank": 2, "targets": ["q_proj"]}}
     trainer = factory.trainer(build({**said, "max_tokens": 30, "max_calls": 3, "learn": dr}, "here"))
     assert isinstance(trainer, GRPO)
-    assert (trainer.aggregate, trainer.length, trainer.how) == ("constant", 90, "dr_grpo")
+    assert (trainer.aggregate, trainer.length, trainer.estimator) == ("constant", 90, "dr_grpo")
     assert all("q_proj" in name for name in trainer.policy.state())
 
 

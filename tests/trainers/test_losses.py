@@ -13,7 +13,7 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.trainers import losses
-from afield.trainers.losses import Loss, Objective, Tokens, loss_of
+from afield.trainers.losses import LossInputs, LossOutputs, Objective, compute_loss
 
 LENGTHS = (5, 1, 8, 3)
 
@@ -26,7 +26,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def tokens(seed: int = 0, *, spread: float = 0.5, reference: bool = False) -> Tokens:
+def tokens(seed: int = 0, *, spread: float = 0.5, reference: bool = False) -> LossInputs:
     rng = random.Random(seed)
     count = sum(LENGTHS)
 
@@ -41,7 +41,7 @@ def tokens(seed: int = 0, *, spread: float = 0.5, reference: bool = False) -> To
     def tensor(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    return Tokens(
+    return LossInputs(
         logp=tensor(near(proximal)).requires_grad_(),
         proximal=tensor(proximal),
         sampler=tensor(sampler),
@@ -56,12 +56,12 @@ def value(of: Tensor) -> float:
     return float(of.detach())
 
 
-def mean_ratio(seen: Tokens, n: int) -> float:
+def mean_ratio(seen: LossInputs, n: int) -> float:
     mine = [i for i, r in enumerate(seen.row.tolist()) if r == seen.row[n]]
     return math.exp(sum(value(seen.logp[i] - seen.proximal[i]) for i in mine) / len(mine))
 
 
-def plain_ppo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
+def plain_ppo(seen: LossInputs, n: int, low: float, high: float) -> Tensor:
     ratio, gain = torch.exp(seen.logp[n] - seen.proximal[n]), float(seen.advantage[n])
     over = gain > 0 and value(ratio) > 1 + high
     under = gain < 0 and value(ratio) < 1 - low
@@ -71,12 +71,12 @@ def plain_ppo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
     return torch.tensor(-bound * gain, dtype=torch.float64) if over or under else -ratio * gain
 
 
-def plain_cispo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
+def plain_cispo(seen: LossInputs, n: int, low: float, high: float) -> Tensor:
     ratio = math.exp(value(seen.logp[n] - seen.proximal[n]))
     return -min(max(ratio, 1 - low), 1 + high) * float(seen.advantage[n]) * seen.logp[n]
 
 
-def plain_gspo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
+def plain_gspo(seen: LossInputs, n: int, low: float, high: float) -> Tensor:
     ratio, gain = mean_ratio(seen, n), float(seen.advantage[n])
     if (gain > 0 and ratio > 1 + high) or (gain < 0 and ratio < 1 - low):
         return torch.tensor(-(1 + high if gain > 0 else 1 - low) * gain, dtype=torch.float64)
@@ -84,7 +84,7 @@ def plain_gspo(seen: Tokens, n: int, low: float, high: float) -> Tensor:
     return -ratio * gain * (1 + seen.logp[n] - seen.logp[n].detach())
 
 
-PLAIN: dict[str, Callable[[Tokens, int, float, float], Tensor]] = {
+PLAIN: dict[str, Callable[[LossInputs, int, float, float], Tensor]] = {
     "ppo": plain_ppo,
     "dr_grpo": plain_ppo,
     "cispo": plain_cispo,
@@ -101,7 +101,7 @@ def gradient(total: Tensor, of: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", sorted(PLAIN))
 def test_a_loss_is_what_it_says_written_out_token_by_token(name, seed):
     seen, clip = tokens(seed), (0.15, 0.3)
-    ours = loss_of(seen, Objective(loss=name, clip=clip, importance="off"))
+    ours = compute_loss(seen, Objective(loss=name, clip=clip, importance="off"))
     plain = sum(PLAIN[name](seen, n, *clip) * float(seen.weight[n]) for n in range(len(seen.row)))
     assert isinstance(plain, Tensor)
     assert value(ours.total) == pytest.approx(value(plain), abs=1e-12)
@@ -111,10 +111,10 @@ def test_a_loss_is_what_it_says_written_out_token_by_token(name, seed):
 def test_clipping_is_counted_where_it_takes_the_gradient_away():
     seen = tokens(3)
     for name in ("ppo", "gspo"):
-        loss = loss_of(seen, Objective(loss=name, clip=(0.01, 0.02), importance="off"))
+        loss = compute_loss(seen, Objective(loss=name, clip=(0.01, 0.02), importance="off"))
         assert torch.equal(gradient(loss.total, seen.logp) == 0, loss.clipped)
         assert 0 < int(loss.clipped.sum()) < len(seen.row), name
-    loss = loss_of(seen, Objective(loss="cispo", clip=(0.1, 0.2), importance="off"))
+    loss = compute_loss(seen, Objective(loss="cispo", clip=(0.1, 0.2), importance="off"))
     assert loss.clipped.any()
     assert (gradient(loss.total, seen.logp) != 0).all()
 
@@ -122,27 +122,27 @@ def test_clipping_is_counted_where_it_takes_the_gradient_away():
 def test_the_clip_may_be_wider_above_than_below():
     ratio = torch.tensor([0.75, 0.85, 1.25, 1.35], dtype=torch.float64)
     zero = torch.zeros(4, dtype=torch.float64)
-    seen = Tokens(ratio.log(), zero, zero, torch.tensor([-1.0, -1, 1, 1]), torch.ones(4), torch.arange(4))
-    assert loss_of(seen, Objective(clip=(0.2, 0.3))).clipped.tolist() == [True, False, False, True]
+    seen = LossInputs(ratio.log(), zero, zero, torch.tensor([-1.0, -1, 1, 1]), torch.ones(4), torch.arange(4))
+    assert compute_loss(seen, Objective(clip=(0.2, 0.3))).clipped.tolist() == [True, False, False, True]
 
 
 def test_the_dual_clip_bounds_what_a_token_with_a_negative_advantage_costs():
     ratio = torch.tensor([2.9, 3.1, 50.0, 50.0], dtype=torch.float64)
     zero = torch.zeros(4, dtype=torch.float64)
     logp = ratio.log().requires_grad_()
-    seen = Tokens(logp, zero, zero, torch.tensor([-1.0, -1, -1, 1]), torch.ones(4), torch.arange(4))
-    loss = loss_of(seen, Objective(importance="off"))
+    seen = LossInputs(logp, zero, zero, torch.tensor([-1.0, -1, -1, 1]), torch.ones(4), torch.arange(4))
+    loss = compute_loss(seen, Objective(importance="off"))
     assert loss.clipped.tolist() == [False, True, True, True]
     assert value(loss.total) == pytest.approx(2.9 + 3.0 + 3.0 - 1.28)
     assert gradient(loss.total, logp).tolist() == pytest.approx([2.9, 0.0, 0.0, 0.0])
-    free = loss_of(seen, Objective(importance="off", dual_clip=math.inf))
+    free = compute_loss(seen, Objective(importance="off", dual_clip=math.inf))
     assert value(free.total) == pytest.approx(2.9 + 3.1 + 50 - 1.28)
 
 
 def test_the_k3_estimate_is_bounded_where_policy_and_reference_are_far_apart():
     reference = torch.tensor([29.0, 3.0, 0.0, -29.0], dtype=torch.float64)
     logp = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    estimate = losses.divergence(logp, reference, "k3")
+    estimate = losses.kl_estimate(logp, reference, "k3")
     assert estimate.tolist() == pytest.approx([10.0, 10.0, 0.0, 10.0], abs=1e-9)
     assert torch.isfinite(gradient(estimate.sum(), logp)).all()
 
@@ -151,7 +151,7 @@ def test_at_its_start_a_step_has_the_gradient_of_reinforce_whatever_the_loss():
     seen = tokens(2)
     fresh = seen._replace(proximal=seen.logp.detach(), sampler=seen.logp.detach())
     for name in PLAIN:
-        loss = loss_of(fresh, Objective(loss=name, clip=losses.DEFAULT_CLIP[name]))
+        loss = compute_loss(fresh, Objective(loss=name, clip=losses.DEFAULT_CLIP[name]))
         assert torch.allclose(gradient(loss.total, seen.logp), -seen.advantage * seen.weight)
         assert not loss.clipped.any()
         assert not loss.truncated.any()
@@ -166,9 +166,9 @@ def test_stale_tokens_are_corrected_for_up_to_a_bound():
         "sequence": [min(product(ratios, n), 2.0) for n in seen.row.tolist()],
         "off": [1.0] * len(ratios),
     }.items():
-        loss = loss_of(seen, Objective(importance=kind, importance_cap=2.0))
+        loss = compute_loss(seen, Objective(importance=kind, importance_cap=2.0))
         assert loss.importance.tolist() == pytest.approx(expected)
-        plain = loss_of(seen, Objective(importance="off"))
+        plain = compute_loss(seen, Objective(importance="off"))
         weighed = gradient(plain.total, seen.logp) * torch.tensor(expected, dtype=torch.float64)
         assert torch.allclose(gradient(loss.total, seen.logp), weighed)
         assert bool(loss.truncated.any()) == (kind != "off")
@@ -181,7 +181,7 @@ def product(ratios: list[float], row: int) -> float:
 
 def test_a_wildly_stale_sequence_is_bounded_not_infinite():
     far = torch.full((4,), 400.0)
-    weight, cut = losses.staleness_weight(far, torch.zeros(4, dtype=torch.long), "sequence", 2.0)
+    weight, cut = losses.importance_weights(far, torch.zeros(4, dtype=torch.long), "sequence", 2.0)
     assert weight.tolist() == [2.0] * 4
     assert cut.all()
 
@@ -192,7 +192,7 @@ def test_the_divergence_is_right_on_average(estimator):
     logits, other = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     logits = (other + 0.01 * logits).requires_grad_()
     logp, reference = logits.log_softmax(0), other.log_softmax(0)
-    estimate = losses.divergence(logp, reference, estimator)
+    estimate = losses.kl_estimate(logp, reference, estimator)
     chance = logp.exp().detach()
     exact = (logp.exp() * (logp - reference)).sum()
     near = 1e-5 if estimator == "k2" else 1e-12  # k2 is biased in the third order
@@ -206,8 +206,8 @@ def test_the_divergence_is_right_on_average(estimator):
 
 def test_the_penalty_counts_by_its_weight_and_is_reported():
     seen = tokens(4, reference=True)
-    without = loss_of(seen._replace(reference=None), Objective())
-    with_kl = loss_of(seen, Objective(kl=0.3))
+    without = compute_loss(seen._replace(reference=None), Objective())
+    with_kl = compute_loss(seen, Objective(kl=0.3))
     assert without.penalty is None
     assert with_kl.penalty is not None
     added = 0.3 * (with_kl.penalty * seen.weight).sum()
@@ -219,8 +219,8 @@ def test_the_bonus_has_the_gradient_of_the_entropy():
     logp = logits.log_softmax(0)
     frozen = logp.detach()
     none = torch.zeros(7, dtype=torch.float64)
-    seen = Tokens(logp, frozen, frozen, none, frozen.exp(), torch.zeros(7, dtype=torch.long))
-    ours = gradient(loss_of(seen, Objective(entropy=0.5)).total, logits)
+    seen = LossInputs(logp, frozen, frozen, none, frozen.exp(), torch.zeros(7, dtype=torch.long))
+    ours = gradient(compute_loss(seen, Objective(entropy=0.5)).total, logits)
     entropy = -(logp.exp() * logp).sum()
     assert torch.allclose(ours, -0.5 * gradient(entropy, logits), atol=1e-12)
 
@@ -230,7 +230,7 @@ def test_what_a_token_counts_in_each_way_of_adding_up():
     much = {"rollouts": 4, "tokens": sum(LENGTHS), "length": 10}
     shares = {}
     for how in ("rollout", "token", "constant"):
-        weight, by = losses.weights(seen.weight, how, **much)
+        weight, by = losses.token_weights(seen.weight, how, **much)
         shares[how] = losses.row_sum(weight, seen.row) / by
     assert shares["rollout"].tolist() == pytest.approx([0.25] * 4)
     assert shares["token"].tolist() == pytest.approx([n / sum(LENGTHS) for n in LENGTHS])
@@ -238,17 +238,17 @@ def test_what_a_token_counts_in_each_way_of_adding_up():
 
 
 def test_weights_that_differ_are_worth_fewer_tokens():
-    assert losses.effective(torch.ones(8)) == pytest.approx(8)
-    assert losses.effective(torch.tensor([1.0, 0, 0, 0])) == pytest.approx(1)
-    assert losses.effective(torch.zeros(3)) == 0
+    assert losses.effective_sample_size(torch.ones(8)) == pytest.approx(8)
+    assert losses.effective_sample_size(torch.tensor([1.0, 0, 0, 0])) == pytest.approx(1)
+    assert losses.effective_sample_size(torch.zeros(3)) == 0
 
 
 def test_a_loss_of_nothing_is_nothing():
     none = torch.zeros(0)
-    seen = Tokens(none, none, none, none, none, torch.zeros(0, dtype=torch.long))
+    seen = LossInputs(none, none, none, none, none, torch.zeros(0, dtype=torch.long))
     for name in PLAIN:
-        loss = loss_of(seen, Objective(loss=name, importance="sequence"))
-        assert isinstance(loss, Loss)
+        loss = compute_loss(seen, Objective(loss=name, importance="sequence"))
+        assert isinstance(loss, LossOutputs)
         assert float(loss.total) == 0
 
 
@@ -262,6 +262,6 @@ def test_a_loss_of_nothing_is_nothing():
 )
 def test_a_word_that_nobody_knows_is_never_taken_for_another(given: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        loss_of(tokens(reference=True), Objective(**given))
+        compute_loss(tokens(reference=True), Objective(**given))
     with pytest.raises(UsageError, match="unknown aggregate 'mean'; choose one of: rollout, token, constant"):
-        losses.weights(torch.ones(3), "mean", rollouts=1, tokens=3, length=3)  # pyright: ignore[reportArgumentType]
+        losses.token_weights(torch.ones(3), "mean", rollouts=1, tokens=3, length=3)  # pyright: ignore[reportArgumentType]

@@ -12,10 +12,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import UsageError
 from afield.trainers.batch import Row
-from afield.trainers.micro_batches import log_probabilities, to_passes
+from afield.trainers.micro_batches import split_micro_batches, token_logprobs
 from afield.trainers.model import PolicyModel
 from afield.trainers.padded import Padded
-from afield.trainers.tree_attention import Tree
+from afield.trainers.tree_attention import TokenTree
 from afield.types import Trajectory, TurnRange, VersionSpan
 from support.tiny_model import build_tiny_model
 
@@ -113,10 +113,12 @@ def begun(row: Row) -> Row:
 
 def gradient(policy: PolicyModel, layout=None, given: list[Row] | None = None) -> torch.Tensor:
     policy.model.zero_grad()
-    for batch in to_passes(given or rows(), 1000, CPU, layout or policy.layout, policy.tree_context):
-        policy.attend(policy.model, batch.layout)
+    for batch in split_micro_batches(
+        given or rows(), 1000, CPU, layout or policy.layout, policy.tree_context
+    ):
+        policy.set_attention(policy.model, batch.layout)
         with policy.autocast():
-            logp = log_probabilities(policy.model, batch)
+            logp = token_logprobs(policy.model, batch)
         (-logp * batch.advantage * batch.weight).sum().backward()
     return torch.cat([p.grad.flatten() for p in policy.trainable if p.grad is not None])
 
@@ -153,8 +155,8 @@ def test_rows_that_outgrow_a_window_are_padded_beside_the_tree_of_the_others(tmp
     path = build(tmp_path / "model", kind, {"head_dim": 8, "sliding_window": 16})
     given = [*rows(), *(begun(row) for row in rows()[:2])]
     mixed = PolicyModel(path, device=CPU, checkpointing=checkpointing)
-    passes = to_passes(given, 1000, CPU, mixed.layout, mixed.tree_context)
-    assert [(type(made.layout), len(made.rows)) for made in passes] == [(Tree, 2), (Padded, 4)]
+    passes = split_micro_batches(given, 1000, CPU, mixed.layout, mixed.tree_context)
+    assert [(type(made.layout), len(made.rows)) for made in passes] == [(TokenTree, 2), (Padded, 4)]
     padded = PolicyModel(path, device=CPU, layout="padded")
     assert apart(gradient(mixed, given=given), gradient(padded, given=given)) < 1e-5
     wide = PolicyModel(build(tmp_path / "wide", kind, {"head_dim": 8, "sliding_window": 64}), device=CPU)

@@ -22,11 +22,11 @@ from afield.sdk.context import Context
 from afield.settings import Environment, assigned, train_config
 from afield.trainers.batch import to_batch
 from afield.trainers.grpo import GRPO
-from afield.trainers.micro_batches import MicroBatch, log_probabilities, to_passes
+from afield.trainers.micro_batches import MicroBatch, split_micro_batches, token_logprobs
 from afield.trainers.model import PolicyModel
 from afield.trainers.packing import pack
-from afield.trainers.tinker import Objective, Reply, Tuner, taught
-from afield.trainers.tree_attention import Tree, walk
+from afield.trainers.tinker import Objective, SampledReply, Tuner, supervised_row
+from afield.trainers.tree_attention import TokenTree, tree_pass
 from afield.trajectories import linear
 from afield.types import FailureKind, Message, Reason, Rollout, RolloutResult, Sampling, Task, ToolCall
 from support.in_process_collection import ask_model, bench
@@ -48,12 +48,12 @@ def test_a_policy_with_checkpointing_attends_once_and_has_the_same_gradient(mode
     """The model as a whole stays in evaluation mode; only its layers believe to be training."""
     parts = [finished(str(n), float(n), linear(forest(n)).trajectories) for n in range(3)]
     rows = to_batch([group(*parts)], {f"g-{n}": 1.0 for n in range(3)}).rows
-    (batch,) = to_passes(rows, 10_000, CPU)
-    tree = Tree(pack([row.trajectory.token_ids for row in batch.rows]), CPU, "peeled")
+    (batch,) = split_micro_batches(rows, 10_000, CPU)
+    tree = TokenTree(pack([row.trajectory.token_ids for row in batch.rows]), CPU, "prefix")
     gradients = []
     for checkpointing in (False, True):
         policy = PolicyModel(model_path, device=CPU, checkpointing=checkpointing)
-        with walk(tree, policy.model) as walked:
+        with tree_pass(tree, policy.model) as walked:
             assert walked.kept.first is checkpointing
             walked.seen = True
         gradients.append(gradient(policy, batch._replace(layout=tree)))
@@ -61,7 +61,7 @@ def test_a_policy_with_checkpointing_attends_once_and_has_the_same_gradient(mode
 
 
 def gradient(policy: PolicyModel, batch: MicroBatch) -> torch.Tensor:
-    log_probabilities(policy.model, batch).sum().backward()
+    token_logprobs(policy.model, batch).sum().backward()
     return torch.cat([p.grad.flatten() for p in policy.trainable if p.grad is not None])
 
 
@@ -212,7 +212,7 @@ def tuner(model_path: Path):
 
 
 @pytest.fixture(scope="module")
-def replies(tuner: Tuner) -> list[Reply]:
+def replies(tuner: Tuner) -> list[SampledReply]:
     return tuner.sample([5, 6, 7], 2, Sampling(max_tokens=4))
 
 
@@ -233,10 +233,10 @@ def replies(tuner: Tuner) -> list[Reply]:
     ],
 )
 def test_a_loop_that_asks_for_what_cannot_be_is_told_so_and_adds_nothing_up(
-    tuner: Tuner, replies: list[Reply], settings: dict[str, Any], says: str
+    tuner: Tuner, replies: list[SampledReply], settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        tuner.forward_backward([reply.datum(1.0) for reply in replies], **settings)
+        tuner.forward_backward([reply.to_row(1.0) for reply in replies], **settings)
     with pytest.raises(UsageError, match="there is no gradient"):
         tuner.optim_step()
 
@@ -250,20 +250,20 @@ def test_a_loop_that_asks_for_what_cannot_be_is_told_so_and_adds_nothing_up(
     ],
 )
 def test_data_whose_advantages_do_not_line_up_is_refused_by_rollout_and_turn(
-    tuner: Tuner, replies: list[Reply], advantages: tuple[float, ...], says: str
+    tuner: Tuner, replies: list[SampledReply], advantages: tuple[float, ...], says: str
 ) -> None:
     with pytest.raises(UsageError, match=says):
-        tuner.forward_backward([structs.replace(replies[0].datum(1.0), advantages=advantages)])
+        tuner.forward_backward([structs.replace(replies[0].to_row(1.0), advantages=advantages)])
 
 
 @pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
 def test_a_learning_rate_that_is_none_breaks_no_weights(
-    tuner: Tuner, replies: list[Reply], lr: float
+    tuner: Tuner, replies: list[SampledReply], lr: float
 ) -> None:
-    tuner.forward_backward([reply.datum(1.0) for reply in replies])
+    tuner.forward_backward([reply.to_row(1.0) for reply in replies])
     with pytest.raises(UsageError, match=r"lr = .* must be 0 or positive"):
         tuner.optim_step(lr)
-    tuner.updates.clear()
+    tuner.optimizer.zero_grad()
     assert all(bool(torch.isfinite(weight).all()) for weight in tuner.policy.trainable)
 
 
@@ -303,13 +303,15 @@ def test_messages_may_be_those_of_the_openai_api(tuner: Tuner) -> None:
     assert tuner.sample(asked, 1, short)[0].prompt_ids == tuner.sample(ours, 1, short)[0].prompt_ids
 
 
-def test_an_advantage_may_be_a_number_of_torch(replies: list[Reply]) -> None:
-    assert replies[0].datum(torch.tensor(0.5)) == replies[0].datum(0.5)  # pyright: ignore[reportArgumentType]
-    assert replies[0].datum(torch.tensor([0.5])) == replies[0].datum([0.5])  # pyright: ignore[reportArgumentType]
+def test_an_advantage_may_be_a_number_of_torch(replies: list[SampledReply]) -> None:
+    assert replies[0].to_row(torch.tensor(0.5)) == replies[0].to_row(0.5)  # pyright: ignore[reportArgumentType]
+    assert replies[0].to_row(torch.tensor([0.5])) == replies[0].to_row([0.5])  # pyright: ignore[reportArgumentType]
 
 
-def test_after_a_gradient_that_is_not_finite_a_loop_goes_on(tuner: Tuner, replies: list[Reply]) -> None:
-    data = [reply.datum(1.0) for reply in replies]
+def test_after_a_gradient_that_is_not_finite_a_loop_goes_on(
+    tuner: Tuner, replies: list[SampledReply]
+) -> None:
+    data = [reply.to_row(1.0) for reply in replies]
     tuner.forward_backward(data, lambda seen: seen.logp * math.inf)
     with pytest.raises(UsageError, match="the gradient's norm is nan"):
         tuner.optim_step()
@@ -319,7 +321,7 @@ def test_after_a_gradient_that_is_not_finite_a_loop_goes_on(tuner: Tuner, replie
 
 def test_nothing_to_imitate_is_refused() -> None:
     with pytest.raises(UsageError, match="rollout a: there are no tokens to imitate"):
-        taught("a", [1, 2], [])
+        supervised_row("a", [1, 2], [])
 
 
 # --- named rewards -------------------------------------------------------------------------------

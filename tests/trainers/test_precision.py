@@ -13,11 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from afield.trainers import logprobs
-from afield.trainers.logprobs import sampled_log_probabilities, taken
-from afield.trainers.packing import Packed, pack
+from afield.trainers.logprobs import chunked_logprobs, gather_hidden
+from afield.trainers.packing import PackedTokens, pack
 from afield.trainers.padded import Padded
-from afield.trainers.prefix_attention import Attention, planned
-from afield.trainers.tree_attention import Kernel, Tree, _by_sequence, watch
+from afield.trainers.prefix_attention import PrefixAttention, plan_attention
+from afield.trainers.tree_attention import Kernel, TokenTree, _by_sequence, install_tree_attention
 
 CPU = torch.device("cpu")
 LOW = torch.bfloat16
@@ -65,9 +65,9 @@ def sequences(seed: int) -> list[list[int]]:
 
 def gradient(model: Any, layout: Any, source: list[int], target: list[int], worth: Tensor) -> list[Tensor]:
     model.zero_grad()
-    hidden = taken(layout.hidden(model), torch.tensor(source))
+    hidden = gather_hidden(layout.hidden(model), torch.tensor(source))
     weight = model.get_output_embeddings().weight
-    logp = sampled_log_probabilities(hidden, weight, None, torch.tensor(target), torch.ones(len(target)))
+    logp = chunked_logprobs(hidden, weight, None, torch.tensor(target), torch.ones(len(target)))
     (-(logp * worth).mean()).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
@@ -88,29 +88,29 @@ def over(model: Any, rows: list[list[int]], kernel: Kernel | None) -> list[Tenso
         width = max(map(len, rows))
         layout = Padded(torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]))
         return gradient(model, layout, [n * width + p - 1 for n, p in sampled], target, worth)
-    watch(model)
+    install_tree_attention(model)
     packed = pack(rows)
     return gradient(
-        model, Tree(packed, CPU, kernel), [packed.paths[n][p - 1] for n, p in sampled], target, worth
+        model, TokenTree(packed, CPU, kernel), [packed.paths[n][p - 1] for n, p in sampled], target, worth
     )
 
 
 def test_gradients_of_the_forest_are_no_further_from_float32_than_those_of_rows(
     record_property: Any,
 ) -> None:
-    errors: dict[str, float] = {"rows": 0.0, "peeled": 0.0, "each": 0.0}
+    errors: dict[str, float] = {"rows": 0.0, "prefix": 0.0, "per_sequence": 0.0}
     seeds = 4
     for seed in range(seeds):
         rows = sequences(seed)
         truth = over(made(torch.float32, seed), rows, None)
         low = made(LOW, seed)
         errors["rows"] += squared(low, rows, None, truth) / seeds
-        errors["peeled"] += squared(low, rows, "peeled", truth) / seeds
-        errors["each"] += squared(low, rows, "each", truth) / seeds
+        errors["prefix"] += squared(low, rows, "prefix", truth) / seeds
+        errors["per_sequence"] += squared(low, rows, "per_sequence", truth) / seeds
     found = {name: value**0.5 for name, value in errors.items()}
     record_property("relative_error", found)
     # Four forests tell two errors of like size apart to a few percent.
-    assert max(found["peeled"], found["each"]) <= 1.05 * found["rows"], found
+    assert max(found["prefix"], found["per_sequence"]) <= 1.05 * found["rows"], found
     assert 0.001 < found["rows"] < 0.03, found
 
 
@@ -124,7 +124,7 @@ def test_with_weights_in_float32_products_in_bfloat16_give_the_gradients_of_rows
     truth = over(model, rows, None)
     with torch.autocast("cpu", dtype=LOW):
         padded = squared(model, rows, None, truth)
-        forests = [squared(model, rows, kernel, truth) for kernel in ("peeled", "each")]
+        forests = [squared(model, rows, kernel, truth) for kernel in ("prefix", "per_sequence")]
     assert 1e-6 < padded < 1e-3, padded
     assert max(forests) <= 1.2 * padded, (padded, forests)
 
@@ -132,14 +132,14 @@ def test_with_weights_in_float32_products_in_bfloat16_give_the_gradients_of_rows
 # --- its parts -----------------------------------------------------------------------------------
 
 
-def bushy(branches: int) -> Packed:
+def bushy(branches: int) -> PackedTokens:
     """A beginning that very many sequences share, so that its gradient is a sum of as many."""
     wild = random.Random(branches)
     prompt = [wild.randrange(VOCABULARY) for _ in range(64)]
     return pack([[*prompt, n, *(wild.randrange(VOCABULARY) for _ in range(7))] for n in range(branches)])
 
 
-@pytest.mark.parametrize("kernel", ["peeled", "each"])
+@pytest.mark.parametrize("kernel", ["prefix", "per_sequence"])
 @pytest.mark.parametrize("least", [1, 1000])
 def test_what_many_sequences_add_to_what_they_share_is_rounded_once(kernel: str, least: int) -> None:
     packed = bushy(200)
@@ -155,10 +155,10 @@ def test_what_many_sequences_add_to_what_they_share_is_rounded_once(kernel: str,
     # All pull alike, so that what is lost in adding up does not cancel.
     push = torch.rand(wanted.shape, generator=generator).to(LOW)
     truth = torch.autograd.grad(wanted, exact, push.float())
-    if kernel == "peeled":
-        out = Attention.apply(*given, planned(packed.segments, CPU, least), 0.25)
+    if kernel == "prefix":
+        out = PrefixAttention.apply(*given, plan_attention(packed.segments, CPU, least), 0.25)
     else:
-        out = _by_sequence(Tree(packed, CPU, "each"), 0.25, *given).transpose(1, 2)
+        out = _by_sequence(TokenTree(packed, CPU, "per_sequence"), 0.25, *given).transpose(1, 2)
     found = torch.autograd.grad(out, given, push)
     shared = [off(a[:, :, :64], b[:, :, :64]) for a, b in zip(found, truth, strict=True)]
     assert max(shared) < 1.5 * ROUNDING, shared
@@ -168,7 +168,7 @@ def test_tokens_sampled_after_one_prompt_add_to_its_gradient_with_one_rounding()
     hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(LOW).requires_grad_()
     source = torch.tensor([0, *[1] * 500])
     push = torch.rand(len(source), 8, generator=torch.Generator().manual_seed(1)).to(LOW)
-    chosen = taken(hidden, source)
+    chosen = gather_hidden(hidden, source)
     assert torch.equal(chosen, hidden.index_select(0, source))
     (found,) = torch.autograd.grad(chosen, hidden, push)
     truth = torch.zeros(3, 8).index_add_(0, source, push.float())
@@ -185,9 +185,9 @@ def test_the_head_gives_float32_weights_a_gradient_that_was_not_rounded_to_bfloa
     bias = torch.randn(32, generator=generator).requires_grad_()
     target = torch.randint(32, (300,), generator=generator)
     with torch.autocast("cpu", dtype=LOW):
-        logp = sampled_log_probabilities(hidden, weight, bias, target, torch.ones(300))
+        logp = chunked_logprobs(hidden, weight, bias, target, torch.ones(300))
     found = torch.autograd.grad(logp.sum(), (weight, bias))
-    exact = sampled_log_probabilities(hidden, weight, bias, target, torch.ones(300))
+    exact = chunked_logprobs(hidden, weight, bias, target, torch.ones(300))
     truth = torch.autograd.grad(exact.sum(), (weight, bias))
     for one, other in zip(found, truth, strict=True):
         assert one.dtype == torch.float32

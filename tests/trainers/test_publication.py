@@ -26,7 +26,7 @@ from afield.settings import TrainConfig
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
 from afield.trainers.publication import Checkpoint, Rounder
-from afield.trainers.weight_probe import witness_of
+from afield.trainers.weight_probe import compute_weight_probe
 from afield.trajectories import linear
 from afield.turn_tree import TurnTree
 from afield.types import (
@@ -133,7 +133,7 @@ def test_the_witness_is_of_the_weights_that_were_published(model_path: Path, tmp
     for name, how in (("whole", {}), ("merged", {"lora": LORA})):
         moved(model_path, 0.05, **how).export(tmp_path / name, HOW)
         witness = read_witness(tmp_path / name)
-        again = witness_of(PolicyModel(tmp_path / name, device=CPU).model)
+        again = compute_weight_probe(PolicyModel(tmp_path / name, device=CPU).model)
         assert witness is not None
         assert witness.logprobs == pytest.approx(again.logprobs, abs=1e-5)
 

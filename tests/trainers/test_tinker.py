@@ -17,7 +17,16 @@ from msgspec import structs
 
 from afield.errors import UsageError
 from afield.trainers.grpo import GRPO
-from afield.trainers.tinker import Datum, Objective, Reply, Sampling, Tokens, Tuner, data_from, taught
+from afield.trainers.tinker import (
+    Datum,
+    LossInputs,
+    Objective,
+    SampledReply,
+    Sampling,
+    Tuner,
+    rows_from_groups,
+    supervised_row,
+)
 from afield.trajectories import per_turn
 from afield.types import FinishReason, Message, Trajectory
 from support.paths import ROOT
@@ -49,15 +58,15 @@ def tuner(model_path: Path) -> Iterator[Tuner]:
         yield opened
 
 
-def apart(tuner: Tuner, replies: list[Reply]) -> float:
+def apart(tuner: Tuner, replies: list[SampledReply]) -> float:
     """How far the trainer's log-probabilities are from the sampler's, at most."""
-    scores = tuner.logprobs([reply.datum(1.0) for reply in replies])
+    scores = tuner.logprobs([reply.to_row(1.0) for reply in replies])
     pairs = zip(replies, scores, strict=True)
     told = [(r, s) for reply, score in pairs for r, s in zip(flat(reply), score, strict=True)]
     return max(abs(one - other) for one, other in told)
 
 
-def flat(reply: Reply) -> list[float]:
+def flat(reply: SampledReply) -> list[float]:
     return [logprob for part in reply.conversation() for logprob in part.logprobs]
 
 
@@ -78,7 +87,7 @@ def test_the_trainer_gives_what_was_sampled_the_same_log_probabilities(tuner, te
 
 def test_after_an_update_what_is_sampled_comes_from_the_new_weights(tuner):
     first = tuner.sample(ASKED, 4, SHORT)
-    data = [reply.datum(1.0 - n) for n, reply in enumerate(first)]
+    data = [reply.to_row(1.0 - n) for n, reply in enumerate(first)]
     tuner.forward_backward(data)
     assert tuner.optim_step() > 0
     second = tuner.sample(ASKED, 4, SHORT)
@@ -95,16 +104,16 @@ def test_a_conversation_of_several_replies_is_one_sequence_as_it_was_sampled(tun
     third = tuner.sample([Message(role="user", content="why?")], 1, SHORT, after=second)[0]
     assert third.prompt_ids[: len(second.ids)] == second.ids
     assert second.prompt_ids[: len(first.ids)] == first.ids
-    row = third.datum([1.0, 0.5, 0.0]).trajectory
+    row = third.to_row([1.0, 0.5, 0.0]).trajectory
     owned = [tuple(row.token_ids[turn.start : turn.end]) for turn in row.turns]
     assert owned == [first.token_ids, second.token_ids, third.token_ids]
     assert apart(tuner, [third]) < 1e-5
     with pytest.raises(UsageError, match="2 advantages for 3 replies"):
-        third.datum([1.0, 0.0])
+        third.to_row([1.0, 0.0])
 
 
 def test_ids_may_be_given_for_messages_and_after_a_reply(tuner):
-    ids = tuner.sampler.tokens.render([Message(role="user", content="hello")], [])
+    ids = tuner.sampler.tokenizer.render([Message(role="user", content="hello")], [])
     by_ids = tuner.sample(ids, 1, SHORT)[0]
     assert by_ids.prompt_ids == tuple(ids)
     more = tuner.sample([5, 6, 7], 1, SHORT, after=by_ids)[0]
@@ -121,16 +130,16 @@ def test_a_reply_that_was_cut_says_so_and_a_conversation_goes_on_after_it(tuner)
 def test_many_prompts_are_answered_at_once_in_their_order(tuner):
     prompts = [f"the value of {word}?" for word in ("one", "two", "three")]
     replies = tuner.sample_all([(prompt, None) for prompt in prompts], SHORT)
-    render = tuner.sampler.tokens.render
+    render = tuner.sampler.tokenizer.render
     asked = [tuple(render([Message(role="user", content=prompt)], [])) for prompt in prompts]
     assert [reply.prompt_ids for reply in replies] == asked
 
 
 def test_gradients_add_up_over_calls_that_make_one_update(tuner, model_path):
-    data = [reply.datum(1.0 - n / 2) for n, reply in enumerate(tuner.sample(ASKED, 4, SHORT))]
+    data = [reply.to_row(1.0 - n / 2) for n, reply in enumerate(tuner.sample(ASKED, 4, SHORT))]
     tuner.forward_backward(data)
     whole = [p.grad.clone() for p in tuner.policy.trainable if p.grad is not None]
-    tuner.updates.clear()
+    tuner.optimizer.zero_grad()
     for part in (data[:1], data[1:]):
         tuner.forward_backward(part, of=len(data))
     parts = [p.grad for p in tuner.policy.trainable if p.grad is not None]
@@ -143,7 +152,7 @@ def test_collected_groups_train_as_the_trainer_of_a_run_would(model_path):
     trainer = GRPO(model_path, lr=1e-2, device="cpu")
     trainer.step(groups)
     with Tuner.open(model_path, lr=1e-2, device="cpu") as tuner:
-        report = tuner.forward_backward(data_from(groups))
+        report = tuner.forward_backward(rows_from_groups(groups))
         assert report.metrics["rollouts"] == 5
         tuner.optim_step()
         ours = weights(tuner)
@@ -160,7 +169,7 @@ def split_group():
 def test_updates_make_what_earned_more_likelier(model_path, loss):
     with Tuner.open(model_path, lr=3e-3, device="cpu", reference=True) as tuner:
         replies = tuner.sample(ASKED, 4, SHORT)
-        data = [reply.datum(1.0 if n == 0 else -0.3) for n, reply in enumerate(replies)]
+        data = [reply.to_row(1.0 if n == 0 else -0.3) for n, reply in enumerate(replies)]
         before = tuner.logprobs(data)
         for _ in range(3):
             report = tuner.forward_backward(data, loss, proximal=before)
@@ -171,9 +180,9 @@ def test_updates_make_what_earned_more_likelier(model_path, loss):
 
 
 def test_a_loss_may_be_a_function(tuner):
-    data = [reply.datum(1.0) for reply in tuner.sample(ASKED, 2, SHORT)]
+    data = [reply.to_row(1.0) for reply in tuner.sample(ASKED, 2, SHORT)]
 
-    def reinforce(seen: Tokens) -> torch.Tensor:
+    def reinforce(seen: LossInputs) -> torch.Tensor:
         return -seen.advantage * seen.logp
 
     word = tuner.forward_backward(data, "cross_entropy")
@@ -184,21 +193,21 @@ def test_a_loss_may_be_a_function(tuner):
 
 
 def test_what_nobody_sampled_can_be_imitated(tuner):
-    prompt = tuner.sampler.tokens.render([Message(role="user", content="the value of seven?")], [])
-    answer = [*tuner.sampler.tokens.encode_text("42"), *tuner.sampler.tokens.stop_ids[:1]]
+    prompt = tuner.sampler.tokenizer.render([Message(role="user", content="the value of seven?")], [])
+    answer = [*tuner.sampler.tokenizer.encode_text("42"), *tuner.sampler.tokens.stop_ids[:1]]
     for _ in range(30):
-        tuner.forward_backward([taught("lesson", prompt, answer)], "cross_entropy")
+        tuner.forward_backward([supervised_row("lesson", prompt, answer)], "cross_entropy")
         tuner.optim_step()
     greedy = tuner.sample(prompt, 1, Sampling(temperature=0, max_tokens=8))[0]
     assert greedy.text == "42"
     # A greedy reply can be imitated, but not trained with: its distribution cannot be reproduced.
-    tuner.forward_backward([greedy.datum(1.0)], "cross_entropy")
+    tuner.forward_backward([greedy.to_row(1.0)], "cross_entropy")
     with pytest.raises(UsageError, match="sampled with temperature 0"):
-        tuner.forward_backward([greedy.datum(1.0)], "ppo")
+        tuner.forward_backward([greedy.to_row(1.0)], "ppo")
 
 
 def test_saved_weights_are_a_model(tuner, tmp_path):
-    tuner.forward_backward([tuner.sample(ASKED, 1, SHORT)[0].datum(1.0)])
+    tuner.forward_backward([tuner.sample(ASKED, 1, SHORT)[0].to_row(1.0)])
     tuner.optim_step()
     tuner.save_weights(tmp_path / "weights")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype="float32")
@@ -207,9 +216,9 @@ def test_saved_weights_are_a_model(tuner, tmp_path):
 
 
 def test_a_loop_that_was_broken_goes_on_bit_for_bit(model_path, tmp_path):
-    def turn(tuner: Tuner) -> list[Reply]:
+    def turn(tuner: Tuner) -> list[SampledReply]:
         replies = tuner.sample(ASKED, 4, SHORT)
-        tuner.forward_backward([reply.datum(n - 1.5) for n, reply in enumerate(replies)])
+        tuner.forward_backward([reply.to_row(n - 1.5) for n, reply in enumerate(replies)])
         tuner.optim_step()
         return replies
 
@@ -231,7 +240,7 @@ def test_a_loop_that_was_broken_goes_on_bit_for_bit(model_path, tmp_path):
 def test_the_learning_rate_that_counts_is_the_one_given_last(model_path, tmp_path):
     def moved(tuner: Tuner, lr: float | None = None) -> float:
         before = weights(tuner)
-        tuner.forward_backward([tuner.sample(ASKED, 1, SHORT)[0].datum(1.0)])
+        tuner.forward_backward([tuner.sample(ASKED, 1, SHORT)[0].to_row(1.0)])
         tuner.optim_step(lr)
         return max(float((tensor - before[name]).abs().max()) for name, tensor in weights(tuner).items())
 
@@ -257,7 +266,7 @@ def test_weights_and_states_do_not_take_the_place_of_a_file(tuner, tmp_path):
 
 def test_what_cannot_be_is_refused_before_anything_adds_up(tuner, model_path):
     reply = tuner.sample(ASKED, 1, SHORT)[0]
-    datum = reply.datum(1.0)
+    datum = reply.to_row(1.0)
     stray = structs.replace(datum.trajectory, token_ids=(*datum.trajectory.token_ids[:-1], 9999))
     refused = {
         r"rollout reply-0, turn reply-0: token id 9999 is outside": [
@@ -284,8 +293,8 @@ def test_what_cannot_be_is_refused_before_anything_adds_up(tuner, model_path):
 def test_a_sampler_that_is_not_the_trainer_is_refused_where_that_is_wanted(model_path):
     with Tuner.open(model_path, lr=1e-2, device="cpu", max_logprob_diff=1e-4) as tuner:
         reply = tuner.sample(ASKED, 1, SHORT)[0]
-        tuner.forward_backward([reply.datum(1.0)])
-        row: Trajectory = reply.datum(1.0).trajectory
+        tuner.forward_backward([reply.to_row(1.0)])
+        row: Trajectory = reply.to_row(1.0).trajectory
         place = row.turns[0].start
         logprobs = (*row.logprobs[:place], row.logprobs[place] - 1, *row.logprobs[place + 1 :])
         off = Datum(rollout_id="off", trajectory=structs.replace(row, logprobs=logprobs), advantages=(1.0,))

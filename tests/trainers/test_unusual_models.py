@@ -10,7 +10,7 @@ from tests.trainers.test_model import CPU, apart, build, gradient
 
 from afield.errors import UsageError
 from afield.options import LoraOptions
-from afield.trainers.logprobs import plain_head
+from afield.trainers.logprobs import has_linear_head
 from afield.trainers.model import PolicyModel
 
 CHUNKED = {
@@ -40,7 +40,7 @@ def test_rows_longer_than_the_chunks_of_attention_are_padded(tmp_path: Path) -> 
 def test_a_model_that_is_its_own_decoder_is_asked_for_its_logits(tmp_path: Path) -> None:
     path = build(tmp_path / "model", "Llama4TextConfig", CHUNKED | {"attention_chunk_size": 64})
     tree, padded = PolicyModel(path, device=CPU), PolicyModel(path, device=CPU, layout="padded")
-    assert not plain_head(tree.model)
+    assert not has_linear_head(tree.model)
     assert apart(gradient(tree), gradient(padded)) < 1e-5
 
 

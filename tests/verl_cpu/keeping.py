@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from afield.errors import UsageError
 from afield.gateway.client import HttpGateway
 from afield.integrations.verl.gateway_actor import (
-    Gateway,
-    GatewayKeeper,
+    GatewayActor,
+    GatewayInfo,
     GatewayOptions,
     actor_name,
-    gateway_of,
+    gateway_info,
 )
 from afield.integrations.verl.weights import send
 from afield.interfaces import SessionSpec
@@ -45,7 +45,7 @@ def refused(weights: Any, version: int) -> str:
     return ""
 
 
-def refused_without(gateway: Gateway, weights: dict[str, Any]) -> str:
+def refused_without(gateway: GatewayInfo, weights: dict[str, Any]) -> str:
     """The engine has a version of this number, and nobody here has written it."""
     written = Path(gateway.weights) / f"v{LAST}"
     aside = written.rename(written.parent / "aside")
@@ -62,7 +62,7 @@ def chat(base_url: str, key: str) -> None:
         response.read()
 
 
-async def under_calls(gateway: Gateway, weights: dict[str, Any]) -> dict[str, Any]:
+async def under_calls(gateway: GatewayInfo, weights: dict[str, Any]) -> dict[str, Any]:
     """Every version up to LAST, while agents call; which versions sampled, and whether a call failed."""
     seen: set[int] = set()
     failed = 0
@@ -98,9 +98,9 @@ async def under_calls(gateway: Gateway, weights: dict[str, Any]) -> dict[str, An
 def main() -> None:
     model = sys.argv[1]
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    keeper = GatewayKeeper.options(name=actor_name()).remote(GatewayOptions(folder="gateway"), model)
+    keeper = GatewayActor.options(name=actor_name()).remote(GatewayOptions(folder="gateway"), model)
     ray.get(keeper.gateway.remote())
-    gateway = gateway_of()
+    gateway = gateway_info()
     weights = load_file(Path(model) / "model.safetensors")
     say(other_start=refused([(name, tensor + 1) for name, tensor in weights.items()], 0))
     say(same_start=refused(weights.items(), 0))

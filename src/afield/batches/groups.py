@@ -15,9 +15,9 @@ from msgspec import structs
 
 from afield import trajectories
 from afield.batches.rewards import by_trained_turn
-from afield.batches.sample import Batch, Form, OwnedTurn, Record, Sample, refused
+from afield.batches.sample import Batch, Form, OwnedTurn, RolloutRecord, Sample, usage_errors
 from afield.batches.tree import moved, nodes_of, sample_of, turns_of
-from afield.batches.verification import line_up
+from afield.batches.verification import check_against_turns
 from afield.errors import UsageError
 from afield.turn_tree import TurnTree
 from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange, VersionSpan
@@ -33,8 +33,8 @@ def from_groups(
     on beside it.
     """
     samples: list[Sample] = []
-    records: list[Record] = []
-    with refused("these groups are no batch"):
+    records: list[RolloutRecord] = []
+    with usage_errors("these groups are no batch"):
         for group in groups:
             for finished in (*group.finished, *([group.baseline] if group.baseline else [])):
                 record = record_of(finished, group, floor)
@@ -43,7 +43,7 @@ def from_groups(
                     if not images:
                         _refuse_images(finished)
                     samples.extend(samples_of(record, finished, form))
-            line_up([group])
+            check_against_turns([group])
         return Batch(form=form, samples=tuple(samples), rollouts=tuple(records))
 
 
@@ -63,7 +63,7 @@ def _refuse_images(finished: RolloutResult) -> None:
     )
 
 
-def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Record:
+def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> RolloutRecord:
     outcome, baseline = finished.outcome, finished is group.baseline
     score = outcome.reward_or_floor(floor)
     if score is not None and not baseline:
@@ -73,7 +73,7 @@ def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Reco
             turn_rewards=by_trained_turn(finished, outcome.turn_rewards),
             named_turn_rewards={name: by_trained_turn(finished, given) for name, given in named},
         )
-    return Record(
+    return RolloutRecord(
         rollout=finished.rollout,
         outcome=outcome,
         epoch=group.epoch,
@@ -84,7 +84,7 @@ def record_of(finished: RolloutResult, group: Group, floor: float = 0.0) -> Reco
     )
 
 
-def samples_of(record: Record, finished: RolloutResult, form: Form) -> list[Sample]:
+def samples_of(record: RolloutRecord, finished: RolloutResult, form: Form) -> list[Sample]:
     known = owned_turns(finished)
     rows = finished.trajectories
     if form == "per_turn":
@@ -204,14 +204,14 @@ def to_groups(batch: Batch) -> list[Group]:
     rows: dict[str, list[Sample]] = {}
     for sample in batch.samples:
         rows.setdefault(sample.rollout_id, []).append(sample)
-    groups: dict[str, list[Record]] = {}
+    groups: dict[str, list[RolloutRecord]] = {}
     for record in batch.rollouts:
         groups.setdefault(record.rollout.group_id, []).append(record)
-    with refused("this batch has no groups"):
+    with usage_errors("this batch has no groups"):
         return [_group(records, rows) for records in groups.values()]
 
 
-def _group(records: Sequence[Record], rows: Mapping[str, list[Sample]]) -> Group:
+def _group(records: Sequence[RolloutRecord], rows: Mapping[str, list[Sample]]) -> Group:
     first = records[0]
     for record in records:
         theirs = (record.rollout.task.id, record.epoch, record.rollout.split)
@@ -234,7 +234,7 @@ def _group(records: Sequence[Record], rows: Mapping[str, list[Sample]]) -> Group
     )
 
 
-def _finished(record: Record, rows: Sequence[Sample]) -> RolloutResult:
+def _finished(record: RolloutRecord, rows: Sequence[Sample]) -> RolloutResult:
     turns: tuple[Turn, ...] = ()
     rebuilt = tuple(row.trajectory for row in rows)
     if all(turn.finish_reason for row in rows for turn in row.turns):

@@ -14,15 +14,15 @@ import msgspec
 from msgspec import Struct
 
 from afield import wire
-from afield.batches.sample import Batch, Record, Sample, made, refused
-from afield.batches.tree import Node, Tree
+from afield.batches.sample import Batch, RolloutRecord, Sample, convert_row, usage_errors
+from afield.batches.tree import Node, TreeBatch
 from afield.errors import UsageError
 
 FORMAT = "afield-batch"
 T = TypeVar("T")
 
 
-class Head(Struct, frozen=True, kw_only=True):
+class FileHeader(Struct, frozen=True, kw_only=True):
     """The first line."""
 
     format: Literal["afield-batch"] = FORMAT
@@ -32,18 +32,18 @@ class Head(Struct, frozen=True, kw_only=True):
     rows: int
 
 
-def write_jsonl(path: Path, batch: Batch | Tree) -> None:
-    rows = batch.nodes if isinstance(batch, Tree) else batch.samples
-    form = "tree" if isinstance(batch, Tree) else batch.form
-    head = Head(form=form, rollouts=len(batch.rollouts), rows=len(rows))
+def write_jsonl(path: Path, batch: Batch | TreeBatch) -> None:
+    rows = batch.nodes if isinstance(batch, TreeBatch) else batch.samples
+    form = "tree" if isinstance(batch, TreeBatch) else batch.form
+    head = FileHeader(form=form, rollouts=len(batch.rollouts), rows=len(rows))
     encoder = msgspec.json.Encoder()
     with path.open("wb") as out:
         for value in (head, *batch.rollouts, *rows):
-            with refused(f"{path} cannot be written"):
+            with usage_errors(f"{path} cannot be written"):
                 out.write(encoder.encode(value) + b"\n")
 
 
-def read_jsonl(path: Path) -> Batch | Tree:
+def read_jsonl(path: Path) -> Batch | TreeBatch:
     """What `write_jsonl` wrote."""
     try:
         with path.open("rb") as file:
@@ -52,11 +52,11 @@ def read_jsonl(path: Path) -> Batch | Tree:
         raise UsageError(f"cannot read {path}: {error}") from error
 
 
-def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | Tree:
-    head = _next(path, lines, Head)
+def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | TreeBatch:
+    head = _next(path, lines, FileHeader)
     if head.v != wire.VERSION:
         raise UsageError(f"{path} has format version {head.v}; this afield reads {wire.VERSION}: upgrade it")
-    rollouts = tuple(_next(path, lines, Record) for _ in range(head.rollouts))
+    rollouts = tuple(_next(path, lines, RolloutRecord) for _ in range(head.rollouts))
     nodes: tuple[Node, ...] = ()
     samples: tuple[Sample, ...] = ()
     if head.form == "tree":
@@ -67,9 +67,9 @@ def _read(path: Path, lines: Iterator[tuple[int, bytes]]) -> Batch | Tree:
         raise UsageError(
             f"{path} line {more[0]}: there is more than the {head.rows} rows that its head names"
         )
-    with refused(f"{path} does not line up"):
+    with usage_errors(f"{path} does not line up"):
         if head.form == "tree":
-            return Tree(nodes=nodes, rollouts=rollouts)
+            return TreeBatch(nodes=nodes, rollouts=rollouts)
         return Batch(form=head.form, samples=samples, rollouts=rollouts)
 
 
@@ -78,13 +78,13 @@ def _row(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
     try:
         return msgspec.json.decode(line, type=into)
     except msgspec.DecodeError:
-        with refused(f"{path} line {number}"):
-            return made(msgspec.json.decode(line, type=dict[str, Any]), into)
+        with usage_errors(f"{path} line {number}"):
+            return convert_row(msgspec.json.decode(line, type=dict[str, Any]), into)
 
 
 def _next(path: Path, lines: Iterator[tuple[int, bytes]], into: type[T]) -> T:
     number, line = _line(path, lines, into)
-    with refused(f"{path} line {number}"):
+    with usage_errors(f"{path} line {number}"):
         return msgspec.json.decode(line, type=into)
 
 

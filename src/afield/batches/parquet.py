@@ -14,30 +14,39 @@ from typing import Any
 import msgspec
 
 from afield import wire
-from afield.batches.jsonl import Head
-from afield.batches.sample import Batch, Record, Sample, in_order, kind_of, made, refused, whose
-from afield.batches.tree import Node, Tree
+from afield.batches.jsonl import FileHeader
+from afield.batches.sample import (
+    Batch,
+    RolloutRecord,
+    Sample,
+    convert_row,
+    describe_row,
+    failure_kind,
+    in_order,
+    usage_errors,
+)
+from afield.batches.tree import Node, TreeBatch
 from afield.errors import UsageError
 
 HEAD = b"afield-batch"
 SPAN = ("start", "end", "low", "high")
 
 
-def write_parquet(path: Path, batch: Batch | Tree) -> None:
+def write_parquet(path: Path, batch: Batch | TreeBatch) -> None:
     arrow = _pyarrow()
     import pyarrow.parquet
 
-    if isinstance(batch, Tree):
+    if isinstance(batch, TreeBatch):
         form, rows, columns = "tree", batch.nodes, _node_columns(arrow)
     else:
         form, rows, columns = batch.form, batch.samples, _sample_columns(arrow)
-    head = Head(form=form, rollouts=len(batch.rollouts), rows=len(rows))
+    head = FileHeader(form=form, rollouts=len(batch.rollouts), rows=len(rows))
     schema = arrow.schema([*_record_columns(arrow), *columns], metadata={HEAD: msgspec.json.encode(head)})
     table = arrow.Table.from_pylist(list(_lines(batch.rollouts, rows)), schema=schema)
     pyarrow.parquet.write_table(table, path)
 
 
-def read_parquet(path: Path) -> Batch | Tree:
+def read_parquet(path: Path) -> Batch | TreeBatch:
     """What `write_parquet` wrote."""
     arrow = _pyarrow()
     import pyarrow.parquet
@@ -51,12 +60,12 @@ def read_parquet(path: Path) -> Batch | Tree:
     wanted = [name for name, _ in (*_record_columns(arrow), *columns)]
     if missing := [name for name in wanted if name not in table.column_names]:
         raise UsageError(f"{path} has no column {missing[0]!r}; `write_parquet` makes a table that has")
-    records: dict[str, tuple[int, Record]] = {}
+    records: dict[str, tuple[int, RolloutRecord]] = {}
     samples: list[Sample] = []
     nodes: list[Node] = []
     rows = 0
     for number, line in enumerate(table.to_pylist()):
-        with refused(f"{path} row {number}"):
+        with usage_errors(f"{path} row {number}"):
             if line["record"] is not None:
                 _remember(records, line)
             if line["row"] is None:
@@ -70,9 +79,9 @@ def read_parquet(path: Path) -> Batch | Tree:
         told = f"{rows} rows of {len(records)} rollouts, and its head names {head.rows} of {head.rollouts}"
         raise UsageError(f"{path} has {told}: write it as a whole")
     rollouts = tuple(record for _, record in sorted(records.values(), key=lambda known: known[0]))
-    with refused(f"{path} does not line up"):
+    with usage_errors(f"{path} does not line up"):
         if head.form == "tree":
-            return Tree(nodes=tuple(nodes), rollouts=rollouts)
+            return TreeBatch(nodes=tuple(nodes), rollouts=rollouts)
         return Batch(form=head.form, samples=in_order(samples), rollouts=rollouts)
 
 
@@ -84,11 +93,11 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-def _head(path: Path, metadata: dict[bytes, bytes]) -> Head:
+def _head(path: Path, metadata: dict[bytes, bytes]) -> FileHeader:
     if HEAD not in metadata:
         raise UsageError(f"{path} was not written by afield: its schema has no {HEAD.decode()!r}")
-    with refused(f"{path}: its head"):
-        head = msgspec.json.decode(metadata[HEAD], type=Head)
+    with usage_errors(f"{path}: its head"):
+        head = msgspec.json.decode(metadata[HEAD], type=FileHeader)
     if head.v != wire.VERSION:
         raise UsageError(f"{path} has format version {head.v}; this afield reads {wire.VERSION}: upgrade it")
     return head
@@ -97,7 +106,7 @@ def _head(path: Path, metadata: dict[bytes, bytes]) -> Head:
 # --- lines ---------------------------------------------------------------------------------------
 
 
-def _lines(records: Iterable[Record], rows: Iterable[Sample | Node]) -> Iterable[dict[str, Any]]:
+def _lines(records: Iterable[RolloutRecord], rows: Iterable[Sample | Node]) -> Iterable[dict[str, Any]]:
     """In the order of the rows, then what has none."""
     known = {record.rollout.id: (n, record) for n, record in enumerate(records)}
     about = {rollout_id: _record_line(n, record) for rollout_id, (n, record) in known.items()}
@@ -109,7 +118,7 @@ def _lines(records: Iterable[Record], rows: Iterable[Sample | Node]) -> Iterable
     yield from (line for rollout_id, line in about.items() if rollout_id not in shown)
 
 
-def _record_line(number: int, record: Record) -> dict[str, Any]:
+def _record_line(number: int, record: RolloutRecord) -> dict[str, Any]:
     return {
         "rollout": number,
         "rollout_id": record.rollout.id,
@@ -120,14 +129,14 @@ def _record_line(number: int, record: Record) -> dict[str, Any]:
         "baseline": record.baseline,
         "reward": record.outcome.reward,
         "score": record.score,
-        "failure": kind_of(record.outcome),
+        "failure": failure_kind(record.outcome),
         "attempts": record.attempts,
         "record": msgspec.json.encode(record).decode(),
     }
 
 
-def _remember(records: dict[str, tuple[int, Record]], line: dict[str, Any]) -> None:
-    record = msgspec.json.decode(line["record"], type=Record)
+def _remember(records: dict[str, tuple[int, RolloutRecord]], line: dict[str, Any]) -> None:
+    record = msgspec.json.decode(line["record"], type=RolloutRecord)
     if line["rollout"] is None:
         raise ValueError(f"rollout {record.rollout.id}: it has no place, the column 'rollout' is null")
     for name, value in _record_line(line["rollout"], record).items():
@@ -155,8 +164,8 @@ def _sample_line(sample: Sample) -> dict[str, Any]:
 
 def _sample(line: dict[str, Any]) -> Sample:
     if line["record"] is None:
-        raise ValueError(f"{whose(line)}: it has no record, the column 'record' is null")
-    record = msgspec.json.decode(line["record"], type=Record)
+        raise ValueError(f"{describe_row(line)}: it has no record, the column 'record' is null")
+    record = msgspec.json.decode(line["record"], type=RolloutRecord)
     given = {
         **{name: line[name] for name in _SAMPLE},
         "versions": _read_spans(line["versions"]),
@@ -164,10 +173,10 @@ def _sample(line: dict[str, Any]) -> Sample:
         "group_id": record.rollout.group_id,
         "score": record.score,
         "rewards": record.outcome.rewards,
-        "failure": kind_of(record.outcome),
+        "failure": failure_kind(record.outcome),
         "attempts": record.attempts,
     }
-    return made(given, Sample)
+    return convert_row(given, Sample)
 
 
 def _node_line(number: int, node: Node) -> dict[str, Any]:
@@ -186,10 +195,10 @@ def _node_line(number: int, node: Node) -> dict[str, Any]:
 
 def _node(line: dict[str, Any]) -> Node:
     if line["record"] is None and line["rollout_id"]:
-        raise ValueError(f"{whose(line)}: it has no record, the column 'record' is null")
+        raise ValueError(f"{describe_row(line)}: it has no record, the column 'record' is null")
     given = {**{name: line[name] for name in Node.__struct_fields__}}
     given["versions"] = _read_spans(line["versions"])
-    return made(given, Node)
+    return convert_row(given, Node)
 
 
 def _spans(row: Sample | Node) -> list[dict[str, int]]:

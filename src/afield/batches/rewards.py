@@ -1,8 +1,8 @@
-"""What of an outcome counts: its reward, several named ones weighed, or those of single turns.
+"""Reward weighting, per-turn rewards and discounted returns.
 
-Nothing is added up unless someone says how. `weighed` makes one reward of named ones, by weights that
-name each of them; `turn_returns` what each turn led to. A name or a turn that is not there is an error that
-names it and its rollout; `usable` makes it that rollout's failure while rollouts are still collected.
+1. `weigh_rewards` replaces each reward by the weighted sum of the outcome's named rewards.
+2. `turn_returns` computes the discounted return of every trained turn.
+3. `validated_outcome` turns a reward for an unknown name or turn into the rollout's verifier failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from afield.types import Failure, FailureKind, Group, Outcome, Reason, RolloutRe
 # --- named rewards -------------------------------------------------------------------------------
 
 
-def weighed(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group]:
+def weigh_rewards(groups: Iterable[Group], weights: Mapping[str, float]) -> list[Group]:
     """The same groups, each outcome's reward being its named rewards by these weights; and the reward of each
     turn the one without a name and its named ones by the same weights.
 
@@ -164,7 +164,9 @@ def unused_turn_rewards(
 # --- before it is too late -----------------------------------------------------------------------
 
 
-def usable(finished: RolloutResult, names: Iterable[str] = (), max_reward: float = math.inf) -> Outcome:
+def validated_outcome(
+    finished: RolloutResult, names: Iterable[str] = (), max_reward: float = math.inf
+) -> Outcome:
     """Its outcome; or, where rewards name what is not there or are out of bounds, the verifier's failure in
     its place.
 

@@ -2,7 +2,7 @@
 
 A `Sample` is one row: the ids before the first token it owns, the ids from there on, and for each of those
 its mask and log-probability; offsets of turns and versions count from the start of the response. Only
-rollouts that carry a score have samples; a `Batch` keeps a `Record` of every rollout, so that none is lost.
+rollouts that carry a score have samples; a `Batch` keeps a `RolloutRecord` of every rollout.
 A batch that exists lines up: every owned turn is owned by one row only, the weights of a rollout add up to
 1, and scores agree. What does not is refused, naming rollout and turn.
 """
@@ -169,7 +169,7 @@ def check_logprobs(logprobs: Iterable[float], where: str) -> None:
             raise ValueError(f"{where}: the log-probability {value:g} is above 0")
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class RolloutRecord(Struct, frozen=True, kw_only=True):
     """A rollout and what came of it, trained or not. `score` is what trains; None leaves it out.
     Of one that trains, the outcome's `turn_rewards` and `named_turn_rewards` are by trained turns and their
     ids.
@@ -191,7 +191,7 @@ class Record(Struct, frozen=True, kw_only=True):
 class Batch(Struct, frozen=True, kw_only=True):
     form: Form
     samples: tuple[Sample, ...]
-    rollouts: tuple[Record, ...]
+    rollouts: tuple[RolloutRecord, ...]
 
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
@@ -213,8 +213,8 @@ class Batch(Struct, frozen=True, kw_only=True):
         return tuple(sample for sample in self.samples if sample.rollout_id == rollout_id)
 
 
-def by_id(records: Iterable[Record]) -> dict[str, Record]:
-    known: dict[str, Record] = {}
+def by_id(records: Iterable[RolloutRecord]) -> dict[str, RolloutRecord]:
+    known: dict[str, RolloutRecord] = {}
     for record in records:
         if record.rollout.id in known:
             raise ValueError(f"rollout {record.rollout.id} is in the batch more than once")
@@ -224,14 +224,14 @@ def by_id(records: Iterable[Record]) -> dict[str, Record]:
     return known
 
 
-def check_sample(sample: Sample, known: dict[str, Record]) -> None:
+def check_sample(sample: Sample, known: dict[str, RolloutRecord]) -> None:
     """A sample says of its rollout what the rollout's record says."""
     record = known.get(sample.rollout_id)
     if record is None:
         raise ValueError(f"{sample.where}: the batch has no record of this rollout")
     if not record.trains:
         raise ValueError(f"{sample.where}: a rollout that does not train has rows")
-    theirs = (record.rollout.group_id, record.score, record.outcome.rewards, kind_of(record.outcome))
+    theirs = (record.rollout.group_id, record.score, record.outcome.rewards, failure_kind(record.outcome))
     if (sample.group_id, sample.score, sample.rewards, sample.failure) != theirs:
         raise ValueError(f"{sample.where}: group, score, rewards or failure differ from its rollout's record")
     if sample.attempts != record.attempts:
@@ -297,7 +297,7 @@ def in_order(samples: Iterable[Sample]) -> tuple[Sample, ...]:
     return tuple(next(sorted_rows[sample.rollout_id]) for sample in given)
 
 
-def check_rewards(record: Record, owned: set[str]) -> None:
+def check_rewards(record: RolloutRecord, owned: set[str]) -> None:
     outcome = record.outcome
     rewarded = set(outcome.turn_rewards).union(*outcome.named_turn_rewards.values())
     if stray := sorted(rewarded - owned) if record.trains else []:
@@ -305,11 +305,11 @@ def check_rewards(record: Record, owned: set[str]) -> None:
         raise ValueError(f"{where}: it has a reward, and no row owns it")
 
 
-def kind_of(outcome: Outcome) -> str:
+def failure_kind(outcome: Outcome) -> str:
     return str(outcome.failure.kind) if outcome.failure else ""
 
 
-def whose(line: Mapping[str, Any]) -> str:
+def describe_row(line: Mapping[str, Any]) -> str:
     """Rollout and first turn of a sample or a node that may be wrong in any way."""
     turns = line.get("turns") or [line.get("turn")]
     first = turns[0] if isinstance(turns, list | tuple) else None
@@ -317,17 +317,17 @@ def whose(line: Mapping[str, Any]) -> str:
     return f"rollout {line.get('rollout_id') or '(none)'}, turn {turn or '(none)'}"
 
 
-def made(line: Mapping[str, Any], into: type[T]) -> T:
+def convert_row(line: Mapping[str, Any], into: type[T]) -> T:
     """With rollout and turn in the message where a value is not even of its type."""
     try:
         return msgspec.convert(line, into)
     except msgspec.ValidationError as error:
         told = str(error)
-        raise ValueError(told if told.startswith("rollout ") else f"{whose(line)}: {told}") from error
+        raise ValueError(told if told.startswith("rollout ") else f"{describe_row(line)}: {told}") from error
 
 
 @contextmanager
-def refused(what: str) -> Generator[None]:
+def usage_errors(what: str) -> Generator[None]:
     """What does not line up is a person's to mend: the message says where."""
     try:
         yield

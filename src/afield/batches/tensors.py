@@ -14,7 +14,16 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from afield.batches.sample import Batch, OwnedTurn, Record, Sample, in_order, kind_of, refused, whose
+from afield.batches.sample import (
+    Batch,
+    OwnedTurn,
+    RolloutRecord,
+    Sample,
+    describe_row,
+    failure_kind,
+    in_order,
+    usage_errors,
+)
 from afield.errors import UsageError
 from afield.types import VersionSpan
 
@@ -138,23 +147,23 @@ def from_tensordict(tensors: Any) -> Batch:
     both = torch.cat([tensors["prompts"], tensors["responses"]], dim=1)
     columns = {name: tensors[name].tolist() for name in TENSORS}
     columns |= {name: list(tensors.get(name).tolist()) for name in OTHERS if name not in ("form", "rowless")}
-    records: dict[int, Record] = {}
+    records: dict[int, RolloutRecord] = {}
     samples: list[Sample] = []
-    with refused("the TensorDict does not line up"):
+    with usage_errors("the TensorDict does not line up"):
         for n in range(len(both)):
             line = {name: values[n] for name, values in columns.items()}
-            record = msgspec.json.decode(line["record"], type=Record)
+            record = msgspec.json.decode(line["record"], type=RolloutRecord)
             if records.setdefault(line["rollout"], record) != record:
                 raise ValueError(f"rollout {line['rollout_id']} has two records that differ")
             if not bool((both[n] == tensors["input_ids"][n]).all()):
                 raise ValueError(f"{_where(line)}: input_ids are not its prompt and response")
             samples.append(_sample(line, record, lambda value: tensors["scores"].new_tensor(value).item()))
-        idle = msgspec.json.decode(tensors["rowless"], type=list[tuple[int, Record]])
+        idle = msgspec.json.decode(tensors["rowless"], type=list[tuple[int, RolloutRecord]])
         rollouts = [record for _, record in sorted((*records.items(), *idle), key=lambda known: known[0])]
         return Batch(form=tensors["form"], samples=in_order(samples), rollouts=tuple(rollouts))
 
 
-def _sample(line: dict[str, Any], record: Record, rounded: Callable[[float], float]) -> Sample:
+def _sample(line: dict[str, Any], record: RolloutRecord, rounded: Callable[[float], float]) -> Sample:
     where = _where(line)
     if line["rollout_id"] != record.rollout.id or line["group_id"] != record.rollout.group_id:
         raise ValueError(f"{where}: its record is of rollout {record.rollout.id}")
@@ -178,7 +187,7 @@ def _sample(line: dict[str, Any], record: Record, rounded: Callable[[float], flo
         weight=line["weight"],
         score=record.score if record.score is not None else math.nan,
         rewards=record.outcome.rewards,
-        failure=kind_of(record.outcome),
+        failure=failure_kind(record.outcome),
         attempts=record.attempts,
     )
     _check_columns(sample, line, rounded)
@@ -186,7 +195,7 @@ def _sample(line: dict[str, Any], record: Record, rounded: Callable[[float], flo
 
 
 def _where(line: dict[str, Any]) -> str:
-    return whose(line | {"turns": msgspec.json.decode(line["turns"])})
+    return describe_row(line | {"turns": msgspec.json.decode(line["turns"])})
 
 
 def _check_columns(sample: Sample, line: dict[str, Any], rounded: Callable[[float], float]) -> None:

@@ -15,13 +15,13 @@ from afield import trajectories
 from afield.batches.sample import (
     Batch,
     OwnedTurn,
-    Record,
+    RolloutRecord,
     Sample,
     by_id,
     check_ids,
     check_logprobs,
     check_rewards,
-    refused,
+    usage_errors,
 )
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Trajectory, Turn, TurnStatus, VersionSpan, check_cover
@@ -64,9 +64,9 @@ class Node(Struct, frozen=True, kw_only=True):
         return f"rollout {self.rollout_id or '(shared)'}, turn {self.turn.id if self.turn else '(prompt)'}"
 
 
-class Tree(Struct, frozen=True, kw_only=True):
+class TreeBatch(Struct, frozen=True, kw_only=True):
     nodes: tuple[Node, ...]
-    rollouts: tuple[Record, ...]
+    rollouts: tuple[RolloutRecord, ...]
 
     def __post_init__(self) -> None:
         known = by_id(self.rollouts)
@@ -114,25 +114,25 @@ class Tree(Struct, frozen=True, kw_only=True):
                 prompts.append(())
             if node.turn is not None:
                 nodes.setdefault(node.rollout_id, []).append(node)
-        with refused("this tree has no rows"):
+        with usage_errors("this tree has no rows"):
             samples = [
                 s for record in self.rollouts for s in rows_of(record, nodes.get(record.rollout.id, []))
             ]
             return Batch(form="linear", samples=tuple(samples), rollouts=self.rollouts)
 
 
-def to_tree(batch: Batch, *, share: bool = True) -> Tree:
+def to_tree(batch: Batch, *, share: bool = True) -> TreeBatch:
     groups: dict[str, list[list[Node]]] = {}
     rows: dict[str, list[Sample]] = {}
     for sample in batch.samples:
         rows.setdefault(sample.rollout_id, []).append(sample)
-    with refused("this batch has no tree"):
+    with usage_errors("this batch has no tree"):
         for mine in rows.values():
             groups.setdefault(mine[0].group_id, []).append(nodes_of(mine))
         table: list[Node] = []
         for group_id, members in groups.items():
             _add_group(table, group_id, members, share=share)
-        return Tree(nodes=tuple(table), rollouts=batch.rollouts)
+        return TreeBatch(nodes=tuple(table), rollouts=batch.rollouts)
 
 
 def _add_group(table: list[Node], group_id: str, members: list[list[Node]], *, share: bool) -> None:
@@ -245,7 +245,7 @@ def turns_of(nodes: Sequence[Node]) -> list[Turn]:
     return turns
 
 
-def rows_of(record: Record, nodes: Sequence[Node]) -> list[Sample]:
+def rows_of(record: RolloutRecord, nodes: Sequence[Node]) -> list[Sample]:
     """The linear rows of one rollout."""
     ordered = sorted(nodes, key=lambda node: node.turn.order if node.turn else 0)
     known = {node.turn.id: node.turn for node in ordered if node.turn}
@@ -253,7 +253,7 @@ def rows_of(record: Record, nodes: Sequence[Node]) -> list[Sample]:
     return [sample_of(record, row, trajectory, known) for row, trajectory in enumerate(linear)]
 
 
-def sample_of(record: Record, row: int, trajectory: Trajectory, known: dict[str, OwnedTurn]) -> Sample:
+def sample_of(record: RolloutRecord, row: int, trajectory: Trajectory, known: dict[str, OwnedTurn]) -> Sample:
     """A row as a sample. `known` has the turns it owns; where they lie is taken from the row."""
     where = f"rollout {record.rollout.id}"
     if not trajectory.turns:

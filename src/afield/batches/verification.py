@@ -15,7 +15,7 @@ from afield.errors import UsageError
 from afield.types import Group, RolloutResult, Trajectory, Turn, TurnRange
 
 
-def line_up(groups: Iterable[Group]) -> None:
+def check_against_turns(groups: Iterable[Group]) -> None:
     """Refuse rows that are not what was recorded. A rollout that came without its turns has only its rows."""
     for group in groups:
         for finished in group.finished:

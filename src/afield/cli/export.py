@@ -13,9 +13,9 @@ import msgspec
 from afield.batches.groups import from_groups
 from afield.batches.jsonl import write_jsonl
 from afield.batches.parquet import write_parquet
-from afield.batches.rewards import weighed
+from afield.batches.rewards import weigh_rewards
 from afield.batches.sample import Batch
-from afield.batches.tree import Tree, to_tree
+from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
 from afield.orchestrator.run_directory import RunDirectory, find_run
 from afield.orchestrator.run_state import RunState
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             f"run {found.id} has trained on nothing{'' if args.step is None else ' in that step'}"
         )
     if weights := reward_weights(found):
-        groups = weighed(groups, weights)
+        groups = weigh_rewards(groups, weights)
     batch = from_groups(groups, "per_turn" if args.form == "per-turn" else "linear")
     made = to_tree(batch) if args.form == "tree" else batch
     write(args.out, args.format, made)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "groups": len(groups),
         "dropped_groups": dropped,
         "rollouts": len(batch.rollouts),
-        "rows": len(made.nodes if isinstance(made, Tree) else made.samples),
+        "rows": len(made.nodes if isinstance(made, TreeBatch) else made.samples),
         "sampled_tokens": sum(sample.owned for sample in batch.samples),
     }
     if args.json:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write(out: Path, format: str, batch: Batch | Tree) -> None:
+def write(out: Path, format: str, batch: Batch | TreeBatch) -> None:
     """As a whole or not at all."""
     partial = out.with_name(f"{out.name}.partial")
     try:

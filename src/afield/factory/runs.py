@@ -55,7 +55,7 @@ def trainer(config: TrainConfig) -> Trainer:
     made = choose("trainer", config.trainer, TRAINERS)
     told = structs.asdict(config.learn)
     if told["devices"] > 1:
-        made = load("trainers.fsdp.trainer:Sharded")
+        made = load("trainers.fsdp.trainer:FSDPTrainer")
     else:
         del told["devices"]
     told["device"] = told["device"] or None

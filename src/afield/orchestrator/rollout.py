@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeVar
 
 from afield import wire
-from afield.batches.rewards import usable
+from afield.batches.rewards import validated_outcome
 from afield.errors import RETRIED, Outage, Unavailable, UsageError, first_cause
 from afield.interfaces import Gateway, Runtime, SessionRecord, Transport
 from afield.orchestrator.attempt import AttemptRunner
@@ -256,7 +256,9 @@ class RolloutRunner:
             return outcome, SessionRecord(trajectories=(), excluded=())
         names = self._plan.rewards if rollout.split is Split.TRAIN else ()
         outcome = self._sampled(outcome, record)
-        return usable(finished_of(rollout, outcome, record, 1), names, self._plan.max_reward), record
+        return validated_outcome(
+            finished_of(rollout, outcome, record, 1), names, self._plan.max_reward
+        ), record
 
     def _sampled(self, outcome: Outcome, record: SessionRecord) -> Outcome:
         """A reward that nothing was sampled for trains nothing, and would still move its group's baseline."""

@@ -50,7 +50,7 @@ class TooLong(NamedTuple):
         )
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """The rollouts that carry an advantage. One without rows still counts in the denominators."""
 
     rollout_ids: tuple[str, ...]
@@ -62,7 +62,7 @@ class Batch(NamedTuple):
         return sum(row.trajectory.owned for row in self.rows)
 
 
-def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None) -> Batch:
+def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None) -> TrainingBatch:
     """Rollouts that are not in `earned` stay out, and so do rows of more than `context` tokens."""
     ids: list[str] = []
     rows: list[Row] = []
@@ -83,7 +83,7 @@ def to_batch(groups: Iterable[Group], earned: Earned, context: int | None = None
     if repeated := [i for i, times in Counter(ids).items() if times > 1]:
         raise UsageError(f"rollouts {repeated} are in the batch more than once; train on each once")
     _tell(too_long)
-    return Batch(tuple(ids), tuple(rows), tuple(too_long))
+    return TrainingBatch(tuple(ids), tuple(rows), tuple(too_long))
 
 
 def images_of(finished: RolloutResult, trajectory: Trajectory) -> tuple[Image, ...]:

@@ -15,7 +15,7 @@ from msgspec import Struct, structs
 from afield.advantages import AdvantageEstimator, compute_advantages
 from afield.errors import UsageError
 from afield.trainers.batch import Row, to_batch
-from afield.trainers.diagnostics import line_up
+from afield.trainers.diagnostics import check_against_turns
 from afield.types import FinishReason, Group, Image, Message, Sampling, Trajectory, TurnRange, VersionSpan
 
 
@@ -30,7 +30,7 @@ class Datum(Struct, frozen=True, kw_only=True):
     images: tuple[Image, ...] = ()
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class SampledReply(Struct, frozen=True, kw_only=True):
     """What the policy said to a prompt. `prompt_ids` is all that came before, earlier replies included."""
 
     id: str
@@ -41,7 +41,7 @@ class Reply(Struct, frozen=True, kw_only=True):
     finish: FinishReason
     sampling: Sampling
     message: Message
-    before: Reply | None = None
+    previous: SampledReply | None = None
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -52,13 +52,13 @@ class Reply(Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         return self.message.content
 
-    def conversation(self) -> Iterator[Reply]:
+    def conversation(self) -> Iterator[SampledReply]:
         """From the first reply to this one."""
-        if self.before is not None:
-            yield from self.before.conversation()
+        if self.previous is not None:
+            yield from self.previous.conversation()
         yield self
 
-    def datum(self, advantage: float | Sequence[float]) -> Datum:
+    def to_row(self, advantage: float | Sequence[float]) -> Datum:
         """The whole conversation as one sequence; with one advantage for all replies, or one for each.
         Numbers may be those of numpy or torch."""
         replies = [reply for reply in self.conversation() if reply.token_ids]
@@ -93,7 +93,9 @@ class Reply(Struct, frozen=True, kw_only=True):
         )
 
 
-def taught(name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weight: float = 1.0) -> Datum:
+def supervised_row(
+    name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weight: float = 1.0
+) -> Datum:
     """A sequence nobody sampled, to be imitated: for the loss "cross_entropy"."""
     start, end = len(prompt_ids), len(prompt_ids) + len(token_ids)
     if start == end:
@@ -109,11 +111,11 @@ def taught(name: str, prompt_ids: Sequence[int], token_ids: Sequence[int], weigh
     return Datum(rollout_id=name, trajectory=trajectory, advantages=(float(weight),))
 
 
-def data_from(
+def rows_from_groups(
     groups: Sequence[Group], advantage: AdvantageEstimator = "grpo", *, floor: float = 0.0
 ) -> list[Datum]:
     """The rollouts that afield collected, with their advantages, checked against their recorded turns."""
-    line_up(groups)
+    check_against_turns(groups)
     rows = to_batch(groups, compute_advantages(groups, advantage, floor=floor)).rows
     return [
         Datum(

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from afield.exclusions import ExclusionReason, UntrainedReason
 from afield.token_account import TokenAccount, failure_reason
-from afield.trainers.batch import Batch
+from afield.trainers.batch import TrainingBatch
 from afield.types import Group
 
 
-def delivery(groups: Sequence[Group], batch: Batch, *, pulled: bool = False) -> TokenAccount:
+def delivery(groups: Sequence[Group], batch: TrainingBatch, *, pulled: bool = False) -> TokenAccount:
     """The account of a batch. `pulled`: the loss has a term that also moves rows without an advantage."""
     excluded: Counter[str] = Counter()
     excluded[ExclusionReason.TOO_LONG] = sum(row.owned for row in batch.too_long)

@@ -1,6 +1,6 @@
 """What every step is checked for and has to tell.
 
-Before any weight changes: rows have to be what the recorded turns say, every turn trained once (`line_up`);
+Before any weight changes rows are compared with the recorded turns (`check_against_turns`),
 and the policy has to give sampled tokens a finite log-probability, if wanted no further from the sampler's
 than a bound. What is not so is refused by rollout and turn.
 Every step tells how far sampler and trainer are apart, how much of what was sampled is trained and why
@@ -16,20 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from afield.batches.verification import line_up
+from afield.batches.verification import check_against_turns
 from afield.errors import UsageError
 from afield.token_account import word
 from afield.trainers.batch import Row
 from afield.trainers.delivery import delivery
-from afield.trainers.losses import Loss, effective
+from afield.trainers.losses import LossOutputs, effective_sample_size
 from afield.trainers.micro_batches import MicroBatch
 
-__all__ = ["Apart", "BatchDiagnostics", "delivery", "line_up"]
+__all__ = ["BatchDiagnostics", "LogprobDifference", "check_against_turns", "delivery"]
 
 # --- what a step tells ---------------------------------------------------------------------------
 
 
-class Apart(NamedTuple):
+class LogprobDifference(NamedTuple):
     """The token about which sampler and trainer disagree most."""
 
     by: float
@@ -46,17 +46,17 @@ class BatchDiagnostics:
     def __init__(self, bound: float | None = None, version: int | None = None) -> None:
         self.bound = bound
         self.version = version
-        self.worst = Apart(0.0, "", 0)
+        self.worst = LogprobDifference(0.0, "", 0)
         self.tokens: dict[str, list[Tensor]] = {}
         self.updates: dict[str, list[float]] = {}
         self.counts: Counter[str] = Counter()
         self.tiers: dict[str, list[Tensor]] = {}
 
-    def compare(self, batch: MicroBatch, logp: Tensor) -> None:
+    def compare_logprobs(self, batch: MicroBatch, logp: Tensor) -> None:
         """Policy against sampler, before any update; refuses what is not a number."""
         logp = logp.detach()
         if (wrong := torch.nonzero(~torch.isfinite(logp)).flatten()).numel():
-            where, place = place_of(batch, int(wrong[0]))
+            where, place = locate_token(batch, int(wrong[0]))
             raise UsageError(
                 f"{where}: the policy gives token {place} a log-probability of"
                 f" {float(logp[wrong[0]])}; its weights are broken or it is not the model that sampled"
@@ -69,9 +69,9 @@ class BatchDiagnostics:
             self.tiers.setdefault(tier, []).append(part)
         most = int(apart.argmax())
         if float(apart[most]) > self.worst.by:
-            self.worst = Apart(float(apart[most]), *place_of(batch, most))
+            self.worst = LogprobDifference(float(apart[most]), *locate_token(batch, most))
 
-    def settle(self) -> None:
+    def check_bound(self) -> None:
         """Refuse a step whose sampler and trainer are too far apart. To be called before weights change."""
         if self.bound is not None and self.worst.by > self.bound:
             raise UsageError(
@@ -80,7 +80,7 @@ class BatchDiagnostics:
                 " do both have the same weights, and is the sampler stale or less precise?"
             )
 
-    def add(self, batch: MicroBatch, loss: Loss) -> None:
+    def add_loss(self, batch: MicroBatch, loss: LossOutputs) -> None:
         self._see(
             ratio=loss.ratio,
             clipped=loss.clipped.float(),
@@ -114,7 +114,8 @@ class BatchDiagnostics:
             "clip_share": float(seen["clipped"].mean()),
             "importance_mean": float(seen["importance"].mean()),
             "importance_truncated_share": float(seen["truncated"].mean()),
-            "importance_effective_share": effective(seen["importance"]) / seen["importance"].numel(),
+            "importance_effective_share": effective_sample_size(seen["importance"])
+            / seen["importance"].numel(),
             **({"kl": float(seen["kl"].mean())} if "kl" in seen else {}),
             **(self._compared(seen["entropy"], seen["diff"]) if "diff" in seen else {}),
             **{name: float(count) for name, count in self.counts.items()},
@@ -136,7 +137,7 @@ class BatchDiagnostics:
         return told
 
 
-def place_of(batch: MicroBatch, token: int) -> tuple[str, int]:
+def locate_token(batch: MicroBatch, token: int) -> tuple[str, int]:
     """Rollout and turn of a sampled token, and where it is in its row."""
     row, place = batch.rows[int(batch.row[token])], int(batch.place[token])
     turn = next(turn.id for turn in row.trajectory.turns if turn.start <= place < turn.end)

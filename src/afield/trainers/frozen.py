@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from afield.advantages import compute_advantages
-from afield.batches.verification import line_up
+from afield.batches.verification import check_against_turns
 from afield.errors import DamagedFile, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.trainers.batch import check_rows, to_batch
@@ -33,7 +33,7 @@ class Frozen:
         self.context: int | None = self._config.get("max_position_embeddings")
 
     def step(self, groups: Sequence[Group]) -> StepReport:
-        line_up(groups)
+        check_against_turns(groups)
         batch = to_batch(groups, compute_advantages(groups, floor=self.floor), self.context)
         check_rows(batch.rows, vocabulary=self._config["vocab_size"], context=self.context, no_images="")
         self.steps += 1

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import torch
 
 from afield.advantages import AdvantageEstimator, compute_advantages, rewards_of
-from afield.batches.rewards import turn_returns, unused_turn_rewards, weighed
+from afield.batches.rewards import turn_returns, unused_turn_rewards, weigh_rewards
 from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.options import LoraOptions, Thinking
 from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
-from afield.trainers.batch import Batch, Row, check_rows, to_batch
-from afield.trainers.diagnostics import BatchDiagnostics, delivery, line_up
+from afield.trainers.batch import Row, TrainingBatch, check_rows, to_batch
+from afield.trainers.diagnostics import BatchDiagnostics, check_against_turns, delivery
 from afield.trainers.losses import (
     DEFAULT_CLIP,
     DUAL_CLIP,
@@ -37,12 +37,12 @@ from afield.trainers.losses import (
     Importance,
     LossName,
     Objective,
-    among,
-    loss_of,
-    weights,
+    check_choice,
+    compute_loss,
+    token_weights,
 )
 from afield.trainers.micro_batches import LayoutName
-from afield.trainers.model import Dtype, PolicyModel, device_of
+from afield.trainers.model import Dtype, PolicyModel, pick_device
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.optimizer import Optimizer, Scores
 from afield.trainers.publication import KEPT
@@ -71,8 +71,8 @@ class GRPO:
     kept with checkpoints.
     """
 
-    policy_kind = PolicyModel
-    updates_kind = Optimizer
+    model_class = PolicyModel
+    optimizer_class = Optimizer
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class GRPO:
         thinking: Thinking = "preserve",
         rounding: RoundingName = "stochastic",
     ) -> None:
-        among(loss, LossName, "loss")
+        check_choice(loss, LossName, "loss")
         for name, value in (("minibatches", minibatches), ("epochs", epochs)):
             if value < 1:
                 raise UsageError(f"{name} = {value} must be at least 1")
         self.model_path = Path(model_path)
-        self.device = device_of(device)
+        self.device = pick_device(device)
         self.lora = lora if lora and lora.rank else None
-        self.policy = self.policy_kind(
+        self.policy = self.model_class(
             self.model_path,
             device=self.device,
             dtype=dtype,
@@ -127,7 +127,7 @@ class GRPO:
             reference=kl > 0,
             layout=layout,
         )
-        self.updates = self.updates_kind(
+        self.optimizer = self.optimizer_class(
             self.policy,
             lr=lr,
             eps=eps,
@@ -140,10 +140,10 @@ class GRPO:
             loss, bounds, dual_clip, importance, importance_cap, kl, kl_estimator, entropy
         )
         self.aggregate: Aggregate = USUAL_AGGREGATE[loss] if aggregate == "auto" else aggregate
-        among(self.aggregate, Aggregate, "aggregate")
-        among(importance, Importance, "importance")
-        among(kl_estimator, Estimator, "KL estimator")
-        among(rounding, RoundingName, "rounding")
+        check_choice(self.aggregate, Aggregate, "aggregate")
+        check_choice(importance, Importance, "importance")
+        check_choice(kl_estimator, Estimator, "KL estimator")
+        check_choice(rounding, RoundingName, "rounding")
         self.rounding: RoundingName = rounding
         self.length = length
         if self.aggregate == "constant" and length is None:
@@ -154,14 +154,14 @@ class GRPO:
         self.skipped = 0  # updates in a row whose gradient was not finite
         self.version: int | None = None  # of the weights that were published last
         self.engine_dtype: str | None = None  # for which they were
-        self.control: float | None = None
+        self.control_logprob_diff: float | None = None
         self._warned = False
         self.minibatches = minibatches
         self.epochs = epochs
         self.floor = floor
         # Dr. GRPO is what it is for not dividing.
         divided = advantage != "grpo" or (scale and loss != "dr_grpo")
-        self.how: AdvantageEstimator = advantage if divided else "dr_grpo"
+        self.estimator: AdvantageEstimator = advantage if divided else "dr_grpo"
         self.rewards = dict(rewards or {})
         self.credit: Literal["outcome", "turns"] = credit
         self.discount = discount
@@ -185,7 +185,7 @@ class GRPO:
             return self._step(groups)
         except torch.OutOfMemoryError as error:
             told = str(error).partition(". ")[0]
-            size = self.updates.max_tokens_per_pass
+            size = self.optimizer.max_tokens_per_pass
             raise Unavailable(
                 f"the trainer has too little memory ({told}); go on with max_tokens_per_pass below {size},"
                 " checkpointing, or more devices"
@@ -198,12 +198,12 @@ class GRPO:
         pulled = self.objective.kl or self.objective.entropy
         rows = [row for row in batch.rows if row.trajectory.owned and (pulled or any(row.advantages))]
         audit = BatchDiagnostics(self.max_logprob_diff, self.version)
-        if self.control is None and self.engine_dtype:
-            self.control = self._control(rows or batch.rows)
-        proximal = self.updates.score(rows, audit) if self.minibatches * self.epochs > 1 else None
+        if self.control_logprob_diff is None and self.engine_dtype:
+            self.control_logprob_diff = self._control(rows or batch.rows)
+        proximal = self.optimizer.score(rows, audit) if self.minibatches * self.epochs > 1 else None
         if not rows:  # nothing to learn, and to see whether sampler and trainer agree all the same
-            self.updates.score([row for row in batch.rows if row.trajectory.owned], audit)
-        audit.settle()
+            self.optimizer.score([row for row in batch.rows if row.trajectory.owned], audit)
+        audit.check_bound()
         for rollouts in self._minibatches(batch.rollout_ids):
             self._update(batch, rows, rollouts, proximal, audit)
         account = delivery(groups, batch, pulled=bool(pulled))
@@ -227,14 +227,14 @@ class GRPO:
         """What the engine's own arithmetic makes of the sampler, on the tokens of this step."""
         if not (rows := [row for row in rows if row.trajectory.owned]):
             return None
-        found = self.updates.control(rows, dtype_of(self.engine_dtype or "float32"))
+        found = self.optimizer.control_logprob_diff(rows, dtype_of(self.engine_dtype or "float32"))
         return None if found is None else max(found, LEAST)
 
     def _compared(self, metrics: dict[str, float]) -> dict[str, float]:
         """Sampler and trainer in units of the control; told when they are too far apart to be explained."""
-        if self.control is None or "logprob_diff" not in metrics:
+        if self.control_logprob_diff is None or "logprob_diff" not in metrics:
             return metrics
-        times = metrics["logprob_diff"] / self.control
+        times = metrics["logprob_diff"] / self.control_logprob_diff
         if times > FAR and not self._warned:
             self._warned = True
             log.warning(
@@ -244,19 +244,23 @@ class GRPO:
                 metrics["logprob_diff"],
                 times,
                 self.engine_dtype,
-                self.control,
+                self.control_logprob_diff,
             )
-        return {**metrics, "logprob_diff_control": self.control, "logprob_diff_times_control": times}
+        return {
+            **metrics,
+            "logprob_diff_control": self.control_logprob_diff,
+            "logprob_diff_times_control": times,
+        }
 
-    def batch(self, groups: Sequence[Group]) -> Batch:
+    def batch(self, groups: Sequence[Group]) -> TrainingBatch:
         """The rows to train on, all of them checked."""
-        line_up(groups)
+        check_against_turns(groups)
         if self.rewards:
-            groups = weighed(groups, self.rewards)
+            groups = weigh_rewards(groups, self.rewards)
         returns = None
         if self.credit == "turns":
             returns = turn_returns(groups, outcome="last", discount=self.discount, floor=self.floor)
-        earned = compute_advantages(groups, self.how, floor=self.floor, returns=returns)
+        earned = compute_advantages(groups, self.estimator, floor=self.floor, returns=returns)
         batch = to_batch(groups, earned, self.context)
         policy = self.policy
         check_rows(batch.rows, vocabulary=policy.vocabulary, context=self.context, no_images=policy.no_images)
@@ -266,7 +270,7 @@ class GRPO:
         """What is learned from, where that is not the reward that agents gave."""
         if not self.rewards:
             return {}
-        parts = [rewards_of(group, self.floor) for group in weighed(groups, self.rewards)]
+        parts = [rewards_of(group, self.floor) for group in weigh_rewards(groups, self.rewards)]
         values = [value for part in parts for value in part.values()]
         return {"weighed_reward": sum(values) / len(values)} if values else {}
 
@@ -283,7 +287,7 @@ class GRPO:
 
     def _update(
         self,
-        batch: Batch,
+        batch: TrainingBatch,
         rows: list[Row],
         rollouts: frozenset[str],
         proximal: Scores | None,
@@ -294,12 +298,12 @@ class GRPO:
         if not mine:
             return
         tokens = sum(row.trajectory.owned for row in batch.rows if row.rollout_id in rollouts)
-        self.updates.clear()
-        total = self.updates.backward(
+        self.optimizer.zero_grad()
+        total = self.optimizer.backward(
             mine,
-            partial(loss_of, objective=self.objective),
+            partial(compute_loss, objective=self.objective),
             partial(
-                weights,
+                token_weights,
                 aggregate=self.aggregate,
                 rollouts=len(rollouts),
                 tokens=tokens,
@@ -309,10 +313,10 @@ class GRPO:
             proximal=proximal,
             reference=self.objective.kl > 0,
         )
-        audit.settle()
-        norm = self.updates.clip()
+        audit.check_bound()
+        norm = self.optimizer.clip_gradient()
         if math.isfinite(norm):
-            self.updates.move()
+            self.optimizer.step()
             self.skipped = 0
             audit.update(loss=total, grad_norm=norm)
         else:
@@ -362,10 +366,10 @@ class GRPO:
     def save(self, directory: Path) -> None:
         """All it takes to go on, and what the tokens were made with: tokenizer, template, thinking policy."""
         state = {
-            **self.updates.state(),
+            **self.optimizer.state(),
             "steps": self.steps,
             "random": self.random.get_state(),
-            "published": [self.version, self.engine_dtype, self.control],
+            "published": [self.version, self.engine_dtype, self.control_logprob_diff],
         }
         with replaced(directory) as fresh:
             torch.save(state, fresh / STATE)
@@ -383,11 +387,13 @@ class GRPO:
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
             raise DamagedFile(f"{directory / STATE} cannot be read: {reason}") from error
-        self.updates.load_state(state)
+        self.optimizer.load_state(state)
         self.random.set_state(state["random"])
         self.steps = state["steps"]
         # Checkpoints of earlier releases do not say.
-        self.version, self.engine_dtype, self.control = state.get("published", (None, None, None))
+        self.version, self.engine_dtype, self.control_logprob_diff = state.get(
+            "published", (None, None, None)
+        )
 
     def _check_same(self, directory: Path) -> None:
         """Tokens have to mean the same before and after."""

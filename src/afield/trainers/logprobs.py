@@ -21,7 +21,7 @@ KEPT_SHARE = 32  # logits that take less than this part of the memory are kept
 PROBE = 1e-4
 
 
-class _LogProbabilities(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -75,7 +75,7 @@ class _LogProbabilities(torch.autograd.Function):
         return torch.cat(to_hidden) if to_hidden else None, *summed, None, None, None
 
 
-class _Taken(torch.autograd.Function):
+class _GatherHidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, source: Tensor) -> Tensor:
         ctx.save_for_backward(source)
@@ -92,10 +92,10 @@ class _Taken(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).index_copy_(0, needed, summed.to(gradient.dtype)), None
 
 
-def taken(hidden: Tensor, source: Tensor) -> Tensor:
+def gather_hidden(hidden: Tensor, source: Tensor) -> Tensor:
     """The hidden state after which each sampled token came; many may come after one, as after a prompt, and
     what those add to its gradient is summed in float32."""
-    return _Taken.apply(hidden, source)
+    return _GatherHidden.apply(hidden, source)
 
 
 def _few(tokens: int, weight: Tensor) -> bool:
@@ -137,7 +137,7 @@ def _slope(device: str) -> Any:
     return torch.compile(_slope_of_logits, dynamic=True) if device == "cuda" else _slope_of_logits
 
 
-def sampled_log_probabilities(
+def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -149,13 +149,13 @@ def sampled_log_probabilities(
     those that `masks` [n, words] do not allow."""
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    return _LogProbabilities.apply(hidden, weight, bias, target, temperature.float(), masks)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, target, temperature.float(), masks)
 
 
 _plain: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
-def plain_head(model: Any) -> bool:
+def has_linear_head(model: Any) -> bool:
     """Whether a model's logits are its last layer's product with hidden states, and nothing besides."""
     if model not in _plain:
         _plain[model] = _is_plain(model)

@@ -66,7 +66,7 @@ def _layers(model: Any) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def switched_off(model: Any) -> Iterator[None]:
+def adapters_disabled(model: Any) -> Iterator[None]:
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer._disable_adapters = True  # enable_adapters() would also change what requires a gradient
@@ -77,7 +77,7 @@ def switched_off(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def state(model: Any) -> dict[str, Tensor]:
+def adapter_state(model: Any) -> dict[str, Tensor]:
     """The adapters' tensors, by the names that peft's files have."""
     found: dict[str, Tensor] = {}
     for name, layer in _layers(model):
@@ -86,7 +86,7 @@ def state(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def plain(model: Any) -> dict[str, Tensor]:
+def base_state(model: Any) -> dict[str, Tensor]:
     """The model's tensors without its adapters, by the names that they have in its checkpoint."""
     inside = {f"{name}.": layer for name, layer in _layers(model)}
     found = {n: t for n, t in model.state_dict().items() if not n.startswith(tuple(inside))}
@@ -95,7 +95,7 @@ def plain(model: Any) -> dict[str, Tensor]:
     return found
 
 
-class Adapted(NamedTuple):
+class AdaptedWeight(NamedTuple):
     """A weight with an adapter: its name in the checkpoint, itself, and the factors of what is added."""
 
     name: str
@@ -103,17 +103,17 @@ class Adapted(NamedTuple):
     down: Tensor
     up: Tensor
     scale: float
-    turned: bool
+    transposed: bool
 
-    def added(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    def delta(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
         """In float32, whatever the model is."""
         change = self.scale * (whole(self.up).float() @ whole(self.down).float())
-        return change.T.contiguous() if self.turned else change
+        return change.T.contiguous() if self.transposed else change
 
 
-def adapted(model: Any) -> list[Adapted]:
+def adapted_weights(model: Any) -> list[AdaptedWeight]:
     return [
-        Adapted(
+        AdaptedWeight(
             f"{name}.weight",
             layer.get_base_layer().weight.detach(),
             layer.lora_A[NAME].weight.detach(),
@@ -126,20 +126,20 @@ def adapted(model: Any) -> list[Adapted]:
 
 
 @torch.no_grad()
-def merged(model: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def merged_state(model: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """The whole model's tensors as if it had never had adapters, what these add included, in float32."""
-    found = {name: whole(tensor) for name, tensor in plain(model).items()}
-    for one in adapted(model):
+    found = {name: whole(tensor) for name, tensor in base_state(model).items()}
+    for one in adapted_weights(model):
         down, up = whole(one.down), whole(one.up)
         base = found[one.name]
         if base.numel():
             gathered = one._replace(down=down, up=up)
-            found[one.name] = base.float() + gathered.added(lambda tensor: tensor)
+            found[one.name] = base.float() + gathered.delta(lambda tensor: tensor)
     return found
 
 
-def write(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """adapter_config.json, and `tensors`, which are what `state` gives, in adapter_model.safetensors."""
+def write_adapter(model: Any, directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write adapter_config.json and the tensors of `adapter_state` to adapter_model.safetensors."""
     import peft
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -43,7 +43,7 @@ MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0
 """Bounds of the k3 estimator: on the log-ratio before it is exponentiated, and on the estimate itself."""
 
 
-class Tokens(NamedTuple):
+class LossInputs(NamedTuple):
     """What a loss sees of each sampled token. All log-probabilities are of the tempered distribution."""
 
     logp: Tensor  # of the policy in training, with its gradient
@@ -68,7 +68,7 @@ class Objective(NamedTuple):
     entropy: float = 0.0
 
 
-class Loss(NamedTuple):
+class LossOutputs(NamedTuple):
     """`total` is summed over the tokens, each by its weight; the others are per token, without gradient."""
 
     total: Tensor
@@ -79,31 +79,31 @@ class Loss(NamedTuple):
     penalty: Tensor | None  # KL, where it is on
 
 
-class Surrogate(NamedTuple):
+class TokenLoss(NamedTuple):
     cost: Tensor
     ratio: Tensor
     clipped: Tensor
 
 
-def among(word: str, words: Any, what: str) -> None:
+def check_choice(word: str, words: Any, what: str) -> None:
     if word not in get_args(words):
         raise UsageError(f"unknown {what} {word!r}; choose one of: {', '.join(get_args(words))}")
 
 
-def loss_of(tokens: Tokens, objective: Objective) -> Loss:
-    among(objective.loss, LossName, "loss")
+def compute_loss(tokens: LossInputs, objective: Objective) -> LossOutputs:
+    check_choice(objective.loss, LossName, "loss")
     surrogate = SURROGATES[objective.loss](tokens, objective)
-    importance, truncated = staleness_weight(
+    importance, truncated = importance_weights(
         tokens.proximal.detach() - tokens.sampler, tokens.row, objective.importance, objective.importance_cap
     )
     cost = surrogate.cost * importance
     if objective.entropy:
-        cost = cost - objective.entropy * importance * entropy_gain(tokens)
+        cost = cost - objective.entropy * importance * entropy_bonus(tokens)
     penalty = None
     if tokens.reference is not None:
-        penalty = divergence(tokens.logp, tokens.reference, objective.kl_estimator)
+        penalty = kl_estimate(tokens.logp, tokens.reference, objective.kl_estimator)
         cost = cost + objective.kl * penalty
-    return Loss(
+    return LossOutputs(
         total=(cost * tokens.weight).sum(),
         ratio=surrogate.ratio.detach(),
         clipped=surrogate.clipped,
@@ -116,37 +116,37 @@ def loss_of(tokens: Tokens, objective: Objective) -> Loss:
 # --- losses --------------------------------------------------------------------------------------
 
 
-def ppo(tokens: Tokens, objective: Objective) -> Surrogate:
+def ppo(tokens: LossInputs, objective: Objective) -> TokenLoss:
     """The lesser gain of the ratio as it is and as it is bounded; dual clip bounds what a bad token costs."""
     ratio = torch.exp(tokens.logp - tokens.proximal)
     surrogate = _clipped(ratio, tokens.advantage, objective.clip)
     bound = -objective.dual_clip * tokens.advantage
     dual = (tokens.advantage < 0) & (surrogate.cost > bound)
-    return Surrogate(torch.where(dual, bound, surrogate.cost), ratio, surrogate.clipped | dual)
+    return TokenLoss(torch.where(dual, bound, surrogate.cost), ratio, surrogate.clipped | dual)
 
 
-def gspo(tokens: Tokens, objective: Objective) -> Surrogate:
+def gspo(tokens: LossInputs, objective: Objective) -> TokenLoss:
     """PPO's clip on the ratio of a whole sequence, its geometric mean; the gradient is spread over tokens."""
     apart = row_mean((tokens.logp - tokens.proximal).detach(), tokens.row)[tokens.row]
     ratio = torch.exp(tokens.logp - tokens.logp.detach() + apart)
     return _clipped(ratio, tokens.advantage, objective.clip)
 
 
-def cispo(tokens: Tokens, objective: Objective) -> Surrogate:
+def cispo(tokens: LossInputs, objective: Objective) -> TokenLoss:
     """REINFORCE weighed by the bounded ratio: every token keeps a gradient, whatever its ratio."""
     ratio = torch.exp(tokens.logp - tokens.proximal).detach()
     bounded = ratio.clamp(1 - objective.clip[0], 1 + objective.clip[1])
-    return Surrogate(-bounded * tokens.advantage * tokens.logp, ratio, bounded != ratio)
+    return TokenLoss(-bounded * tokens.advantage * tokens.logp, ratio, bounded != ratio)
 
 
-def _clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Surrogate:
+def _clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> TokenLoss:
     free = ratio * advantage
     held = ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage
-    return Surrogate(-torch.minimum(free, held), ratio, held < free)
+    return TokenLoss(-torch.minimum(free, held), ratio, held < free)
 
 
 # Dr. GRPO's surrogate is PPO's: what differs is how it adds up, and advantages that are not scaled.
-SURROGATES: dict[str, Callable[[Tokens, Objective], Surrogate]] = {
+SURROGATES: dict[str, Callable[[LossInputs, Objective], TokenLoss]] = {
     "ppo": ppo,
     "dr_grpo": ppo,
     "cispo": cispo,
@@ -157,7 +157,7 @@ SURROGATES: dict[str, Callable[[Tokens, Objective], Surrogate]] = {
 # --- what is added to them -----------------------------------------------------------------------
 
 
-def staleness_weight(apart: Tensor, row: Tensor, kind: Importance, cap: float) -> tuple[Tensor, Tensor]:
+def importance_weights(apart: Tensor, row: Tensor, kind: Importance, cap: float) -> tuple[Tensor, Tensor]:
     """The weight that makes tokens of an older policy count as the proximal one's do, and where it was cut.
 
     `apart` is proximal minus sampler. "token" truncates each token's ratio at `cap`, "sequence" the product
@@ -165,7 +165,7 @@ def staleness_weight(apart: Tensor, row: Tensor, kind: Importance, cap: float) -
     """
     if kind == "off":
         return torch.ones_like(apart), torch.zeros_like(apart, dtype=torch.bool)
-    among(kind, Importance, "importance")
+    check_choice(kind, Importance, "importance")
     raw = torch.exp(row_sum(apart, row)[row] if kind == "sequence" else apart)
     if kind == "masked":
         outside = (raw > cap) | (raw < 1 / cap)
@@ -173,14 +173,14 @@ def staleness_weight(apart: Tensor, row: Tensor, kind: Importance, cap: float) -
     return raw.clamp(max=cap), raw > cap
 
 
-def divergence(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
+def kl_estimate(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Estimates, from a token the policy sampled, of how far it has moved from the reference (KL).
 
     k1 is unbiased and may be negative; k2 is its square, halved; k3 is unbiased and never negative, up to
     its bounds (a token that the reference finds e^20 times likelier would count 5e8). k1's gradient teaches
     nothing as a loss (its mean is 0): it is differentiated as k2.
     """
-    among(estimator, Estimator, "KL estimator")
+    check_choice(estimator, Estimator, "KL estimator")
     away = logp - reference
     if estimator == "k2":
         return 0.5 * away.square()
@@ -191,7 +191,7 @@ def divergence(logp: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     return (torch.expm1(-away) + away).clamp(max=MAX_K3)
 
 
-def entropy_gain(tokens: Tokens) -> Tensor:
+def entropy_bonus(tokens: LossInputs) -> Tensor:
     """A token's part of the policy's entropy: -log p, with the gradient of the entropy in expectation."""
     ratio = torch.exp(tokens.logp - tokens.proximal.detach())
     return -ratio * tokens.logp.detach()
@@ -200,7 +200,7 @@ def entropy_gain(tokens: Tokens) -> Tensor:
 # --- how it adds up ------------------------------------------------------------------------------
 
 
-def weights(
+def token_weights(
     weight: Tensor, aggregate: Aggregate, *, rollouts: int, tokens: int, length: int
 ) -> tuple[Tensor, float]:
     """What each token counts, and what their sum is divided by, in an update of `rollouts` with `tokens`.
@@ -209,7 +209,7 @@ def weights(
     tokens, so that a long rollout counts more. "constant": the sum of a rollout's tokens by `length`,
     which is the same for all, and the mean over rollouts.
     """
-    among(aggregate, Aggregate, "aggregate")
+    check_choice(aggregate, Aggregate, "aggregate")
     if aggregate == "rollout":
         return weight, float(rollouts)
     if aggregate == "token":
@@ -226,7 +226,7 @@ def row_mean(values: Tensor, row: Tensor) -> Tensor:
     return row_sum(values, row) / row_sum(torch.ones_like(values), row).clamp(min=1)
 
 
-def effective(weight: Tensor) -> float:
+def effective_sample_size(weight: Tensor) -> float:
     """How many equally weighed tokens these would be worth (Kish): far fewer than there are is a warning."""
     total, squares = float(weight.sum()), float(weight.square().sum())
     return total * total / squares if squares > 0 and math.isfinite(squares) else 0.0

@@ -19,16 +19,16 @@ from afield.errors import UsageError
 from afield.masks import Masks
 from afield.trainers.batch import Row
 from afield.trainers.images import ImageReader
-from afield.trainers.logprobs import plain_head, sampled_log_probabilities, taken
+from afield.trainers.logprobs import chunked_logprobs, gather_hidden, has_linear_head
 from afield.trainers.packing import pack, split
 from afield.trainers.padded import Padded, images_in
-from afield.trainers.tree_attention import Tree
+from afield.trainers.tree_attention import TokenTree
 from afield.types import TurnRange
 
 LayoutName = Literal["tree", "padded"]
 
 
-class Masked(NamedTuple):
+class MaskedTokens(NamedTuple):
     """Which sampled tokens of a pass have a mask, and those masks."""
 
     tokens: Tensor
@@ -37,7 +37,7 @@ class Masked(NamedTuple):
 
 class MicroBatch(NamedTuple):
     rows: list[Row]
-    layout: Padded | Tree
+    layout: Padded | TokenTree
     computed: int  # tokens the model is run over
     source: Tensor  # after which of them each sampled token came
     row: Tensor  # which of `rows` it is in
@@ -47,10 +47,10 @@ class MicroBatch(NamedTuple):
     sampler: Tensor  # its log-probability when it was sampled
     advantage: Tensor
     weight: Tensor  # a rollout's sum to 1
-    masked: Masked | None = None  # of tokens that were sampled under a constraint
+    masked: MaskedTokens | None = None  # of tokens that were sampled under a constraint
 
 
-def to_passes(
+def split_micro_batches(
     rows: Sequence[Row],
     max_tokens: int,
     device: torch.device,
@@ -102,7 +102,7 @@ def _side_by_side(
 
 def _tree(rows: list[Row], device: torch.device) -> MicroBatch:
     packed = pack([row.trajectory.token_ids for row in rows])
-    tree = Tree(packed, device)
+    tree = TokenTree(packed, device)
     sources = [path[place - 1] for row, path in zip(rows, packed.paths, strict=True) for place in places(row)]
     return _pass(rows, tree, len(packed.ids), sources, device)
 
@@ -123,7 +123,7 @@ def places(row: Row) -> list[int]:
 
 
 def _pass(
-    rows: list[Row], layout: Padded | Tree, computed: int, sources: list[int], device: torch.device
+    rows: list[Row], layout: Padded | TokenTree, computed: int, sources: list[int], device: torch.device
 ) -> MicroBatch:
     entries: list[tuple[int, int, int, float, float, float, float]] = []
     for line, row in enumerate(rows):
@@ -153,7 +153,9 @@ def _masked(batch: MicroBatch, masks: Masks | None) -> MicroBatch:
     if not words:
         return batch
     device = batch.target.device
-    return batch._replace(masked=Masked(torch.tensor(tokens, device=device), torch.cat(words).to(device)))
+    return batch._replace(
+        masked=MaskedTokens(torch.tensor(tokens, device=device), torch.cat(words).to(device))
+    )
 
 
 def _along(row: Row, turn: TurnRange, masks: Masks | None) -> Tensor:
@@ -170,12 +172,12 @@ def _along(row: Row, turn: TurnRange, masks: Masks | None) -> Tensor:
         ) from error
 
 
-def log_probabilities(model: Any, batch: MicroBatch) -> Tensor:
+def token_logprobs(model: Any, batch: MicroBatch) -> Tensor:
     """Of every sampled token, under the distribution `model` would have sampled it from."""
     # A sharded model gathers its weights only when it is called as a whole.
-    if not isinstance(model, FSDPModule) and plain_head(model):
+    if not isinstance(model, FSDPModule) and has_linear_head(model):
         head = model.get_output_embeddings()
-        hidden = taken(batch.layout.hidden(model), batch.source)
+        hidden = gather_hidden(batch.layout.hidden(model), batch.source)
         return _of_hidden(hidden, head, batch)
     needed, place = torch.unique(batch.source, return_inverse=True)
     logits = batch.layout.logits(model, needed)[place]
@@ -191,15 +193,13 @@ def _of_hidden(hidden: Tensor, head: Any, batch: MicroBatch) -> Tensor:
     """Tokens with a mask on their own, so that the others do not pay for it."""
     weight, bias = head.weight, head.bias
     if batch.masked is None:
-        return sampled_log_probabilities(hidden, weight, bias, batch.target, batch.temperature)
+        return chunked_logprobs(hidden, weight, bias, batch.target, batch.temperature)
     held = batch.masked.tokens
     free = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     free[held] = False
     parts = ((free.nonzero().flatten(), None), (held, batch.masked.words))
     found = [
-        sampled_log_probabilities(
-            hidden[tokens], weight, bias, batch.target[tokens], batch.temperature[tokens], words
-        )
+        chunked_logprobs(hidden[tokens], weight, bias, batch.target[tokens], batch.temperature[tokens], words)
         for tokens, words in parts
         if len(tokens)
     ]

@@ -30,16 +30,21 @@ from afield.trainers.model_directory import copy_but_weights, load_model, replac
 from afield.trainers.padded import Padded
 from afield.trainers.publication import (
     Checkpoint,
-    Shard,
+    TensorShard,
     as_adapters,
     as_merged,
     as_published,
     names_of,
     undivided,
 )
-from afield.trainers.tree_attention import ATTENTION, Tree
-from afield.trainers.tree_compat import fit_for_trees, longest_row, settled, unfit_for_padding
-from afield.trainers.weight_probe import witness_of
+from afield.trainers.tree_attention import ATTENTION, TokenTree
+from afield.trainers.tree_compat import (
+    is_deterministic,
+    max_row_length,
+    padding_incompatibility,
+    tree_incompatibility,
+)
+from afield.trainers.weight_probe import compute_weight_probe
 from afield.vision import Vision
 
 log = logging.getLogger("afield.trainers")
@@ -55,7 +60,7 @@ class PolicyModel:
     own attention, with which they are run.
     """
 
-    _start: Any = None
+    reference_model: Any = None
     _computing: torch.dtype | None = None
 
     def __init__(
@@ -77,17 +82,17 @@ class PolicyModel:
         self.model = self._load()
         self._checkpoint = None if self.lora else Checkpoint(self.path, self.model)
         if reference and not self.lora:
-            self._start = self._load().requires_grad_(False)
+            self.reference_model = self._load().requires_grad_(False)
         if self.lora:
             adapters.attach(self.model, self.lora, self.path)
         if checkpointing:
-            checkpoint(self.model)
+            enable_checkpointing(self.model)
         config = self.model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.images, self.no_images = self._load_vision()
         self.masks = Masks(self.path, self.vocabulary)
-        self.context = longest_row(config, tree=False)
-        self.tree_context = longest_row(config, tree=True)
+        self.context = max_row_length(config, tree=False)
+        self.tree_context = max_row_length(config, tree=True)
         if self.layout == "tree" and self.tree_context != self.context:
             log.warning(
                 "%s: its attention has a window, so rows of more than %s tokens are padded",
@@ -99,12 +104,12 @@ class PolicyModel:
         # Weights that never change need no more precision than the arithmetic has.
         model = load_model(self.path, "cpu", self.dtype if self.lora else "float32")
         self._attention: str = model.config._attn_implementation
-        if why := unfit_for_padding(model):
+        if why := padding_incompatibility(model):
             raise UsageError(
                 f"{self.path}: {type(model).__name__} computes other numbers in a batch than alone: {why};"
                 " the embedded trainer does not support it"
             )
-        if self.layout == "tree" and (unfit := fit_for_trees(model)):
+        if self.layout == "tree" and (unfit := tree_incompatibility(model)):
             log.warning(
                 "%s: %s cannot be run over a tree (%s); rows are padded instead",
                 self.path,
@@ -126,9 +131,9 @@ class PolicyModel:
             log.info("%s: rows with images are padded, the others run over a tree", self.path)
         return ImageReader(vision), ""
 
-    def attend(self, model: Any, layout: Padded | Tree) -> None:
+    def set_attention(self, model: Any, layout: Padded | TokenTree) -> None:
         """Padded rows have the model's own attention, trees ours; so until the pass has its gradient."""
-        wanted = ATTENTION if isinstance(layout, Tree) else self._attention
+        wanted = ATTENTION if isinstance(layout, TokenTree) else self._attention
         if model.config._attn_implementation != wanted:
             model.set_attn_implementation(wanted)
 
@@ -140,10 +145,10 @@ class PolicyModel:
     def reference(self) -> Iterator[Any]:
         """The model as it was loaded, for as long as the block lasts."""
         if self.lora:
-            with adapters.switched_off(self.model):
+            with adapters.adapters_disabled(self.model):
                 yield self.model
-        elif self._start is not None:
-            yield self._start
+        elif self.reference_model is not None:
+            yield self.reference_model
         else:
             raise UsageError("this policy keeps no reference; make it with reference=True")
 
@@ -169,21 +174,21 @@ class PolicyModel:
             hook.remove()
             self._computing = before
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def gather_for_export(self, tensor: Tensor) -> Tensor:
         """A tensor of the model, all of it. A policy that is shared out has to gather it first."""
         return tensor
 
-    def place(self, tensor: Tensor, into: Tensor) -> Tensor:
+    def scatter(self, tensor: Tensor, into: Tensor) -> Tensor:
         """The part of a whole tensor that belongs `into` one of the model's."""
         del into
         return tensor
 
     def state(self) -> dict[str, Tensor]:
         """What trains, by name."""
-        return {name: self.whole(tensor) for name, tensor in self._trained().items()}
+        return {name: self.gather_for_export(tensor) for name, tensor in self._trained().items()}
 
     def _trained(self) -> dict[str, Tensor]:
-        return adapters.state(self.model) if self.lora else self.model.state_dict()
+        return adapters.adapter_state(self.model) if self.lora else self.model.state_dict()
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -200,13 +205,13 @@ class PolicyModel:
                     f" {list(own[name].shape)}; go on with the model that it was saved with"
                 )
         for name, tensor in state.items():
-            own[name].copy_(self.place(tensor, own[name]))
+            own[name].copy_(self.scatter(tensor, own[name]))
 
     def weights(self) -> dict[str, Tensor]:
         """Of the whole model, adapters merged."""
         if self.lora:
-            return adapters.merged(self.model, self.whole)
-        return {name: self.whole(tensor) for name, tensor in self.model.state_dict().items()}
+            return adapters.merged_state(self.model, self.gather_for_export)
+        return {name: self.gather_for_export(tensor) for name, tensor in self.model.state_dict().items()}
 
     def export(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
         """Write the whole model's directory as an engine loads it. Repeating replaces it.
@@ -214,29 +219,29 @@ class PolicyModel:
         Weights are float32, or what `rounding` makes of them; the witness beside them is theirs.
         """
         if not rounding.lossy:
-            weights, witness, told = self.weights(), self.witness(), Arrived()
+            weights, witness, told = self.weights(), self.weight_probe(), Arrived()
         else:
             with self.published(rounding) as told:
-                weights, witness = self._rounded_weights(rounding), self.witness()
+                weights, witness = self._rounded_weights(rounding), self.weight_probe()
         if self.writes:
             with replaced(directory) as fresh:
                 copy_but_weights(self.path, fresh)
                 write_weights(self.model, fresh, weights)
                 write_rounding(fresh, rounding)
                 write_witness(fresh, witness)
-        return self.summed(told)
+        return self.sum_over_ranks(told)
 
     def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
         """Write the adapters alone, in peft's format. Repeating replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
-        with as_adapters(self.model, rounding, self.gathered, self.shard) as told:
+        with as_adapters(self.model, rounding, self.gather, self.shard) as told:
             dtype = dtype_of(rounding.dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in self.state().items()}
-            witness = self.witness()
+            witness = self.weight_probe()
         if self.writes:
             with replaced(directory) as fresh:
-                adapters.write(self.model, fresh, tensors)
+                adapters.write_adapter(self.model, fresh, tensors)
                 write_rounding(fresh, rounding)
                 write_witness(fresh, witness)
         return told
@@ -245,7 +250,7 @@ class PolicyModel:
     def published(self, rounding: Rounding) -> Iterator[Arrived]:
         """The whole model computes with the weights of this version, for as long as the block lasts."""
         if self._checkpoint is None:
-            with as_merged(self.model, rounding, self.gathered, self.shard) as told:
+            with as_merged(self.model, rounding, self.gather, self.shard) as told:
                 yield told
         else:
             with as_published(self.model, rounding, self._checkpoint, self.shard) as told:
@@ -256,34 +261,37 @@ class PolicyModel:
         dtype, tensors = dtype_of(rounding.dtype), self.model.state_dict()
         weights = names_of(self.model).keys()
         if self.lora:
-            tensors = adapters.plain(self.model)
+            tensors = adapters.base_state(self.model)
             weights = {name.replace(".base_layer.", ".") for name in weights}
-        return {n: self.whole(t.to(dtype, copy=True) if n in weights else t) for n, t in tensors.items()}
+        return {
+            n: self.gather_for_export(t.to(dtype, copy=True) if n in weights else t)
+            for n, t in tensors.items()
+        }
 
     @property
     def writes(self) -> bool:
         """Whether this process writes what is exported."""
         return True
 
-    def shard(self, tensor: Tensor) -> Shard:
+    def shard(self, tensor: Tensor) -> TensorShard:
         """The part of a tensor of the model that is in this process."""
         return undivided(tensor)
 
-    def gathered(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """A tensor of the model, all of it, in every process and on its device."""
         return tensor
 
-    def summed(self, told: Arrived) -> Arrived:
+    def sum_over_ranks(self, told: Arrived) -> Arrived:
         """Over all processes."""
         return told
 
-    def witness(self) -> WeightProbe:
+    def weight_probe(self) -> WeightProbe:
         """How engines that have these weights must answer."""
         with self.autocast():
-            return witness_of(self.model)
+            return compute_weight_probe(self.model)
 
 
-def checkpoint(model: Any) -> None:
+def enable_checkpointing(model: Any) -> None:
     """Keep only the input of each layer, and compute the layer again on the way back."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -295,11 +303,11 @@ def checkpoint(model: Any) -> None:
     # nothing drops out.
     for layer in layers:
         layer.training = True
-    if not settled(model):
+    if not is_deterministic(model):
         raise UsageError(f"{type(model).__name__} drops out when it is checkpointed; leave it off")
 
 
-def device_of(name: str | None) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
     """The one that is named, if it is there; else a GPU where there is one."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:

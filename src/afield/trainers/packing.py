@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     path: tuple[tuple[int, int], ...]
 
 
-class Packed(NamedTuple):
+class PackedTokens(NamedTuple):
     """`ids`, `depth` and `end` have one entry per token; `paths` are the tokens of each sequence given."""
 
     ids: list[int]
@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     paths: list[list[int]]
 
 
-def pack(sequences: Sequence[Ids]) -> Packed:
+def pack(sequences: Sequence[Ids]) -> PackedTokens:
     ids: list[int] = []
     depth: list[int] = []
     end: list[int] = []
@@ -55,7 +55,7 @@ def pack(sequences: Sequence[Ids]) -> Packed:
         previous = sequence
     for token in path:
         end[token] = len(ids)
-    return Packed(ids, depth, end, segments, paths)
+    return PackedTokens(ids, depth, end, segments, paths)
 
 
 def split(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ LEAST = 256  # tokens that a beginning has to have to be peeled off
 ops = torch.ops.aten
 
 
-class Rectangle(NamedTuple):
+class PrefixBlock(NamedTuple):
     """Tokens [middle, end) all see all of [start, middle)."""
 
     start: int
@@ -35,7 +35,7 @@ class Rectangle(NamedTuple):
         return (self.middle - self.start) * (self.end - self.middle)
 
 
-class Bundle(NamedTuple):
+class SequenceBundle(NamedTuple):
     """Sequences of like length side by side: the token at each place, and which places have a token's result.
 
     Where those are just so many tokens one after the other, they are taken as they are (`first`).
@@ -83,28 +83,28 @@ class Bundle(NamedTuple):
             into.index_add_(0, self.place, laid.flatten(0, 1).to(into.dtype))
 
 
-class Plan(NamedTuple):
-    bundles: list[Bundle]
-    rectangles: list[Rectangle]
+class AttentionPlan(NamedTuple):
+    bundles: list[SequenceBundle]
+    rectangles: list[PrefixBlock]
 
     @property
     def pairs(self) -> int:
         return sum(part.pairs for part in (*self.bundles, *self.rectangles))
 
 
-def planned(segments: Sequence[Segment], device: torch.device, least: int = LEAST) -> Plan:
+def plan_attention(segments: Sequence[Segment], device: torch.device, least: int = LEAST) -> AttentionPlan:
     rectangles, rest = peel(segments, least)
     made: list[list[Segment]] = []
     for segment in sorted(rest, key=_length, reverse=True):
         if not made or _length(segment) < ALIKE * _length(made[-1][0]):
             made.append([])
         made[-1].append(segment)
-    return Plan([_bundle(sorted(part), device) for part in made], rectangles)
+    return AttentionPlan([_bundle(sorted(part), device) for part in made], rectangles)
 
 
-def peel(segments: Sequence[Segment], least: int) -> tuple[list[Rectangle], list[Segment]]:
+def peel(segments: Sequence[Segment], least: int) -> tuple[list[PrefixBlock], list[Segment]]:
     """Common beginnings, and what is left without them. A tree's segments follow its first one, the trunk."""
-    rectangles: list[Rectangle] = []
+    rectangles: list[PrefixBlock] = []
     rest: list[Segment] = []
     trunks = [number for number, segment in enumerate(segments) if not segment.path]
     for here, following in zip(trunks, [*trunks[1:], len(segments)], strict=True):
@@ -114,7 +114,7 @@ def peel(segments: Sequence[Segment], least: int) -> tuple[list[Rectangle], list
             rest += [trunk, *branches]
             continue
         end = max(segment.end for segment in (trunk, *branches))
-        rectangles.append(Rectangle(trunk.start, middle, end))
+        rectangles.append(PrefixBlock(trunk.start, middle, end))
         rest.append(Segment(trunk.start, middle, ()))
         rest += [Segment(s.start, s.end, _after(middle, s.path)) for s in branches]
         if trunk.end > middle:
@@ -131,7 +131,7 @@ def _length(segment: Segment) -> int:
     return segment.end - segment.start + sum(last - first for first, last in segment.path)
 
 
-def _bundle(segments: Sequence[Segment], device: torch.device) -> Bundle:
+def _bundle(segments: Sequence[Segment], device: torch.device) -> SequenceBundle:
     width = max(map(_length, segments))
     place = torch.zeros(len(segments), width, dtype=torch.long)
     fresh: list[Tensor] = []
@@ -145,7 +145,7 @@ def _bundle(segments: Sequence[Segment], device: torch.device) -> Bundle:
         fresh.append(torch.arange(number * width + begin, number * width + end))
     first, count = segments[0].start, len(segments) * width
     plain = torch.equal(place.flatten(), torch.arange(first, first + count))
-    return Bundle(
+    return SequenceBundle(
         len(segments),
         width,
         place.flatten().to(device),
@@ -155,11 +155,13 @@ def _bundle(segments: Sequence[Segment], device: torch.device) -> Bundle:
     )
 
 
-class Attention(torch.autograd.Function):
+class PrefixAttention(torch.autograd.Function):
     """Queries, keys and values are [1, heads, tokens, size]; the result is [1, tokens, heads, size]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         out, normaliser = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         for bundle in plan.bundles:
@@ -216,7 +218,7 @@ class Attention(torch.autograd.Function):
         return *(t.to(q.dtype).transpose(0, 1)[None] for t in (to_q, to_k, to_v)), None, None
 
 
-def put_together(out: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor) -> None:
+def merge_softmax(out: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor) -> None:
     """Two results of softmax over different keys as the one over both, in place."""
     both = torch.logaddexp(norm, other_norm)
     mine, others = torch.exp(norm - both)[..., None], torch.exp(other_norm - both)[..., None]
@@ -226,13 +228,13 @@ def put_together(out: Tensor, norm: Tensor, other: Tensor, other_norm: Tensor) -
 
 @cache
 def _together(device: str) -> Any:
-    return torch.compile(put_together, dynamic=True) if device == "cuda" else put_together
+    return torch.compile(merge_softmax, dynamic=True) if device == "cuda" else merge_softmax
 
 
 # --- kernels: [rows, heads, tokens, size], normalisers [rows, heads, tokens] -----------------------
 
 
-class Cudnn:
+class CudnnKernel:
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
@@ -270,7 +272,7 @@ class Cudnn:
         )
 
 
-class Cpu:
+class CpuKernel:
     """The same for tests, and for whoever wants it."""
 
     @staticmethod
@@ -299,8 +301,8 @@ class Cpu:
         return of_q, of_k, of_v
 
 
-def kernel(device: str) -> type[Cudnn] | type[Cpu]:
-    return Cudnn if device == "cuda" else Cpu
+def kernel(device: str) -> type[CudnnKernel] | type[CpuKernel]:
+    return CudnnKernel if device == "cuda" else CpuKernel
 
 
 class Heads(NamedTuple):
@@ -312,7 +314,7 @@ class Heads(NamedTuple):
 
 
 @cache
-def usable(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
+def kernel_available(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     """Whether this kernel is there for such numbers, and does what it should; tried once on a small tree."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -320,16 +322,16 @@ def usable(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
         return False
     # A layer that is computed again would take what is saved here for its own.
     with torch.enable_grad(), torch.autocast("cuda", enabled=False), saved_tensors_hooks(_same, _same):
-        return tried(device, dtype, heads)
+        return check_kernel(device, dtype, heads)
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def tried(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
+def check_kernel(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     generator = torch.Generator(device).manual_seed(0)
-    plan = planned([Segment(0, 384, ()), Segment(384, 512, ((0, 256),))], device)
+    plan = plan_attention([Segment(0, 384, ()), Segment(384, 512, ((0, 256),))], device)
     given = [
         torch.randn(
             1, count, 512, heads.size, generator=generator, device=device, dtype=dtype
@@ -346,7 +348,7 @@ def tried(device: torch.device, dtype: torch.dtype, heads: Heads) -> bool:
     push = torch.randn(wanted.shape, generator=generator, device=device)
     truth = torch.autograd.grad(wanted, given, push)
     try:
-        out = Attention.apply(*given, plan, scale)
+        out = PrefixAttention.apply(*given, plan, scale)
         found = torch.autograd.grad(out, given, push.to(dtype))
     except RuntimeError:  # what torch raises for a kernel that is not there
         return False

@@ -28,7 +28,7 @@ KEPT = 0.9  # share of an update that has to reach the engine, or it is told
 ROOM = 2 << 30  # bytes of a GPU that stay free beside what is set aside there
 
 
-class Shard(NamedTuple):
+class TensorShard(NamedTuple):
     """The part of a tensor that is in this process, and the index of its first element in the whole.
 
     `counted` is False where another process has the same elements and counts them.
@@ -39,8 +39,8 @@ class Shard(NamedTuple):
     counted: bool = True
 
 
-def undivided(tensor: Tensor) -> Shard:
-    return Shard(tensor)
+def undivided(tensor: Tensor) -> TensorShard:
+    return TensorShard(tensor)
 
 
 class Checkpoint:
@@ -101,7 +101,7 @@ def as_published(
     model: Any,
     rounding: Rounding,
     start: Checkpoint,
-    shard: Callable[[Tensor], Shard] = undivided,
+    shard: Callable[[Tensor], TensorShard] = undivided,
 ) -> Iterator[Arrived]:
     """All weights of `model` are what `rounding` makes of them, until the block ends."""
     with _restored() as put, torch.no_grad():
@@ -118,12 +118,12 @@ def as_merged(
     model: Any,
     rounding: Rounding,
     whole: Callable[[Tensor], Tensor],
-    shard: Callable[[Tensor], Shard] = undivided,
+    shard: Callable[[Tensor], TensorShard] = undivided,
 ) -> Iterator[Arrived]:
     """Adapters are merged into the weights below them and switched off, until the block ends."""
-    with _restored() as put, adapters.switched_off(model), torch.no_grad():
+    with _restored() as put, adapters.adapters_disabled(model), torch.no_grad():
         total = Arrived()
-        for one in adapters.adapted(model):
+        for one in adapters.adapted_weights(model):
             part = shard(one.weight)
             if part.tensor.dtype not in (torch.float32, dtype_of(rounding.dtype)):
                 raise UsageError(
@@ -131,7 +131,7 @@ def as_merged(
                     f" {rounding.dtype}; set learn.dtype = 'float32', or learn.lora.publish = 'adapter'"
                 )
             before = part.tensor.float()
-            added = one.added(whole).reshape(-1)[part.first : part.first + part.tensor.numel()]
+            added = one.delta(whole).reshape(-1)[part.first : part.first + part.tensor.numel()]
             master = before + added.view(before.shape)
             total = total.plus(put(one.name, part, master, before, rounding))
         yield total
@@ -142,14 +142,16 @@ def as_adapters(
     model: Any,
     rounding: Rounding,
     whole: Callable[[Tensor], Tensor],
-    shard: Callable[[Tensor], Shard] = undivided,
+    shard: Callable[[Tensor], TensorShard] = undivided,
 ) -> Iterator[Arrived]:
     """The adapters' own tensors are rounded, until the block ends; the weights below stay as they are."""
     with _restored() as put, torch.no_grad():
         total = Arrived()
-        masters = [(whole(one.down).float(), whole(one.up).float(), one) for one in adapters.adapted(model)]
+        masters = [
+            (whole(one.down).float(), whole(one.up).float(), one) for one in adapters.adapted_weights(model)
+        ]
         masters = [(down.clone(), up.clone(), one) for down, up, one in masters]
-        for name, tensor in adapters.state(model).items():
+        for name, tensor in adapters.adapter_state(model).items():
             part = shard(tensor)
             put(name, part, part.tensor, None, rounding)
         for down, up, one in masters:
@@ -169,7 +171,7 @@ def _product(down: Tensor, up: Tensor, sent_down: Tensor, sent_up: Tensor, scale
     return Arrived(update, along, max(dot(sent_down, sent_up, sent_down, sent_up) - 2 * along + update, 0.0))
 
 
-Put = Callable[[str, Shard, Tensor, Tensor | None, Rounding], Arrived]
+Put = Callable[[str, TensorShard, Tensor, Tensor | None, Rounding], Arrived]
 
 
 @contextmanager
@@ -177,7 +179,9 @@ def _restored() -> Iterator[Put]:
     """Tensors that were put in place of masters give way to them at the end, also after an error."""
     with ExitStack() as undo:
 
-        def put(name: str, part: Shard, master: Tensor, start: Tensor | None, rounding: Rounding) -> Arrived:
+        def put(
+            name: str, part: TensorShard, master: Tensor, start: Tensor | None, rounding: Rounding
+        ) -> Arrived:
             before = None if start is None else start.to(master.device, torch.float32)
             sent = rounded(master, name, rounding, start=before, first=part.first)
             told = Arrived()

@@ -20,7 +20,7 @@ import msgspec
 from afield.chat import ChatTokenizer, Tool
 from afield.errors import UsageError
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
-from afield.trainers.datum import Reply
+from afield.trainers.datum import SampledReply
 from afield.types import FinishReason, Message, Sampling, ToolCall, VersionSpan
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ KNOWN = {*Message.__struct_fields__, "reasoning_content"}
 Prompt = Sequence[int] | Sequence[Message | Mapping[str, Any]] | str
 
 
-class Sampler:
+class EngineSampler:
     """`calls` counts what was sampled, and names it; `version` is that of the weights the engine has."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
@@ -77,7 +77,7 @@ class Sampler:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     @cached_property
-    def tokens(self) -> ChatTokenizer:
+    def tokenizer(self) -> ChatTokenizer:
         """How this model writes messages as ids, and reads them."""
         return ChatTokenizer.load(self.path)
 
@@ -87,10 +87,10 @@ class Sampler:
 
     def sample(
         self,
-        prompts: Sequence[tuple[Prompt, Reply | None]],
+        prompts: Sequence[tuple[Prompt, SampledReply | None]],
         sampling: Sampling,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[Reply]:
+    ) -> list[SampledReply]:
         """One reply to each prompt, which goes on from a reply where it has one."""
         known = [_tool(tool) for tool in tools]
         asked = [
@@ -100,7 +100,7 @@ class Sampler:
         self.calls += len(asked)
         return self._await(self._generate(asked, sampling, known))
 
-    def _ids(self, prompt: Prompt, tools: Sequence[Tool], after: Reply | None) -> tuple[int, ...]:
+    def _ids(self, prompt: Prompt, tools: Sequence[Tool], after: SampledReply | None) -> tuple[int, ...]:
         if isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
         new = [part for part in prompt if isinstance(part, int)]
@@ -110,9 +110,9 @@ class Sampler:
             raise UsageError(f"a prompt is ids or messages; this one has both, such as the id {new[0]}")
         messages = [_message(part) for part in prompt if not isinstance(part, int)]
         if after is None:
-            return tuple(self.tokens.render(messages, tools))
+            return tuple(self.tokenizer.render(messages, tools))
         cut = after.finish is not FinishReason.STOP
-        found = self.tokens.append(messages, truncated=cut, tools=tools, stop=after.token_ids[-1])
+        found = self.tokenizer.append(messages, truncated=cut, tools=tools, stop=after.token_ids[-1])
         if found is None:
             raise UsageError(
                 f"{self.path}: its template cannot go on after a sampled reply with"
@@ -121,8 +121,11 @@ class Sampler:
         return (*after.ids, *found[1])
 
     async def _generate(
-        self, asked: list[tuple[str, tuple[int, ...], Reply | None]], sampling: Sampling, tools: list[Tool]
-    ) -> list[Reply]:
+        self,
+        asked: list[tuple[str, tuple[int, ...], SampledReply | None]],
+        sampling: Sampling,
+        tools: list[Tool],
+    ) -> list[SampledReply]:
         context = (await self._engine.info()).max_context
         try:
             async with asyncio.TaskGroup() as group:
@@ -138,11 +141,11 @@ class Sampler:
         self,
         name: str,
         ids: tuple[int, ...],
-        after: Reply | None,
+        after: SampledReply | None,
         sampling: Sampling,
         tools: list[Tool],
         context: int,
-    ) -> Reply:
+    ) -> SampledReply:
         room = context - len(ids)
         if room < 1:
             raise UsageError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}")
@@ -152,15 +155,15 @@ class Sampler:
             prompt_ids=ids,
             sampling=sampling,
             max_tokens=min(sampling.max_tokens or room, room),
-            stop_ids=self.tokens.stop_ids,
+            stop_ids=self.tokenizer.stop_ids,
         )
         async with aclosing(self._engine.generate(call)) as stream:
             chunks = [chunk async for chunk in stream]
         sampled = tuple(token for chunk in chunks for token in chunk.token_ids)
-        parser = self.tokens.parser(tools=tools)
+        parser = self.tokenizer.parser(tools=tools)
         parser.feed(sampled)
         parser.finish()
-        return Reply(
+        return SampledReply(
             id=name,
             prompt_ids=ids,
             token_ids=sampled,
@@ -169,7 +172,7 @@ class Sampler:
             finish=chunks[-1].finish or FinishReason.ABORTED,
             sampling=sampling,
             message=parser.reply,
-            before=after,
+            previous=after,
         )
 
 
@@ -190,7 +193,9 @@ def _message(given: Message | Mapping[str, Any]) -> Message:
     """As the OpenAI API has it, or one of ours."""
     if isinstance(given, Message):
         if given.images:
-            raise UsageError("`sample` takes no images; sample through a gateway, and train with `data_from`")
+            raise UsageError(
+                "sample() takes no images; sample through a gateway and train on rows_from_groups()"
+            )
         return given
     if unknown := sorted(given.keys() - KNOWN):
         raise UsageError(f"a message has {unknown[0]!r}; it may have: {', '.join(sorted(KNOWN))}")

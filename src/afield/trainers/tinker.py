@@ -25,35 +25,45 @@ from afield.interfaces.engine import Engine
 from afield.options import LoraOptions
 from afield.rounding import rounding_of
 from afield.trainers.batch import Row, check_rows
-from afield.trainers.datum import Datum, Reply, data_from, taught, to_rows
+from afield.trainers.datum import Datum, SampledReply, rows_from_groups, supervised_row, to_rows
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.losses import (
     DEFAULT_CLIP,
     Aggregate,
     Estimator,
     Importance,
-    Loss,
+    LossInputs,
+    LossOutputs,
     Objective,
-    Tokens,
-    among,
-    loss_of,
-    weights,
+    check_choice,
+    compute_loss,
+    token_weights,
 )
 from afield.trainers.micro_batches import LayoutName
-from afield.trainers.model import Dtype, PolicyModel, device_of
+from afield.trainers.model import Dtype, PolicyModel, pick_device
 from afield.trainers.model_directory import replaced
 from afield.trainers.optimizer import LossFunction, Optimizer
-from afield.trainers.sampler import Prompt, Sampler
+from afield.trainers.sampler import EngineSampler, Prompt
 from afield.types import Sampling
 
-__all__ = ["Datum", "Objective", "Reply", "Report", "Sampling", "Tokens", "Tuner", "data_from", "taught"]
+__all__ = [
+    "Datum",
+    "LossInputs",
+    "LossReport",
+    "Objective",
+    "SampledReply",
+    "Sampling",
+    "Tuner",
+    "rows_from_groups",
+    "supervised_row",
+]
 
 STATE = "tuner.pt"
-Cost = Callable[[Tokens], Tensor]  # of each token
-LossWord = Literal["ppo", "cispo", "gspo", "cross_entropy"]
+LossFunctionOfTokens = Callable[[LossInputs], Tensor]  # of each token
+LossChoice = Literal["ppo", "cispo", "gspo", "cross_entropy"]
 
 
-class Report(Struct, frozen=True):
+class LossReport(Struct, frozen=True):
     """What a call of `forward_backward` saw."""
 
     loss: float
@@ -87,14 +97,14 @@ class Tuner:
         self.max_logprob_diff = max_logprob_diff
         self.policy = PolicyModel(
             self.path,
-            device=device_of(device),
+            device=pick_device(device),
             dtype=dtype,
             lora=lora,
             checkpointing=checkpointing,
             reference=reference,
             layout=layout,
         )
-        self.updates = Optimizer(
+        self.optimizer = Optimizer(
             self.policy,
             lr=lr,
             eps=eps,
@@ -102,7 +112,7 @@ class Tuner:
             grad_clip=grad_clip,
             max_tokens_per_pass=max_tokens_per_pass,
         )
-        self.sampler = Sampler(self.path, engine)
+        self.sampler = EngineSampler(self.path, engine)
         self.published: dict[str, float] = {}
         """Metrics of the last weights that the engine got; see `afield.interfaces.trainer.Publisher`."""
         self._seed = seed
@@ -151,8 +161,8 @@ class Tuner:
         sampling: Sampling = Sampling(),  # noqa: B008
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-        after: Reply | None = None,
-    ) -> list[Reply]:
+        after: SampledReply | None = None,
+    ) -> list[SampledReply]:
         """`n` replies to a prompt: ids, messages, or a text from a user. With `after`, the prompt is what
         follows that reply in its conversation, whose ids stay as they were sampled.
         """
@@ -162,11 +172,11 @@ class Tuner:
 
     def sample_all(
         self,
-        prompts: Sequence[tuple[Prompt, Reply | None]],
+        prompts: Sequence[tuple[Prompt, SampledReply | None]],
         sampling: Sampling = Sampling(),  # noqa: B008
         *,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[Reply]:
+    ) -> list[SampledReply]:
         """One reply to each prompt, all at the same time; each goes on from its reply where it has one."""
         if self._changed:
             with tempfile.TemporaryDirectory(prefix="afield-tuner-") as scratch:
@@ -180,23 +190,23 @@ class Tuner:
 
     def logprobs(self, data: Sequence[Datum]) -> list[tuple[float, ...]]:
         """Of every trained token, under the weights as they are; to be given back as `proximal`."""
-        scores = self.updates.score(self._rows(data), BatchDiagnostics())
+        scores = self.optimizer.score(self._rows(data), BatchDiagnostics())
         return [tuple(scores[number].tolist()) if number in scores else () for number in range(len(data))]
 
     def forward_backward(
         self,
         data: Sequence[Datum],
-        loss: LossWord | Objective | Cost = "ppo",
+        loss: LossChoice | Objective | LossFunctionOfTokens = "ppo",
         *,
         aggregate: Aggregate = "rollout",
         length: int | None = None,
         of: int | None = None,
         proximal: Sequence[Sequence[float]] | None = None,
-    ) -> Report:
+    ) -> LossReport:
         """Add the gradient of the loss over `data`: the mean over its rollouts, or over `of` where several
         calls make one update.
 
-        A loss is a word, a word with its settings (`Objective`), or a function of `Tokens` to the cost of
+        A loss is a word, a word with its settings (`Objective`), or a function of `LossInputs` to the cost of
         each. `proximal` are the log-probabilities to clip against, taken before the first of several
         updates on the same data; without them the policy as it is takes their place.
         """
@@ -212,16 +222,18 @@ class Tuner:
             _check_proximal(rows, scores)
         audit = BatchDiagnostics(None if imitate else self.max_logprob_diff)
         if self.max_logprob_diff is not None and not imitate and scores is None:
-            self.updates.score(rows, audit)
-            audit.settle()
+            self.optimizer.score(rows, audit)
+            audit.check_bound()
         function, reference = self._loss(loss)
         rollouts = of or len({row.rollout_id for row in rows})
         owned = sum(row.trajectory.owned for row in rows)
-        weigh = partial(weights, aggregate=aggregate, rollouts=rollouts, tokens=owned, length=length or 1)
-        total = self.updates.backward(rows, function, weigh, audit, proximal=scores, reference=reference)
+        weigh = partial(
+            token_weights, aggregate=aggregate, rollouts=rollouts, tokens=owned, length=length or 1
+        )
+        total = self.optimizer.backward(rows, function, weigh, audit, proximal=scores, reference=reference)
         audit.update(loss=total)
         told = {"tokens": float(owned), "rollouts": float(rollouts)}
-        return Report(total, told if imitate else {**audit.summary(), **told})
+        return LossReport(total, told if imitate else {**audit.summary(), **told})
 
     def optim_step(self, lr: float | None = None) -> float:
         """Move the weights by what has added up, and begin anew; the gradient's norm. The next `sample`
@@ -231,9 +243,9 @@ class Tuner:
         if lr is not None and not 0 <= lr < math.inf:
             raise UsageError(f"lr = {lr} must be 0 or positive")
         try:
-            norm = self.updates.apply(lr)
+            norm = self.optimizer.clip_and_step(lr)
         finally:  # a gradient that is not finite stays with nobody
-            self.updates.clear()
+            self.optimizer.zero_grad()
         self.version += 1
         self._changed = True
         return norm
@@ -244,14 +256,14 @@ class Tuner:
         check_rows(rows, vocabulary=policy.vocabulary, context=policy.context, no_images=policy.no_images)
         return rows
 
-    def _loss(self, loss: LossWord | Objective | Cost) -> tuple[LossFunction, bool]:
+    def _loss(self, loss: LossChoice | Objective | LossFunctionOfTokens) -> tuple[LossFunction, bool]:
         if isinstance(loss, Objective):
-            return partial(loss_of, objective=loss), loss.kl > 0
+            return partial(compute_loss, objective=loss), loss.kl > 0
         if callable(loss):
             return partial(_costed, cost=loss), False
         if loss == "cross_entropy":
             return partial(_costed, cost=lambda seen: -seen.logp * seen.advantage), False
-        return partial(loss_of, objective=Objective(loss, DEFAULT_CLIP[loss])), False
+        return partial(compute_loss, objective=Objective(loss, DEFAULT_CLIP[loss])), False
 
     # --- keeping ----------------------------------------------------------------------------------
 
@@ -262,7 +274,7 @@ class Tuner:
     def save_state(self, directory: str | Path) -> None:
         """All it takes to go on: weights, optimiser, and which random numbers come next."""
         with replaced(Path(directory)) as fresh:
-            state = {**self.updates.state(), "version": self.version, "calls": self.sampler.calls}
+            state = {**self.optimizer.state(), "version": self.version, "calls": self.sampler.calls}
             torch.save(state, fresh / STATE)
 
     def load_state(self, directory: str | Path) -> None:
@@ -271,14 +283,14 @@ class Tuner:
         if not path.is_file():
             raise UsageError(f"{directory} holds no {STATE}; give a directory that save_state() wrote")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        self.updates.load_state(state)
-        self.updates.clear()
+        self.optimizer.load_state(state)
+        self.optimizer.zero_grad()
         # Versions only grow: the engine may have served later ones.
         self.version = max(state["version"], self.sampler.version + 1)
         self.sampler.calls, self._changed = state["calls"], True
 
 
-def _check_loss(loss: LossWord | Objective | Cost, aggregate: Aggregate) -> None:
+def _check_loss(loss: LossChoice | Objective | LossFunctionOfTokens, aggregate: Aggregate) -> None:
     if not isinstance(loss, str | Objective):
         return
     word = loss if isinstance(loss, str) else loss.loss
@@ -288,8 +300,8 @@ def _check_loss(loss: LossWord | Objective | Cost, aggregate: Aggregate) -> None
     if word == "dr_grpo" and aggregate != "constant":
         raise UsageError("loss 'dr_grpo' divides by a constant; give aggregate='constant' and a length")
     if isinstance(loss, Objective):
-        among(loss.importance, Importance, "importance")
-        among(loss.kl_estimator, Estimator, "KL estimator")
+        check_choice(loss.importance, Importance, "importance")
+        check_choice(loss.kl_estimator, Estimator, "KL estimator")
 
 
 def _check_sums(aggregate: Aggregate, length: int | None, of: int | None) -> None:
@@ -305,7 +317,7 @@ def _check_sums(aggregate: Aggregate, length: int | None, of: int | None) -> Non
         raise UsageError("of counts rollouts, and aggregate 'token' divides by tokens; leave one of them out")
 
 
-def _costed(seen: Tokens, cost: Cost) -> Loss:
+def _costed(seen: LossInputs, cost: LossFunctionOfTokens) -> LossOutputs:
     costs = cost(seen)
     if not isinstance(costs, Tensor) or not costs.requires_grad:
         raise UsageError("a loss gave what has no gradient; make the cost of each token from its logp")
@@ -313,7 +325,7 @@ def _costed(seen: Tokens, cost: Cost) -> Loss:
         raise UsageError(f"a loss gave {tuple(costs.shape)} costs for {len(seen.logp)} tokens; one for each")
     ratio = torch.exp(seen.logp - seen.proximal).detach()
     none = torch.zeros_like(ratio, dtype=torch.bool)
-    return Loss((costs * seen.weight).sum(), ratio, none, torch.ones_like(ratio), none, None)
+    return LossOutputs((costs * seen.weight).sum(), ratio, none, torch.ones_like(ratio), none, None)
 
 
 def _check_proximal(rows: Sequence[Row], scores: Mapping[int, Tensor]) -> None:

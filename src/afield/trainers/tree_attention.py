@@ -22,17 +22,23 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from afield.trainers.packing import Packed, Segment
-from afield.trainers.prefix_attention import Attention, Heads, Plan, planned, usable
+from afield.trainers.packing import PackedTokens, Segment
+from afield.trainers.prefix_attention import (
+    AttentionPlan,
+    Heads,
+    PrefixAttention,
+    kernel_available,
+    plan_attention,
+)
 
 ATTENTION = "afield_tree"
-Kernel = Literal["peeled", "flex", "each"]
+Kernel = Literal["prefix", "flex", "per_sequence"]
 BLOCK = 128
 BEYOND = ("softcap", "s_aux", "position_bias")  # what some attention does besides
 FLEX_PACE = 0.65  # of what kernels for rectangles make of the same arithmetic
 
 
-class Kept:
+class CheckpointedAttention:
     """What attention gave, while the layers around it are computed again for their gradients.
 
     With gradient checkpointing a layer's forward pass runs twice. The first time, what attention's gradient
@@ -75,10 +81,10 @@ class Kept:
         return result
 
 
-class Tree:
+class TokenTree:
     """A forest on a device. Tokens that fill up the last block are trees of their own."""
 
-    def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
+    def __init__(self, packed: PackedTokens, device: torch.device, kernel: Kernel | None = None) -> None:
         count = len(packed.ids)
         filler = -count % BLOCK if device.type == "cuda" or kernel == "flex" else 0
         self.ids = pad(torch.tensor(packed.ids), (0, filler)).to(device)[None]
@@ -96,13 +102,13 @@ class Tree:
         if self._kernel is not None:
             return self._kernel
         if self._device.type != "cuda":
-            return "each"
+            return "per_sequence"
         cheap = self.plan.pairs < self._pairs / FLEX_PACE
-        return "peeled" if cheap and usable(self._device, dtype, heads) else "flex"
+        return "prefix" if cheap and kernel_available(self._device, dtype, heads) else "flex"
 
     @cached_property
-    def plan(self) -> Plan:
-        return planned(self._segments, self._device)
+    def plan(self) -> AttentionPlan:
+        return plan_attention(self._segments, self._device)
 
     @cached_property
     def segments(self) -> list[tuple[int, int, Tensor, Tensor]]:
@@ -140,7 +146,7 @@ class Tree:
 
     def hidden(self, model: Any) -> Tensor:
         """The last hidden state of every token, [tokens, size]."""
-        with walk(self, model) as tree:
+        with tree_pass(self, model) as tree:
             output = model.get_decoder()(
                 input_ids=self.ids, position_ids=self.positions, tree=tree, use_cache=False
             )
@@ -148,7 +154,7 @@ class Tree:
 
     def logits(self, model: Any, tokens: Tensor) -> Tensor:
         """What a model says after each of `tokens`, [tokens, vocabulary]."""
-        with walk(self, model) as tree:
+        with tree_pass(self, model) as tree:
             output = model(
                 input_ids=self.ids,
                 position_ids=self.positions,
@@ -159,10 +165,10 @@ class Tree:
         return output.logits[0]
 
 
-class Walk:
+class TreePass:
     """One forward pass over a tree, and the second one over each layer where layers are computed again."""
 
-    def __init__(self, tree: Tree, kept: Kept) -> None:
+    def __init__(self, tree: TokenTree, kept: CheckpointedAttention) -> None:
         self.tree, self.kept = tree, kept
         self.seen = False
 
@@ -174,9 +180,9 @@ def computed_again(model: Any) -> bool:
 
 
 @contextmanager
-def walk(tree: Tree, model: Any) -> Iterator[Walk]:
-    kept = Kept(torch.is_grad_enabled() and computed_again(model))
-    made = Walk(tree, kept)
+def tree_pass(tree: TokenTree, model: Any) -> Iterator[TreePass]:
+    kept = CheckpointedAttention(torch.is_grad_enabled() and computed_again(model))
+    made = TreePass(tree, kept)
     yield made
     kept.first = False
     if not made.seen:
@@ -191,7 +197,7 @@ def _listed(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return matrix.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
-def watch(model: Any) -> None:
+def install_tree_attention(model: Any) -> None:
     """Put this attention into a model."""
     _register()
     model.set_attn_implementation(ATTENTION)
@@ -216,7 +222,7 @@ def attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    tree: Walk | None = None,
+    tree: TreePass | None = None,
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
@@ -238,7 +244,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _over(walk: Walk, layer: int, scaling: float | None, *given: Tensor) -> Tensor:
+def _over(walk: TreePass, layer: int, scaling: float | None, *given: Tensor) -> Tensor:
     tree, kept = walk.tree, walk.kept
     walk.seen = True
     scale = given[0].shape[-1] ** -0.5 if scaling is None else scaling
@@ -247,8 +253,10 @@ def _over(walk: Walk, layer: int, scaling: float | None, *given: Tensor) -> Tens
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else given[0].dtype
     given = tuple(tensor.to(dtype) for tensor in given)
     kernel = tree.kernel(dtype, Heads(given[0].shape[1], given[1].shape[1], given[0].shape[3]))
-    if kernel == "peeled":
-        return kept(layer, _as_they_are, lambda *inputs: Attention.apply(*inputs, tree.plan, scale), *given)
+    if kernel == "prefix":
+        return kept(
+            layer, _as_they_are, lambda *inputs: PrefixAttention.apply(*inputs, tree.plan, scale), *given
+        )
     if kernel == "flex":
         out = kept(layer, _enough_heads, partial(_by_mask, tree, scale), *given)
     else:
@@ -268,7 +276,7 @@ def _enough_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
     return query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
-def _by_mask(tree: Tree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _by_mask(tree: TokenTree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _flex()(query, key, value, block_mask=tree.blocks, scale=scaling, enable_gqa=True)
 
 
@@ -277,7 +285,7 @@ def _flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def _by_sequence(tree: Tree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _by_sequence(tree: TokenTree, scaling: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     parts: list[Tensor] = []
     # What sequences add to the gradient of tokens they share is summed in float32.

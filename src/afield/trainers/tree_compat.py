@@ -15,7 +15,7 @@ from torch import Tensor
 
 from afield.errors import boundary
 from afield.trainers.packing import pack
-from afield.trainers.tree_attention import Tree, watch
+from afield.trainers.tree_attention import TokenTree, install_tree_attention
 from afield.types import Failure, FailureKind, Reason
 
 # A stem that three sequences share, one of them to its end, and one that shares nothing.
@@ -23,7 +23,7 @@ BRANCHES = ((0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6), (0, 1, 2, 3, 7, 8), (9, 10, 11,
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # relative error of all logits
 
 
-def fit_for_trees(model: Any) -> str:
+def tree_incompatibility(model: Any) -> str:
     """Put our attention into `model`; or leave it as it is, and say why that cannot be."""
     own = model.config._attn_implementation
     vocabulary = model.config.get_text_config().vocab_size
@@ -42,8 +42,8 @@ def _distance(model: Any, rows: list[list[int]]) -> float | str:
         alone = [_row(model, row) for row in rows]
         expected = torch.cat([logits.detach() for logits in alone])
         packed = pack(rows)
-        watch(model)
-        tree = Tree(packed, model.device)
+        install_tree_attention(model)
+        tree = TokenTree(packed, model.device)
         got = tree.logits(model, torch.arange(len(packed.ids), device=model.device)).float()
         if lost := sorted(_reached(model, *alone) - _reached(model, got)):
             return f"its weight {lost[0]} gets no gradient there"
@@ -70,7 +70,7 @@ def _reached(model: Any, *outputs: Tensor) -> set[str]:
 
 
 @torch.no_grad()
-def unfit_for_padding(model: Any) -> str:
+def padding_incompatibility(model: Any) -> str:
     """Why rows cannot be run beside each other, or nothing."""
     config = model.config.get_text_config()
     if (kept := getattr(config, "index_topk", None)) is not None:
@@ -89,7 +89,7 @@ def _row(model: Any, ids: list[int]) -> Tensor:
     return model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
 
 
-def longest_row(config: Any, *, tree: bool) -> int | None:
+def max_row_length(config: Any, *, tree: bool) -> int | None:
     """Up to which length a row's tokens get the same numbers however it is run; None is no limit."""
     limits: list[int | None] = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -106,7 +106,7 @@ def longest_row(config: Any, *, tree: bool) -> int | None:
 
 
 @torch.no_grad()
-def settled(model: Any) -> bool:
+def is_deterministic(model: Any) -> bool:
     """Whether it computes the same again."""
     ids = [(7 + 11 * i) % model.config.get_text_config().vocab_size for i in range(6)]
     return torch.equal(_row(model, ids), _row(model, ids))

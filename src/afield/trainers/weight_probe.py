@@ -12,7 +12,7 @@ LENGTHS = (2, 4, 8, 12, 16)
 
 
 @torch.no_grad()
-def witness_of(model: Any) -> WeightProbe:
+def compute_weight_probe(model: Any) -> WeightProbe:
     """`model` is called as it is: adapters on, no dropout. One pass over a few ids."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = [(7 * place + 3) % vocabulary for place in range(LENGTHS[-1])]

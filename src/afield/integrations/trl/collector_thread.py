@@ -32,7 +32,7 @@ from afield.types import Task
 T = TypeVar("T")
 
 
-class Opened(NamedTuple):
+class Collector(NamedTuple):
     """What collects, ready to be asked. `base` is the version that the gateway served before us."""
 
     gateway: Gateway
@@ -59,10 +59,10 @@ class CollectorThread:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
-        self._up: Future[Opened] = Future()
+        self._up: Future[Collector] = Future()
         self._error: BaseException | None = None
 
-    def start(self) -> Opened:
+    def start(self) -> Collector:
         """Returns once agents can be launched; raises what stands in the way of that."""
         with self._lock:
             if self._thread is None:
@@ -131,7 +131,7 @@ class CollectorThread:
 @asynccontextmanager
 async def opened(
     config: TrainConfig, run: RunDirectory, tasks: Sequence[Task], admin_key: str | None
-) -> AsyncIterator[Opened]:
+) -> AsyncIterator[Collector]:
     async with AsyncExitStack() as stack:
         stack.enter_context(run.locked("collect"))
         parts = Parts(config, run, tasks, stack)
@@ -151,7 +151,7 @@ async def opened(
         if config.gateway:
             await answers(config, run, admin_key)
         conductor = await parts.conductor(gateway, places, NullObserver())
-        yield Opened(
+        yield Collector(
             gateway=gateway,
             collector=GroupRunner(parts.plan, conductor, parts.spool),
             conductor=conductor,

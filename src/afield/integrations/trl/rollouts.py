@@ -1,7 +1,7 @@
 """The door: what TRL's asynchronous GRPO trainer needs to learn from an agent that runs unchanged elsewhere.
 
     rollouts = Rollouts(args, agent="agent.py:agent", model="path/to/model", tasks=rows)
-    AsyncGRPOTrainer(model="path/to/model", args=args, **rollouts.doors).train()
+    AsyncGRPOTrainer(model="path/to/model", args=args, **rollouts.trainer_kwargs).train()
 
 What the trainer's own arguments say (rollouts of a task, temperature, length, staleness) is taken from
 them; everything else has the keys of `afield train`. Nothing is started before training begins.
@@ -20,8 +20,8 @@ import msgspec
 from afield import factory, wire
 from afield.errors import UsageError, WireError
 from afield.integrations.trl.collector_thread import CollectorThread
-from afield.integrations.trl.rows import How, Recipe, Weigh
-from afield.integrations.trl.staleness import Pace
+from afield.integrations.trl.rows import RowConfig, RowWeighting, TrlEstimator
+from afield.integrations.trl.staleness import StalenessLimits
 from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
 from afield.orchestrator.run_directory import RunDirectory
@@ -56,20 +56,20 @@ class Rollouts:
         tasks: Rows,
         directory: str | Path | None = None,
         config: str | Path | None = None,
-        weigh: Weigh = "rollout",
+        weigh: RowWeighting = "rollout",
         **values: Any,
     ) -> None:
         check(args)
         self.tasks = as_tasks(tasks)
         self.config = configured(args, str(model), config, values)
-        crew = crew_of(self.config, self.tasks, directory)
+        crew = open_collector(self.config, self.tasks, directory)
         self.run = crew.run
-        pace = Pace(
+        pace = StalenessLimits(
             step=args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             syncs=args.weight_sync_steps,
             staleness=args.max_staleness,
         )
-        recipe = Recipe(
+        recipe = RowConfig(
             temperature=args.temperature,
             advantage=advantage_of(self.config),
             weigh=weigh,
@@ -87,7 +87,7 @@ class Rollouts:
         return Dataset.from_list([{"prompt": task.id} for task in self.tasks])
 
     @property
-    def doors(self) -> dict[str, Any]:
+    def trainer_kwargs(self) -> dict[str, Any]:
         """The trainer's arguments that make it learn from these rollouts."""
         return {
             "train_dataset": self.dataset,
@@ -158,16 +158,16 @@ def check_credit(learn: Any) -> None:
         )
 
 
-def advantage_of(config: TrainConfig) -> How:
+def advantage_of(config: TrainConfig) -> TrlEstimator:
     """TRL takes rows as they come, so that nothing can be normalised over a whole batch."""
     if config.advantage == "grpo" and not config.scale_advantages:
         return "dr_grpo"
-    for how in get_args(How):
+    for how in get_args(TrlEstimator):
         if how == config.advantage:
             return how
     raise UsageError(
         f"advantage {config.advantage!r} needs the whole batch;"
-        f" with TRL choose one of: {', '.join(get_args(How))}"
+        f" with TRL choose one of: {', '.join(get_args(TrlEstimator))}"
     )
 
 
@@ -189,7 +189,7 @@ def as_tasks(given: Rows) -> list[Task]:
     return list(tasks.values())
 
 
-def crew_of(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> CollectorThread:
+def open_collector(config: TrainConfig, tasks: list[Task], directory: str | Path | None) -> CollectorThread:
     """Rollouts that another run left would be taken for this one's, so the directory has to be fresh."""
     environment = Environment.read()
     name = f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"

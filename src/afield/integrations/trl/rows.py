@@ -21,20 +21,20 @@ from afield.advantages import compute_advantages
 from afield.errors import UsageError
 from afield.types import Group, Message, RolloutResult, Trajectory
 
-Weigh = Literal["rollout", "token"]
-How = Literal["grpo", "dr_grpo", "rloo", "remax"]
+RowWeighting = Literal["rollout", "token"]
+TrlEstimator = Literal["grpo", "dr_grpo", "rloo", "remax"]
 RECENT = 64  # groups over which the mean length is taken
 
 
-class Recipe(Struct, frozen=True, kw_only=True):
+class RowConfig(Struct, frozen=True, kw_only=True):
     """How rows are made. `temperature` is the trainer's: it has one for all turns."""
 
     temperature: float = 1.0
-    advantage: How = "grpo"
-    weigh: Weigh = "rollout"
+    advantage: TrlEstimator = "grpo"
+    weigh: RowWeighting = "rollout"
 
 
-class Lengths:
+class MeanLength:
     """The mean number of sampled tokens of a rollout, of late."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Lengths:
         return sum(t for t, _ in self._recent) / max(sum(n for _, n in self._recent), 1)
 
 
-def rows(group: Group, recipe: Recipe, *, number: int, base: int, lengths: Lengths) -> list[Any]:
+def rows(group: Group, recipe: RowConfig, *, number: int, base: int, lengths: MeanLength) -> list[Any]:
     """`number` is what TRL calls the group; version 0 of its own counting is the gateway's `base`."""
     earned = compute_advantages([group], recipe.advantage)
     trained = [f for f in group.finished if f.rollout.id in earned and owned(f)]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 
-class Pace(Struct, frozen=True, kw_only=True):
+class StalenessLimits(Struct, frozen=True, kw_only=True):
     step: int
     syncs: int = 1  # steps from one version to the next
     staleness: int

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from afield.errors import UsageError
-from afield.integrations.trl.collector_thread import Opened
-from afield.integrations.trl.rollouts import Rows, as_tasks, check_sampling, configured, crew_of
+from afield.integrations.trl.collector_thread import Collector
+from afield.integrations.trl.rollouts import Rows, as_tasks, check_sampling, configured, open_collector
 from afield.integrations.trl.rows import check
 from afield.integrations.trl.weights import WeightTransfer
 from afield.orchestrator.groups import GroupSpec
@@ -36,7 +36,10 @@ class Row(NamedTuple):
 
 
 class SyncRollouts:
-    """`with SyncRollouts(args, ...) as rollouts: GRPOTrainer(model=..., args=args, **rollouts.doors).train()`
+    """Rollouts for TRL's `GRPOTrainer`.
+
+        with SyncRollouts(args, ...) as rollouts:
+            GRPOTrainer(model=..., args=args, **rollouts.trainer_kwargs).train()
 
     Arguments are those of `Rollouts`; `branches` says what becomes of a rollout with several rows.
     """
@@ -57,7 +60,7 @@ class SyncRollouts:
         self.config = configured(args, str(model), config, values)
         self.branches: Branches = branches
         self._by_id = {task.id: task for task in self.tasks}
-        self._crew = crew_of(self.config, self.tasks, directory)
+        self._crew = open_collector(self.config, self.tasks, directory)
         self._weights = WeightTransfer(self._crew, keep=self.config.keep_weights)
         self._step: int | None = None
         self._calls = 0
@@ -70,7 +73,7 @@ class SyncRollouts:
         self._crew.close()
 
     @property
-    def doors(self) -> dict[str, Any]:
+    def trainer_kwargs(self) -> dict[str, Any]:
         """The trainer's arguments that make it learn from these rollouts."""
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
 
@@ -116,7 +119,9 @@ class SyncRollouts:
         for prompt, repeated in groupby(prompts):
             count = len(list(repeated))
             if prompt not in self._by_id:
-                raise UsageError(f"the prompt {prompt!r} is no task's id; train on the dataset of `doors`")
+                raise UsageError(
+                    f"the prompt {prompt!r} is not a task id; pass trainer_kwargs to the trainer"
+                )
             if count % number:
                 raise UsageError(f"the prompt {prompt!r} comes {count} times, not num_generations={number}")
             for _ in range(count // number):
@@ -147,7 +152,7 @@ class SyncRollouts:
             reward,
         )
 
-    def _forget(self, made: Opened, groups: Sequence[Group]) -> None:
+    def _forget(self, made: Collector, groups: Sequence[Group]) -> None:
         for group in groups:
             for finished in group.finished:
                 made.spool.drop(finished.rollout.id)

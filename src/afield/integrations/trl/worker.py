@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from afield.batches.rewards import unused_turn_rewards
 from afield.errors import NoRewards, Unavailable, first_cause
 from afield.exclusions import UntrainedReason
-from afield.integrations.trl.collector_thread import CollectorThread, Opened
-from afield.integrations.trl.rows import Lengths, Recipe, rows
-from afield.integrations.trl.staleness import Pace
+from afield.integrations.trl.collector_thread import Collector, CollectorThread
+from afield.integrations.trl.rows import MeanLength, RowConfig, rows
+from afield.integrations.trl.staleness import StalenessLimits
 from afield.orchestrator.groups import GroupSpec, read_group
 from afield.orchestrator.training_loop import usual_failure
 from afield.token_account import ExclusionWatch, TokenAccount, of_finished, word
@@ -35,7 +35,7 @@ PATIENCE = 3  # steps' worth of groups without a single reward before it is give
 ENDED = "training has ended"
 
 
-class Ready(NamedTuple):
+class CompletedRows(NamedTuple):
     """A group that has ended: what it gives the trainer, and what to forget once it has it."""
 
     rows: list[Any]
@@ -45,7 +45,7 @@ class Ready(NamedTuple):
 class RolloutWorker:
     """`rollout_buffer` and `metrics_queue` are TRL's; the rest of its state is the event loop's alone."""
 
-    def __init__(self, crew: CollectorThread, pace: Pace, recipe: Recipe) -> None:
+    def __init__(self, crew: CollectorThread, pace: StalenessLimits, recipe: RowConfig) -> None:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._crew = crew
@@ -57,9 +57,9 @@ class RolloutWorker:
         self._sizes: deque[int] = deque([crew.config.rollouts], maxlen=RECENT)  # of groups, in rows
         self._gathering: Future[None] | None = None
         self._beat = time.monotonic()
-        self._lengths = Lengths()
+        self._lengths = MeanLength()
         self._running: dict[int, int] = {}  # position to the version it was begun at
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, CompletedRows] = {}
         self._wishes: dict[int, GroupSpec] = {}
         self._barren = 0
         self._excluded = ExclusionWatch()
@@ -109,7 +109,7 @@ class RolloutWorker:
 
     # --- in the collection's thread --------------------------------------------------------------
 
-    async def _gather(self, made: Opened) -> None:
+    async def _gather(self, made: Collector) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 position = 0
@@ -123,7 +123,7 @@ class RolloutWorker:
         except BaseExceptionGroup as errors:
             raise first_cause(errors) from errors
 
-    async def _its_turn(self, made: Opened) -> bool:
+    async def _its_turn(self, made: Collector) -> bool:
         """Waits until another group may begin; False when none will."""
         while not self._ending:
             self._beat = time.monotonic()
@@ -138,7 +138,7 @@ class RolloutWorker:
             await asyncio.sleep(POLL_S)
         return False
 
-    async def _group(self, made: Opened, position: int, wish: GroupSpec) -> None:
+    async def _group(self, made: Collector, position: int, wish: GroupSpec) -> None:
         ended = await made.collector.group(wish)
         if self._ending:
             return
@@ -148,10 +148,10 @@ class RolloutWorker:
             given = rows(group, self._recipe, number=position, base=made.base, lengths=self._lengths)
         self._note(group, given, ended.dropped)
         everyone = (*ended.members, *([ended.baseline] if ended.baseline else []))
-        self._ready[position] = Ready(given, everyone)
+        self._ready[position] = CompletedRows(given, everyone)
         self._deliver(made)
 
-    def _deliver(self, made: Opened) -> None:
+    def _deliver(self, made: Collector) -> None:
         """Oldest first; a younger one only where no older one comes too late by it."""
         for position in sorted(self._ready):
             ready = self._ready[position]
@@ -214,7 +214,7 @@ class RolloutWorker:
             **{f"rollout/untrained_tokens/{word(r)}_total": float(n) for r, n in account.untrained.items()},
         }
 
-    async def _end(self, made: Opened) -> None:
+    async def _end(self, made: Collector) -> None:
         """Sessions are ended wherever they run, within the time that takes at most."""
         self._ending = True
         wishes = list(self._wishes.values())

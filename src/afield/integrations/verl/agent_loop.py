@@ -40,10 +40,12 @@ class _Shared:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.made: tuple[settings.Given, RolloutClient, clients.Door] | None = None
+        self.made: tuple[settings.Given, RolloutClient, clients.GatewayConnection] | None = None
         self.gone: Unavailable | None = None
 
-    def get(self, config: Any, llm_client: Any) -> tuple[settings.Given, RolloutClient, clients.Door]:
+    def get(
+        self, config: Any, llm_client: Any
+    ) -> tuple[settings.Given, RolloutClient, clients.GatewayConnection]:
         with self._lock:
             if self.made is None:
                 given = settings.read(config)
@@ -57,7 +59,7 @@ class _Shared:
                         "afield.credit=turns cannot be had with veRL's own agent loop, which takes one reward"
                         " for a row: set agent_loop_manager_class=afield.integrations.verl.Manager"
                     )
-                door = clients.door(given, llm_client)
+                door = clients.connect_gateway(given, llm_client)
                 made = clients.client(given, door, part=f"worker-{os.getpid()}")
                 self.made = given, made, door
                 door.when_gone(self._give_up)
@@ -103,18 +105,20 @@ class AgentLoop(AgentLoopBase):
             log.warning("rollout %s is left out: %s", rollout.id, made)
             return []
         step = int(prompt["global_steps"])
-        return outputs(made if door.versioned else rows.restamped(made, max(0, step - 1), max(0, step - 1)))
+        return outputs(
+            made if door.versioned else rows.with_versions(made, max(0, step - 1), max(0, step - 1))
+        )
 
 
 async def _session(
     client: RolloutClient, rollout: Rollout, given: settings.Given, number: int
-) -> rows.Session | str:
+) -> rows.RolloutRows | str:
     try:
         finished = await client.begin(rollout)
     except RolloutFailure as error:
         return f"{error.kind}/{error.reason}: {error}"
     vision = rows.vision_of(given.trainer.model)
-    return rows.session(
+    return rows.rollout_rows(
         finished,
         number,
         floor=given.settings.floor,
@@ -124,7 +128,7 @@ async def _session(
     )
 
 
-def outputs(made: rows.Session) -> list[AgentLoopOutput]:
+def outputs(made: rows.RolloutRows) -> list[AgentLoopOutput]:
     return [
         AgentLoopOutput(
             prompt_ids=list(row.prompt_ids),

@@ -29,7 +29,7 @@ SERVERS = ("vllm", "sglang")
 ANSWER_S = 600.0
 
 
-class Door(Struct, frozen=True):
+class GatewayConnection(Struct, frozen=True):
     """A gateway: for us, with the admin's key. `versioned` if its versions are veRL's steps. One of this
     job has a `keeper`; if it was started here, it ends with the last who holds on to that.
     """
@@ -51,7 +51,7 @@ class Door(Struct, frozen=True):
         self.keeper.death.remote().future().add_done_callback(told)
 
 
-def client(given: Given, door: Door, part: str = "") -> RolloutClient:
+def client(given: Given, door: GatewayConnection, part: str = "") -> RolloutClient:
     """Started. Each process that has one needs a `part` of its own in the run's folder."""
     settings, trainer = given.settings, given.trainer
     pace = RateLimits(
@@ -89,19 +89,19 @@ def client(given: Given, door: Door, part: str = "") -> RolloutClient:
     ).start()
 
 
-def door(given: Given, llm_client: Any) -> Door:
+def connect_gateway(given: Given, llm_client: Any) -> GatewayConnection:
     settings, trainer = given.settings, given.trainer
     if settings.gateway:
         key = Environment.read().admin_key
         if not key:
             raise UsageError(f"the gateway at {settings.gateway} wants its admin key in AFIELD_ADMIN_KEY")
-        return Door(settings.gateway, key)
+        return GatewayConnection(settings.gateway, key)
     if trainer.backend == OWN:
-        from afield.integrations.verl.gateway_actor import keeper_of
+        from afield.integrations.verl.gateway_actor import gateway_actor
 
-        keeper = keeper_of()
+        keeper = gateway_actor()
         found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
-        return Door(found.local_url, found.admin_key, keeper=keeper)
+        return GatewayConnection(found.local_url, found.admin_key, keeper=keeper)
     if trainer.backend in SERVERS:
         return _in_front(given, addresses(llm_client))
     raise UsageError(
@@ -121,9 +121,9 @@ def addresses(llm_client: Any) -> list[str]:
     return sorted(found)
 
 
-def _in_front(given: Given, servers: list[str]) -> Door:
+def _in_front(given: Given, servers: list[str]) -> GatewayConnection:
     """A gateway whose engines are veRL's servers, held by an actor of this job."""
-    from afield.integrations.verl.gateway_actor import GatewayKeeper, GatewayOptions
+    from afield.integrations.verl.gateway_actor import GatewayActor, GatewayOptions
 
     settings, trainer = given.settings, given.trainer
     if trainer.mode == "colocate_async" or (trainer.mode == "separate_async" and trainer.hybrid):
@@ -140,8 +140,8 @@ def _in_front(given: Given, servers: list[str]) -> Door:
         outcomes=settings.transport if "://" in settings.transport else "",
     )
     job = ray.get_runtime_context().get_job_id()
-    keeper = GatewayKeeper.options(  # pyright: ignore[reportAttributeAccessIssue]
+    keeper = GatewayActor.options(  # pyright: ignore[reportAttributeAccessIssue]
         name=f"afield-front-{job}", get_if_exists=True, max_concurrency=64
     ).remote(options, trainer.model)
     found = ray.get(keeper.gateway.remote(), timeout=ANSWER_S)
-    return Door(found.local_url, found.admin_key, versioned=False, keeper=keeper)
+    return GatewayConnection(found.local_url, found.admin_key, versioned=False, keeper=keeper)

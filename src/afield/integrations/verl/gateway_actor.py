@@ -55,7 +55,7 @@ class GatewayOptions(Struct, frozen=True):
         return [self.engine] if isinstance(self.engine, str) else list(self.engine)
 
 
-class Gateway(Struct, frozen=True):
+class GatewayInfo(Struct, frozen=True):
     """Where the gateway of this job is, and how to speak to it."""
 
     url: str  # what agents are given
@@ -69,12 +69,12 @@ class Gateway(Struct, frozen=True):
     """Dtype in which weights are published; auto asks the engines."""
 
 
-def gateway_of() -> Gateway:
+def gateway_info() -> GatewayInfo:
     """The gateway of the present Ray job; from any of its processes, once its replicas are launched."""
-    return ray.get(keeper_of().gateway.remote(), timeout=START_S)
+    return ray.get(gateway_actor().gateway.remote(), timeout=START_S)
 
 
-def keeper_of() -> Any:
+def gateway_actor() -> Any:
     """The actor that holds it."""
     try:
         return ray.get_actor(actor_name())
@@ -91,7 +91,7 @@ def actor_name() -> str:
 
 
 @ray.remote(num_cpus=0)
-class GatewayKeeper:
+class GatewayActor:
     """Holds the gateway's process. What veRL asks of a server between steps needs nothing done: weights
     change under calls in flight, and the engine's caches go with the weights they belong to."""
 
@@ -106,7 +106,7 @@ class GatewayKeeper:
         ours = told["local_url"]
         if options.host in EVERYWHERE:
             ours = f"http://{ray.util.get_node_ip_address()}:{urlsplit(ours).port}"
-        self._gateway = Gateway(
+        self._gateway = GatewayInfo(
             told["url"],
             ours,
             told["admin_key"],
@@ -116,7 +116,7 @@ class GatewayKeeper:
             engine_dtype=options.engine_dtype,
         )
 
-    async def gateway(self) -> Gateway:
+    async def gateway(self) -> GatewayInfo:
         if self._process.poll() is not None:
             raise Unavailable(self._ended())
         return self._gateway

@@ -29,15 +29,15 @@ from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import Rollout, Sampling, Split
 
 if TYPE_CHECKING:
-    from afield.integrations.verl.clients import Door
+    from afield.integrations.verl.clients import GatewayConnection
 
 log = logging.getLogger("afield.verl")
 
 
-class Queue:
+class TransferQueue:
     """What this needs of TransferQueue."""
 
-    def put(self, entries: Sequence[rows.Entry], partition: str) -> None:
+    def put(self, entries: Sequence[rows.QueueEntry], partition: str) -> None:
         import transfer_queue  # pyright: ignore[reportMissingImports]
         from verl.utils.tensordict_utils import (  # pyright: ignore[reportMissingImports]
             list_of_dict_to_tensordict,
@@ -56,7 +56,7 @@ class Queue:
         transfer_queue.kv_put(key=uid, partition_id=partition, tag={"status": status})
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class GenerateCall(Struct, frozen=True, kw_only=True):
     """One call of `generate_sequences`."""
 
     step: int
@@ -65,15 +65,15 @@ class Asked(Struct, frozen=True, kw_only=True):
     groups: int
 
 
-class Tally:
-    """What came of an `Asked`, for the log, and to know when nothing came of it."""
+class StepCounts:
+    """What came of an `GenerateCall`, for the log, and to know when nothing came of it."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: GenerateCall) -> None:
         self.asked = asked
         self.counts: Counter[str] = Counter()
         self.tokens = TokenAccount()
 
-    def add(self, judged: rows.Judged, tokens: TokenAccount) -> bool:
+    def add(self, judged: rows.GroupRows, tokens: TokenAccount) -> bool:
         """True with the last group of it."""
         self.tokens += tokens
         self.counts["groups"] += 1
@@ -103,13 +103,13 @@ class Tally:
         }
 
 
-class Group:
+class PromptGroup:
     """The rollouts of one prompt, until the last of them has ended; with `greedy`, that is a baseline."""
 
     def __init__(
         self,
         prompt: dict[str, Any],
-        tally: Tally,
+        tally: StepCounts,
         futures: Sequence[RolloutFuture],
         greedy: RolloutFuture | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class Group:
     def uid(self) -> str:
         return str(self.prompt["uid"])
 
-    def when_ended(self, call: Callable[[Group], object]) -> None:
+    def when_ended(self, call: Callable[[PromptGroup], object]) -> None:
         def one_more(_: RolloutFuture) -> None:
             with self._lock:
                 self._missing -= 1
@@ -137,7 +137,9 @@ class Group:
 
 
 class Manager:
-    def __init__(self, given: settings.Given, client: RolloutClient, queue: Queue, door: Door) -> None:
+    def __init__(
+        self, given: settings.Given, client: RolloutClient, queue: TransferQueue, door: GatewayConnection
+    ) -> None:
         """Where the gateway does not know versions, they are those that veRL tells with its batches."""
         self._given = given
         self._client = client
@@ -173,8 +175,8 @@ class Manager:
             )
         from afield.integrations.verl import clients
 
-        door = clients.door(given, llm_client)
-        made = cls(given, clients.client(given, door), Queue(), door)
+        door = clients.connect_gateway(given, llm_client)
+        made = cls(given, clients.client(given, door), TransferQueue(), door)
         if given.trainer.estimator == baselines.REMAX:
             baselines.register(made._baselines)
         atexit.register(made.close)
@@ -202,12 +204,12 @@ class Manager:
         # veRL counts a step's number up before it asks, and after the weights of the one before are there.
         version = step if split is Split.VAL else max(0, step - 1)
         self._version = max(self._version, version)
-        tally = Tally(Asked(step=step, split=split, version=version, groups=len(asked)))
+        tally = StepCounts(GenerateCall(step=step, split=split, version=version, groups=len(asked)))
         with self._lock:
             self._open |= {str(prompt["uid"]): str(split) for prompt in asked}
         self._then(self._begin, asked, tally)
 
-    def _begin(self, asked: Sequence[dict[str, Any]], tally: Tally) -> None:
+    def _begin(self, asked: Sequence[dict[str, Any]], tally: StepCounts) -> None:
         for prompt in asked:
             self._queue.mark(str(prompt["uid"]), str(tally.asked.split), "running")
             rollouts = self._rollouts(prompt, tally.asked.split)
@@ -216,7 +218,7 @@ class Manager:
             if compared and self._given.trainer.estimator == baselines.REMAX:
                 greedy_one = self._client.begin(_greedy(rollouts[0]))
             futures = [self._client.begin(rollout) for rollout in rollouts]
-            group = Group(prompt, tally, futures, greedy_one)
+            group = PromptGroup(prompt, tally, futures, greedy_one)
             group.when_ended(lambda group: self._then(self._write, group))
 
     def _rollouts(self, prompt: dict[str, Any], split: Split) -> list[Rollout]:
@@ -246,7 +248,7 @@ class Manager:
 
     # --- what came of it, in the writer's thread ---------------------------------------------------
 
-    def _write(self, group: Group) -> None:
+    def _write(self, group: PromptGroup) -> None:
         """Rows first: veRL takes a group as soon as its status says that it has ended."""
         if self._broken is not None:
             return
@@ -255,7 +257,7 @@ class Manager:
         train = asked.split is Split.TRAIN
         number = min(len(finished), self._given.quorum) if train else 1
         credit = self._given.credit
-        judged = rows.judge(
+        judged = rows.group_rows(
             finished,
             quorum=number,
             floor=self._given.settings.floor,
@@ -270,7 +272,9 @@ class Manager:
         entries = [
             entry
             for one in judged.sessions
-            for entry in rows.entries(group.prompt, one, weighted=self._given.weighted, vision=self._vision)
+            for entry in rows.queue_entries(
+                group.prompt, one, weighted=self._given.weighted, vision=self._vision
+            )
         ]
         self._account(group, judged, rows.token_account(finished, judged))
         if entries:
@@ -281,7 +285,7 @@ class Manager:
         for future in (*group.futures, *([group.greedy] if group.greedy else [])):
             self._spool.drop(future.finished().rollout.id)
 
-    def _compared(self, group: Group, judged: rows.Judged) -> rows.Judged:
+    def _compared(self, group: PromptGroup, judged: rows.GroupRows) -> rows.GroupRows:
         """Keep the reward of the greedy rollout; a group without one has nothing to be compared with."""
         assert group.greedy is not None
         greedy_one = group.greedy.finished()
@@ -290,11 +294,11 @@ class Manager:
         if reward is None:
             assert outcome.failure is not None
             told = f"its greedy baseline has no reward: {outcome.failure.kind}/{outcome.failure.reason}"
-            return rows.Judged(sessions=(), left_out=judged.left_out, dropped=told)
+            return rows.GroupRows(sessions=(), left_out=judged.left_out, dropped=told)
         self._baselines.put(group.uid, reward)
         return judged
 
-    def _account(self, group: Group, judged: rows.Judged, tokens: TokenAccount) -> None:
+    def _account(self, group: PromptGroup, judged: rows.GroupRows, tokens: TokenAccount) -> None:
         asked = group.tally.asked
         if asked.split is Split.TRAIN and (warning := self._excluded.add(tokens)):
             log.warning("%s", warning)
@@ -351,8 +355,8 @@ def _greedy(rollout: Rollout) -> Rollout:
     return structs.replace(rollout, id=f"{rollout.group_id}-greedy", sampling=sampling)
 
 
-def _stamped(judged: rows.Judged, low: int, high: int) -> rows.Judged:
-    sessions = tuple(rows.restamped(one, low, max(low, high)) for one in judged.sessions)
+def _stamped(judged: rows.GroupRows, low: int, high: int) -> rows.GroupRows:
+    sessions = tuple(rows.with_versions(one, low, max(low, high)) for one in judged.sessions)
     return structs.replace(judged, sessions=sessions)
 
 

@@ -19,15 +19,15 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica  # pyright:
 from afield.errors import UsageError
 from afield.integrations.verl.gateway_actor import (
     START_S,
-    Gateway,
-    GatewayKeeper,
+    GatewayActor,
+    GatewayInfo,
     GatewayOptions,
     actor_name,
-    gateway_of,
+    gateway_info,
 )
 from afield.settings import converted
 
-__all__ = ["Gateway", "GatewayKeeper", "GatewayOptions", "Replica", "gateway_of"]
+__all__ = ["GatewayActor", "GatewayInfo", "GatewayOptions", "Replica", "gateway_info"]
 WHERE = "actor_rollout_ref.rollout.engine_kwargs.afield"
 
 
@@ -38,13 +38,13 @@ class Replica(RolloutReplica):
         options = converted(dict(self.config.engine_kwargs.get("afield") or {}), GatewayOptions, WHERE)
         _refuse_adapters(self.model_config)
         model = await asyncio.to_thread(_model_directory, self.model_config.get("path"))
-        keeper = GatewayKeeper.options(  # pyright: ignore[reportAttributeAccessIssue]
+        keeper = GatewayActor.options(  # pyright: ignore[reportAttributeAccessIssue]
             name=actor_name(),
             get_if_exists=True,
             num_gpus=options.gpus,
             max_concurrency=self.max_concurrency,
         ).remote(options, model)
-        gateway: Gateway = await asyncio.wait_for(keeper.gateway.remote(), START_S)
+        gateway: GatewayInfo = await asyncio.wait_for(keeper.gateway.remote(), START_S)
         self.servers = [keeper]
         self._server_handle = keeper
         self._server_address = f"{gateway.url.partition('://')[2]}#{self.replica_rank}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct, structs
 
 from afield.batches.groups import from_groups
-from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, weighed
+from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewards, weigh_rewards
 from afield.batches.sample import Sample
 from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
@@ -36,7 +36,7 @@ CONSUMED = ("validate", "agent_name", "__rollout_n__", "__do_sample__", "multi_m
 TAKEN = "reward"  # veRL keeps its own list under this name beside those of `reward_extra_info`
 
 
-class Credit(Struct, frozen=True, kw_only=True):
+class CreditAssignment(Struct, frozen=True, kw_only=True):
     """What of an outcome counts, and where in a row it is."""
 
     weights: Mapping[str, float] = {}
@@ -49,7 +49,7 @@ class Credit(Struct, frozen=True, kw_only=True):
     """Whether every row adds up to the whole session's return: for estimators that look at nothing else."""
 
 
-PLAIN = Credit()
+PLAIN = CreditAssignment()
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Row(Struct, frozen=True, kw_only=True):
     images: tuple[ImageSpan, ...] = ()
 
 
-class Session(Struct, frozen=True, kw_only=True):
+class RolloutRows(Struct, frozen=True, kw_only=True):
     """A rollout that trains: which of its group it is, its rows, and what it is worth."""
 
     number: int
@@ -78,40 +78,40 @@ class Session(Struct, frozen=True, kw_only=True):
     finished: RolloutResult
 
 
-class Judged(Struct, frozen=True, kw_only=True):
+class GroupRows(Struct, frozen=True, kw_only=True):
     """A group as veRL gets it. `dropped` says why nothing of it trains; `left_out` why a rollout does not."""
 
-    sessions: tuple[Session, ...]
+    sessions: tuple[RolloutRows, ...]
     left_out: dict[str, str]
     dropped: str | None = None
 
 
-def judge(
+def group_rows(
     finished: Sequence[RolloutResult],
     *,
     quorum: int,
     floor: float = 0.0,
     branches: Literal["all", "main"] = "all",
     image_id: int | None = None,
-    credit: Credit = PLAIN,
-) -> Judged:
+    credit: CreditAssignment = PLAIN,
+) -> GroupRows:
     """Which rollouts of a group train, in the order they were begun."""
-    sessions: list[Session] = []
+    sessions: list[RolloutRows] = []
     left_out: dict[str, str] = {}
     for number, one in enumerate(finished):
-        made = session(one, number, floor=floor, branches=branches, image_id=image_id, credit=credit)
-        if isinstance(made, Session):
+        made = rollout_rows(one, number, floor=floor, branches=branches, image_id=image_id, credit=credit)
+        if isinstance(made, RolloutRows):
             sessions.append(made)
         else:
             left_out[one.rollout.id] = made
     if len(sessions) >= quorum:
-        return Judged(sessions=tuple(sessions), left_out=left_out)
+        return GroupRows(sessions=tuple(sessions), left_out=left_out)
     told = f"{len(sessions)} of {len(finished)} rollouts can be trained, {quorum} are needed"
     why = f"; {next(iter(left_out.values()))}" if left_out else ""
-    return Judged(sessions=(), left_out=left_out, dropped=told + why)
+    return GroupRows(sessions=(), left_out=left_out, dropped=told + why)
 
 
-def token_account(finished: Sequence[RolloutResult], judged: Judged) -> TokenAccount:
+def token_account(finished: Sequence[RolloutResult], judged: GroupRows) -> TokenAccount:
     """What became of a group's sampled tokens; veRL alone knows which of its rows have an advantage."""
     account = of_finished(finished)
     if judged.dropped:
@@ -122,15 +122,15 @@ def token_account(finished: Sequence[RolloutResult], judged: Judged) -> TokenAcc
     return TokenAccount(trained=trained, excluded=account.excluded, untrained=+untrained)
 
 
-def session(
+def rollout_rows(
     finished: RolloutResult,
     number: int,
     *,
     floor: float = 0.0,
     branches: Literal["all", "main"] = "all",
     image_id: int | None = None,
-    credit: Credit = PLAIN,
-) -> Session | str:
+    credit: CreditAssignment = PLAIN,
+) -> RolloutRows | str:
     """A rollout as rows; or why it has none. `image_id` is the model's placeholder for images."""
     unused = _unused(finished, credit)
     finished = _weighed(finished, credit)
@@ -150,7 +150,7 @@ def session(
         kept = (max(kept, key=lambda sample: sample.owned),)
     parents = {turn.id: turn.parent for turn in finished.turns}
     earned = _earned(finished, score, credit)
-    return Session(
+    return RolloutRows(
         number=number,
         rows=tuple(
             _row(sample, parents, finished.trajectories[sample.row].images, earned, alone=len(kept) == 1)
@@ -173,11 +173,11 @@ def _alone(finished: RolloutResult) -> Group:
 # --- what turns earn -----------------------------------------------------------------------------
 
 
-def _weighed(finished: RolloutResult, credit: Credit) -> RolloutResult:
-    return weighed([_alone(finished)], credit.weights)[0].finished[0] if credit.weights else finished
+def _weighed(finished: RolloutResult, credit: CreditAssignment) -> RolloutResult:
+    return weigh_rewards([_alone(finished)], credit.weights)[0].finished[0] if credit.weights else finished
 
 
-def _unused(finished: RolloutResult, credit: Credit) -> int:
+def _unused(finished: RolloutResult, credit: CreditAssignment) -> int:
     how = "turns" if credit.turns else "outcome"
     return unused_turn_rewards([_alone(finished)], credit=how, weights=credit.weights)
 
@@ -209,7 +209,7 @@ class _Earned(Struct, frozen=True):
         return tuple(reversed(made))
 
 
-def _earned(finished: RolloutResult, score: float, credit: Credit) -> _Earned:
+def _earned(finished: RolloutResult, score: float, credit: CreditAssignment) -> _Earned:
     given = turn_rewards(finished) if credit.turns else {}
     total = None
     if credit.turns and credit.one_sum:
@@ -217,12 +217,12 @@ def _earned(finished: RolloutResult, score: float, credit: Credit) -> _Earned:
     return _Earned(score, given, credit.discount if credit.turns else 1.0, total)
 
 
-def _returns(finished: RolloutResult, floor: float, credit: Credit) -> dict[str, float]:
+def _returns(finished: RolloutResult, floor: float, credit: CreditAssignment) -> dict[str, float]:
     made = turn_returns([_alone(finished)], outcome="last", discount=credit.discount, floor=floor)
     return made[finished.rollout.id]
 
 
-def baseline(finished: RolloutResult, *, floor: float, credit: Credit) -> float | None:
+def baseline(finished: RolloutResult, *, floor: float, credit: CreditAssignment) -> float | None:
     """What a greedy rollout is worth to compare with: its reward, or the mean return of its turns."""
     finished = _weighed(finished, credit)
     score = finished.outcome.reward_or_floor(floor)
@@ -304,7 +304,7 @@ def _metrics(turns: Sequence[Turn]) -> dict[str, float]:
     }
 
 
-def restamped(made: Session, low: int, high: int) -> Session:
+def with_versions(made: RolloutRows, low: int, high: int) -> RolloutRows:
     """With versions that somebody else knows, where the gateway cannot."""
     return structs.replace(made, rows=tuple(structs.replace(row, low=low, high=high) for row in made.rows))
 
@@ -312,7 +312,7 @@ def restamped(made: Session, low: int, high: int) -> Session:
 # --- as veRL stores them -------------------------------------------------------------------------
 
 
-class Entry(Struct, frozen=True):
+class QueueEntry(Struct, frozen=True):
     """What is put under one key."""
 
     key: str
@@ -320,9 +320,9 @@ class Entry(Struct, frozen=True):
     tag: dict[str, Any]
 
 
-def entries(
-    prompt: Mapping[str, Any], made: Session, *, weighted: bool = False, vision: Vision | None = None
-) -> list[Entry]:
+def queue_entries(
+    prompt: Mapping[str, Any], made: RolloutRows, *, weighted: bool = False, vision: Vision | None = None
+) -> list[QueueEntry]:
     """`prompt` is the row of veRL's batch, whose columns travel along. Rows with images need `vision`; all
     rows of a model with M-RoPE have its positions.
 
@@ -332,7 +332,7 @@ def entries(
     import torch
 
     return [
-        Entry(
+        QueueEntry(
             f"{prompt['uid']}_{made.number}_{index}",
             _fields(prompt, made, row, torch) | _weight(row, torch, weighted) | pixels(made, row, vision),
             _tag(prompt, row),
@@ -341,7 +341,7 @@ def entries(
     ]
 
 
-def _fields(prompt: Mapping[str, Any], made: Session, row: Row, torch: Any) -> dict[str, Any]:
+def _fields(prompt: Mapping[str, Any], made: RolloutRows, row: Row, torch: Any) -> dict[str, Any]:
     prompts = torch.tensor(row.prompt_ids, dtype=torch.int64)
     responses = torch.tensor(row.response_ids, dtype=torch.int64)
     mask = torch.tensor(row.response_mask, dtype=torch.int64)
@@ -366,7 +366,7 @@ def _fields(prompt: Mapping[str, Any], made: Session, row: Row, torch: Any) -> d
     }
 
 
-def pixels(made: Session, row: Row, vision: Vision | None) -> dict[str, Any]:
+def pixels(made: RolloutRows, row: Row, vision: Vision | None) -> dict[str, Any]:
     """What veRL's agent loop gives a vision-language model beside the ids: `multi_modal_inputs` of its
     processor, and positions in text, time, height and width."""
     import torch
@@ -401,7 +401,7 @@ def pixels(made: Session, row: Row, vision: Vision | None) -> dict[str, Any]:
     return fields
 
 
-def images_of(made: Session, row: Row) -> list[Any]:
+def images_of(made: RolloutRows, row: Row) -> list[Any]:
     """The pictures of a row, decoded: veRL's own workers run their processor over them."""
     kept = {image.digest: image for image in made.finished.images}
     try:
@@ -412,7 +412,7 @@ def images_of(made: Session, row: Row) -> list[Any]:
         ) from error
 
 
-def _extra(made: Session, row: Row) -> dict[str, Any]:
+def _extra(made: RolloutRows, row: Row) -> dict[str, Any]:
     return {
         "min_global_steps": row.low,
         "max_global_steps": row.high,

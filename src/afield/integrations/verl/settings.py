@@ -16,7 +16,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from afield.errors import UsageError
-from afield.integrations.verl.rows import Credit
+from afield.integrations.verl.rows import CreditAssignment
 from afield.options import ConstrainedTurns, SessionPolicies
 from afield.settings import converted, from_environment, from_file, located, merged
 from afield.types import Budget, FailureKind, Sampling, check_id
@@ -175,9 +175,9 @@ class Given(Struct, frozen=True):
         return "all" if self.settings.branches == "auto" else self.settings.branches
 
     @property
-    def credit(self) -> Credit:
+    def credit(self) -> CreditAssignment:
         settings = self.settings
-        return Credit(
+        return CreditAssignment(
             weights=settings.rewards,
             turns=settings.credit == "turns",
             discount=settings.discount,

@@ -28,7 +28,7 @@ from verl.workers.rollout.utils import ensure_async_iterator  # pyright: ignore[
 from afield import factory
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
-from afield.integrations.verl.gateway_actor import gateway_of
+from afield.integrations.verl.gateway_actor import gateway_info
 from afield.rounding import rounding_of, write_rounding
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
@@ -113,21 +113,21 @@ class DirectoryCheckpointEngine(CheckpointEngine):
             yield nothing
 
 
-class Sent(NamedTuple):
+class PublishResult(NamedTuple):
     """Bytes written, and metrics of what arrived (`afield.interfaces.trainer.Publisher`)."""
 
     written: int = 0
     metrics: Mapping[str, float] = {}
 
 
-async def send(weights: Any, version: int | None, *, leader: bool) -> Sent:
+async def send(weights: Any, version: int | None, *, leader: bool) -> PublishResult:
     """Publish the weights. Every rank but the first only takes part in collecting them. A version that was
     sent is not sent again: veRL may ask for it once for each kind of replica, and they are one gateway."""
     if version is None:
         raise UsageError("veRL gave these weights no global step, so they have no version")
     if not leader:
         return await _drop(weights)
-    gateway = await asyncio.to_thread(gateway_of)
+    gateway = await asyncio.to_thread(gateway_info)
     directory = Path(gateway.weights) / f"v{version}"
     async with HttpGateway(gateway.local_url, gateway.admin_key) as client:
         before = await client.version()
@@ -150,7 +150,7 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> Sent:
                 f"version {version} was published, but the gateway serves {served}; see its log"
             )
     _prune(directory.parent)
-    sent = Sent(written, rounder.metrics())
+    sent = PublishResult(written, rounder.metrics())
     log.info("version %d is published: %s", version, dict(sent.metrics))
     return sent
 
@@ -164,10 +164,10 @@ def _check_ours(served: int, version: int, url: str) -> None:
         )
 
 
-async def _drop(weights: Any) -> Sent:
+async def _drop(weights: Any) -> PublishResult:
     async for _ in ensure_async_iterator(weights):
         pass
-    return Sent()
+    return PublishResult()
 
 
 async def _write(weights: Any, directory: Path, rounder: Rounder) -> int:

@@ -30,22 +30,22 @@ from afield.errors import AfieldError, UsageError, boundary
 from afield.interfaces.weight_probe import WeightProbe
 from afield.rounding import Arrived
 from afield.trainers.batch import Row
-from afield.trainers.diagnostics import Apart, BatchDiagnostics
-from afield.trainers.fsdp.trainer import Begin, Told
+from afield.trainers.diagnostics import BatchDiagnostics, LogprobDifference
+from afield.trainers.fsdp.trainer import RankConfig, RankReply
 from afield.trainers.grpo import GRPO
-from afield.trainers.logprobs import plain_head
-from afield.trainers.micro_batches import MicroBatch, log_probabilities
+from afield.trainers.logprobs import has_linear_head
+from afield.trainers.micro_batches import MicroBatch, token_logprobs
 from afield.trainers.model import PolicyModel
-from afield.trainers.optimizer import LossFunction, Optimizer, Scores, Weigh
+from afield.trainers.optimizer import LossFunction, Optimizer, Scores, WeightFunction
 from afield.trainers.packing import common
-from afield.trainers.publication import Shard
-from afield.trainers.weight_probe import witness_of
+from afield.trainers.publication import TensorShard
+from afield.trainers.weight_probe import compute_weight_probe
 from afield.types import Failure, FailureKind, Reason
 
 # --- the model -----------------------------------------------------------------------------------
 
 
-class Root(nn.Module):
+class ShardedModule(nn.Module):
     """All that is computed with a model happens inside one call of this, where its weights are whole."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,9 +56,9 @@ class Root(nn.Module):
         return compute()
 
 
-def shard(model: nn.Module, device: torch.device) -> Root:
+def shard(model: nn.Module, device: torch.device) -> ShardedModule:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    root = Root(model)
+    root = ShardedModule(model)
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for part in (*layers, root):
         made = fully_shard(part, mesh=mesh)
@@ -76,10 +76,10 @@ class ShardedPolicy(PolicyModel):
     def __init__(self, path: str | Path, *, device: torch.device, **how: Any) -> None:
         super().__init__(path, device=torch.device("cpu"), **how)
         self.device = device
-        self._roots: dict[int, Root] = {}
-        for model in (self.model, self._start):
+        self._roots: dict[int, ShardedModule] = {}
+        for model in (self.model, self.reference_model):
             if model is not None:
-                plain_head(model)  # this asks the model, which has to be whole for it
+                has_linear_head(model)  # this asks the model, which has to be whole for it
                 self._roots[id(model)] = shard(model, device)
 
     def _load_vision(self) -> tuple[None, str]:
@@ -87,29 +87,29 @@ class ShardedPolicy(PolicyModel):
         return None, "a sharded model takes none; train on one device (devices = 1), or with veRL"
 
     def log_probabilities(self, model: Any, batch: MicroBatch) -> Tensor:
-        return self._roots[id(model)](lambda: log_probabilities(model, batch))
+        return self._roots[id(model)](lambda: token_logprobs(model, batch))
 
     def witness(self) -> WeightProbe:
         with self.autocast():
-            return self._roots[id(self.model)](lambda: witness_of(self.model))
+            return self._roots[id(self.model)](lambda: compute_weight_probe(self.model))
 
     @property
     def writes(self) -> bool:
         return dist.get_rank() == 0
 
-    def shard(self, tensor: Tensor) -> Shard:
+    def shard(self, tensor: Tensor) -> TensorShard:
         """Rows of the tensor, which are shared out in order."""
         if not isinstance(tensor, DTensor):
-            return Shard(tensor, counted=dist.get_rank() == 0)
+            return TensorShard(tensor, counted=dist.get_rank() == 0)
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Shard(tensor.to_local(), first=offset[0] * math.prod(tensor.shape[1:]) if offset else 0)
+        return TensorShard(tensor.to_local(), first=offset[0] * math.prod(tensor.shape[1:]) if offset else 0)
 
     def gathered(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
     def summed(self, told: Arrived) -> Arrived:
         total = Arrived()
-        for part in gathered(told):
+        for part in all_gather(told):
             total = total.plus(Arrived(*part))
         return total
 
@@ -133,7 +133,7 @@ def place(tensor: Tensor, like: Tensor) -> Tensor:
 # --- the updates ---------------------------------------------------------------------------------
 
 
-def share(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+def split_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     """Rows in as many parts of like cost, those with much in common together. Parts may be empty."""
     ordered = sorted(rows, key=lambda row: row.trajectory.token_ids)
     costs: list[int] = []
@@ -150,7 +150,7 @@ def share(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
     return parts
 
 
-class LocalAudit(BatchDiagnostics):
+class LocalDiagnostics(BatchDiagnostics):
     """One rank's. What it refuses is kept until all ranks know, so that they refuse it together."""
 
     def __init__(self, version: int | None = None) -> None:
@@ -159,26 +159,28 @@ class LocalAudit(BatchDiagnostics):
 
     def compare(self, batch: MicroBatch, logp: Tensor) -> None:
         try:
-            super().compare(batch, logp)
+            super().compare_logprobs(batch, logp)
         except UsageError as error:
             self.problem = self.problem or str(error)
 
-    def seen(self) -> Seen:
+    def seen(self) -> RankDiagnostics:
         def joined(lists: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
             return {name: torch.cat(values).cpu() for name, values in lists.items()}
 
-        return Seen(joined(self.tokens), joined(self.tiers), dict(self.counts), self.worst, self.problem)
+        return RankDiagnostics(
+            joined(self.tokens), joined(self.tiers), dict(self.counts), self.worst, self.problem
+        )
 
 
-class Seen(NamedTuple):
+class RankDiagnostics(NamedTuple):
     tokens: dict[str, Tensor]
     tiers: dict[str, Tensor]
     counts: dict[str, int]
-    worst: Apart
+    worst: LogprobDifference
     problem: str
 
 
-def merge(parts: Sequence[Seen], audit: BatchDiagnostics) -> None:
+def merge(parts: Sequence[RankDiagnostics], audit: BatchDiagnostics) -> None:
     if problems := [part.problem for part in parts if part.problem]:
         raise UsageError(problems[0])
     for part in parts:
@@ -190,27 +192,27 @@ def merge(parts: Sequence[Seen], audit: BatchDiagnostics) -> None:
         audit.worst = max(audit.worst, part.worst, key=lambda apart: apart.by)
 
 
-def gathered(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """Each rank's, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-class ShardedUpdates(Optimizer):
+class ShardedOptimizer(Optimizer):
     policy: ShardedPolicy
     _behind = 0  # passes that another rank makes and this one does not
 
     def passes(self, rows: Sequence[Row]) -> list[MicroBatch]:
-        made = super().passes(rows)
-        self._behind = max(gathered(len(made))) - len(made)
+        made = super().micro_batches(rows)
+        self._behind = max(all_gather(len(made))) - len(made)
         return made
 
     def score(self, rows: Sequence[Row], audit: BatchDiagnostics) -> Scores:
-        local = LocalAudit(audit.version)
+        local = LocalDiagnostics(audit.version)
         scores = super().score(self._mine(rows), local)
         self._keep_up(rows, backward=False)
-        told = gathered(({number: values.cpu() for number, values in scores.items()}, local.seen()))
+        told = all_gather(({number: values.cpu() for number, values in scores.items()}, local.seen()))
         merge([seen for _, seen in told], audit)
         return {n: values.to(self.policy.device) for part, _ in told for n, values in part.items()}
 
@@ -218,21 +220,21 @@ class ShardedUpdates(Optimizer):
         self,
         rows: Sequence[Row],
         loss: LossFunction,
-        weigh: Weigh,
+        weigh: WeightFunction,
         audit: BatchDiagnostics,
         *,
         proximal: Scores | None = None,
         reference: bool = False,
     ) -> float:
-        local = LocalAudit(audit.version)
+        local = LocalDiagnostics(audit.version)
         total = super().backward(self._mine(rows), loss, weigh, local, proximal=proximal, reference=reference)
         self._keep_up(rows, backward=True, reference=reference)
-        told = gathered((total, local.seen()))
+        told = all_gather((total, local.seen()))
         merge([seen for _, seen in told], audit)
         return sum(part for part, _ in told)
 
     def _mine(self, rows: Sequence[Row]) -> list[Row]:
-        return share(rows, dist.get_world_size())[dist.get_rank()]
+        return split_rows(rows, dist.get_world_size())[dist.get_rank()]
 
     def _keep_up(self, rows: Sequence[Row], *, backward: bool, reference: bool = False) -> None:
         """Every rank has to take part in every pass, since each holds a part of all weights: with nothing
@@ -242,16 +244,16 @@ class ShardedUpdates(Optimizer):
         if shortest is None:
             return
         for _ in range(self._behind):
-            (batch,) = Optimizer.passes(self, [shortest])
+            (batch,) = Optimizer.micro_batches(self, [shortest])
             with torch.set_grad_enabled(backward):
                 logp = self._logp(self.policy.model, batch)
             if reference:
-                self._reference(batch)
+                self.reference_logprobs(batch)
             if backward:
                 (0.0 * logp.sum()).backward()
 
     def _logp(self, model: Any, batch: MicroBatch) -> Tensor:
-        self.policy.attend(model, batch.layout)
+        self.policy.set_attention(model, batch.layout)
         with self.policy.autocast():
             return self.policy.log_probabilities(model, batch)
 
@@ -284,9 +286,9 @@ class ShardedUpdates(Optimizer):
 # --- the trainer, and its wire -------------------------------------------------------------------
 
 
-class RankGRPO(GRPO):
+class ShardedGRPO(GRPO):
     policy_kind = ShardedPolicy
-    updates_kind = ShardedUpdates
+    updates_kind = ShardedOptimizer
 
     def publish_as(self, directory: Path, version: int, dtype: str) -> dict[str, float]:
         return self.publish(directory, version=version, dtype=dtype)
@@ -295,20 +297,20 @@ class RankGRPO(GRPO):
         if dist.get_rank() == 0:
             super().save(directory)
         else:
-            self.updates.state()
+            self.optimizer.state()
 
 
-def answer(call: Callable[[], Any]) -> Told:
+def answer(call: Callable[[], Any]) -> RankReply:
     problems: list[Failure] = []
     with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, problems.append):
         try:
-            return Told("done", call())
+            return RankReply("done", call())
         except AfieldError as error:
-            return Told("refused", error=error)
-    return Told("broken", last_words=problems[0].message)
+            return RankReply("refused", error=error)
+    return RankReply("broken", last_words=problems[0].message)
 
 
-def join(begin: Begin) -> torch.device:
+def join(begin: RankConfig) -> torch.device:
     device = torch.device(begin.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -327,12 +329,12 @@ def join(begin: Begin) -> torch.device:
 
 def main(descriptor: int) -> None:
     with Connection(descriptor) as wire:
-        begin: Begin = pickle.loads(wire.recv_bytes())
+        begin: RankConfig = pickle.loads(wire.recv_bytes())
         device = join(begin)
-        made: list[RankGRPO] = []
+        made: list[ShardedGRPO] = []
 
         def make() -> int | None:
-            made.append(RankGRPO(begin.model_path, device=str(device), **begin.settings))
+            made.append(ShardedGRPO(begin.model_path, device=str(device), **begin.settings))
             return made[0].context
 
         told = answer(make)

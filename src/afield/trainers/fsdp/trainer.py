@@ -25,10 +25,10 @@ from afield.types import Group
 
 ALIKE_S = 30.0  # ranks that fail alike do so within this time of each other
 END_S = 10.0
-Verb = Literal["step", "export", "publish_as", "save", "restore"]
+Method = Literal["step", "export", "publish_as", "save", "restore"]
 
 
-class Told(NamedTuple):
+class RankReply(NamedTuple):
     """What a rank says to a call: a result, an error that leaves it as it was, or its last words."""
 
     kind: Literal["done", "refused", "broken"]
@@ -37,7 +37,7 @@ class Told(NamedTuple):
     last_words: str = ""
 
 
-class Begin(NamedTuple):
+class RankConfig(NamedTuple):
     """What a rank is told first. `meeting` is a file that does not exist yet, where the ranks meet."""
 
     rank: int
@@ -48,13 +48,13 @@ class Begin(NamedTuple):
     settings: dict[str, Any]
 
 
-class Rank(NamedTuple):
+class RankProcess(NamedTuple):
     number: int
     process: subprocess.Popen[bytes]
     wire: Connection
 
 
-class Sharded:
+class FSDPTrainer:
     """`settings` are GRPO's. Without CUDA, or with device "cpu", the ranks share this machine's CPU."""
 
     def __init__(
@@ -67,7 +67,9 @@ class Sharded:
         meeting = str(Path(self._scratch.name) / "meeting")
         self._ranks = [_start(n) for n in range(devices)]
         begins = [
-            Begin(n, devices, meeting, f"cuda:{n}" if kind == "cuda" else kind, str(model_path), settings)
+            RankConfig(
+                n, devices, meeting, f"cuda:{n}" if kind == "cuda" else kind, str(model_path), settings
+            )
             for n in range(devices)
         ]
         for rank, begin in zip(self._ranks, begins, strict=True):
@@ -108,7 +110,7 @@ class Sharded:
 
     # --- the ranks ------------------------------------------------------------------------------------
 
-    def _all(self, verb: Verb, *arguments: Any) -> Any:
+    def _all(self, verb: Method, *arguments: Any) -> Any:
         if self._broken:
             raise Unavailable(self._broken)
         message = pickle.dumps((verb, arguments))
@@ -116,7 +118,7 @@ class Sharded:
             self._say(rank, message)
         return self._hear()
 
-    def _say(self, rank: Rank, message: bytes) -> None:
+    def _say(self, rank: RankProcess, message: bytes) -> None:
         try:
             rank.wire.send_bytes(message)
         except OSError:
@@ -125,7 +127,7 @@ class Sharded:
     def _hear(self) -> Any:
         """What rank 0 answers, when all have. After a first failure the others have little time left."""
         waiting = {rank.wire: rank for rank in self._ranks}
-        heard: dict[int, Told] = {}
+        heard: dict[int, RankReply] = {}
         while waiting:
             refused = {n: told.error for n, told in heard.items() if told.error is not None}
             ready = wait(list(waiting), ALIKE_S if refused else None)
@@ -141,7 +143,7 @@ class Sharded:
                 raise told.error
         return heard[0].result
 
-    def _read(self, rank: Rank) -> Told:
+    def _read(self, rank: RankProcess) -> RankReply:
         try:
             told = pickle.loads(rank.wire.recv_bytes())
         except (EOFError, OSError):
@@ -150,7 +152,7 @@ class Sharded:
             self._give_up(rank, told.last_words)
         return told
 
-    def _give_up(self, rank: Rank, why: str) -> NoReturn:
+    def _give_up(self, rank: RankProcess, why: str) -> NoReturn:
         why = why or _ended(rank.process)
         self._broken = (
             f"rank {rank.number} of {self.devices} failed: {why};"
@@ -175,13 +177,13 @@ def _kind(device: str | None, devices: int) -> str:
     return kind
 
 
-def _start(number: int) -> Rank:
+def _start(number: int) -> RankProcess:
     ours, theirs = socket.socketpair()
     with theirs:
         # A program of its own, so that nothing of this one's main module is run again.
         command = [sys.executable, "-m", "afield.trainers.fsdp.rank", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    return Rank(number, process, Connection(ours.detach()))
+    return RankProcess(number, process, Connection(ours.detach()))
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
