@@ -14,7 +14,7 @@ import pytest
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
 from afield.gateway.session_keys import SecretPlace, signing_secret
-from afield.gateway.store import Store
+from afield.gateway.store import GatewayStore
 from afield.interfaces import SessionSpec
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.run_state import RunState
@@ -37,7 +37,7 @@ def mode(path: Path) -> int:
 
 
 async def test_a_store_and_its_folder_are_for_their_owner_alone(shared_place: Path) -> None:
-    async with Store(shared_place / "gateway-store" / "gateway.sqlite"):
+    async with GatewayStore(shared_place / "gateway-store" / "gateway.sqlite"):
         assert mode(shared_place / "gateway-store") == 0o700
         for path in (shared_place / "gateway-store").iterdir():
             assert mode(path) == 0o600, path
@@ -47,12 +47,12 @@ async def test_a_store_that_others_could_read_is_repaired_with_a_line(
     shared_place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = shared_place / "store" / "gateway.sqlite"
-    async with Store(path):
+    async with GatewayStore(path):
         pass
     path.parent.chmod(0o755)
     path.chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        async with Store(path):
+        async with GatewayStore(path):
             assert (mode(path.parent), mode(path)) == (0o700, 0o600)
     assert [record for record in caplog.messages if "0644" in record and "private now" in record]
 
@@ -74,7 +74,7 @@ def test_a_folder_of_other_things_keeps_its_mode(shared_place: Path) -> None:
 @needs_other_user
 async def test_another_user_reads_nothing_of_a_gateway_or_a_run(shared_place: Path) -> None:
     run = RunDirectory(shared_place / "runs" / "one")
-    async with Store(shared_place / "store" / "gateway.sqlite"):
+    async with GatewayStore(shared_place / "store" / "gateway.sqlite"):
         with run.locked("collect"), RunState(run.ledger):
             (shared_place / "shared.txt").write_text("for all")
             assert readable_files(shared_place) == [str(shared_place / "shared.txt")]
@@ -94,12 +94,12 @@ async def test_the_store_holds_nothing_that_a_key_could_be_forged_with(tmp_path:
 
 async def test_session_keys_work_after_a_restart_and_after_the_store_was_moved(tmp_path: Path) -> None:
     place = SecretPlace(directory=tmp_path / "secrets")
-    async with Store(tmp_path / "a" / "gateway.sqlite") as store:
+    async with GatewayStore(tmp_path / "a" / "gateway.sqlite") as store:
         first = signing_secret(place, store.id, tmp_path / "a", sessions=False)
     (tmp_path / "a").rename(tmp_path / "b")
-    async with Store(tmp_path / "b" / "gateway.sqlite") as store:
+    async with GatewayStore(tmp_path / "b" / "gateway.sqlite") as store:
         assert signing_secret(place, store.id, tmp_path / "b", sessions=True) == first
-    async with Store(tmp_path / "c" / "gateway.sqlite") as store:
+    async with GatewayStore(tmp_path / "c" / "gateway.sqlite") as store:
         assert signing_secret(place, store.id, tmp_path / "c", sessions=False) != first
 
 
@@ -124,14 +124,14 @@ async def test_a_store_of_an_earlier_version_loses_its_secret(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "gateway.sqlite"
-    async with Store(path):
+    async with GatewayStore(path):
         pass
     secret = bytes(range(200, 232))
     with sqlite3.connect(path) as db:
         db.execute("INSERT INTO meta VALUES ('secret', ?)", (secret,))
     db.close()
     assert secret in path.read_bytes()
-    async with Store(path):
+    async with GatewayStore(path):
         pass
     assert secret not in path.read_bytes()
     assert any("keys issued before open nothing" in line for line in caplog.messages)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from afield.gateway.dialects import chat
 from afield.gateway.dialects.base import RawRequest
-from afield.gateway.request_cache import Memo, Recall
+from afield.gateway.request_cache import ConversationCache, MessageCache
 from afield.turn_tree import TurnTree
 from bench.gateway.workload import Workload
 
@@ -26,12 +26,12 @@ def reading_us(work: Workload, turns: tuple[int, ...] = (8, 128)) -> dict[str, f
 
 def _once(before: bytes, body: bytes) -> float:
     """A body whose client sent all but its end the last time."""
-    memo, forest = Memo(), TurnTree()
+    memo, forest = MessageCache(), TurnTree()
     first, _ = chat.decode(RawRequest("/v1/chat/completions", before, {}, {}, {}, memo))
     asked = RawRequest("/v1/chat/completions", body, {}, {}, {}, memo)
 
     def read() -> None:
-        recall = Recall()
+        recall = ConversationCache()
         recall.read(forest, "root", first.messages)
         timed.begin()
         request, _ = chat.decode(asked)

@@ -27,7 +27,7 @@ from afield.batches.rewards import (
 )
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
-from afield.gateway.outcomes import Limits
+from afield.gateway.outcomes import GatewayLimits
 from afield.interfaces import Chunk, GenerateRequest, SessionSpec, Waiting
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.deliver import deliver
@@ -441,7 +441,7 @@ async def test_the_sdk_brings_rewards_of_turns_through_the_gateway(tmp_path: Pat
 
 
 async def test_a_session_hands_in_so_much_and_no_more(tmp_path: Path) -> None:
-    limits = Limits(submission_bytes=1000, rewards=2)
+    limits = GatewayLimits(submission_bytes=1000, rewards=2)
     async with running(ScriptedEngine([]), tmp_path, limits=limits) as up:
         key = (await up.client.open(SPEC)).api_key
         large = {"reward": 1.0, "artifacts": {"patch": "x" * 1000}}
@@ -467,7 +467,7 @@ async def test_an_agent_that_hands_in_too_much_has_failed_with_that_as_the_reaso
     def agent(task: dict) -> dict:
         return {"reward": 1.0, "patch": "x" * 5000}
 
-    engine, limits = ScriptedEngine([]), Limits(submission_bytes=4000)
+    engine, limits = ScriptedEngine([]), GatewayLimits(submission_bytes=4000)
     async with MemoryTransport() as outlet, running(engine, tmp_path, outlet=outlet, limits=limits) as up:
         ticket = await up.client.open(SPEC)
         at = invocation(outcome_url=f"{ticket.base_url}/outcome")

@@ -9,8 +9,8 @@ import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import NotFound
-from afield.gateway.sessions import Sessions
-from afield.gateway.store import Store, remove_ended
+from afield.gateway.sessions import SessionManager
+from afield.gateway.store import GatewayStore, remove_ended
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from afield.orchestrator.run_directory import RunDirectory
@@ -27,8 +27,8 @@ def hello(call: GenerateRequest) -> Scripted:
 @pytest.mark.anyio
 async def test_sessions_that_are_over_leave_the_store_after_a_while(tmp_path: Path) -> None:
     now = [0.0]
-    async with Store(tmp_path / "gateway.sqlite") as store:
-        sessions = Sessions(store, lambda: now[0])
+    async with GatewayStore(tmp_path / "gateway.sqlite") as store:
+        sessions = SessionManager(store, lambda: now[0])
         for n in range(200):
             session, _ = await sessions.open(SessionSpec(id=f"old{n}.1"))
             if n < 198:
@@ -58,7 +58,7 @@ async def test_a_store_that_nobody_uses_shrinks(tmp_path: Path) -> None:
         await up.gateway.finalize("done.1")
     path = tmp_path / "gateway.sqlite"
     assert remove_ended(path) == 1
-    async with Store(path) as store:
+    async with GatewayStore(path) as store:
         assert store.session_ids(None, 10, "") == ["open.1"]
         assert len(store.turns("open.1")) == 3 and store.turns("done.1") == []
 

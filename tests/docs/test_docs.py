@@ -297,7 +297,7 @@ def test_the_http_page_lists_the_fields_of_a_state_and_of_a_turn() -> None:
     assert set(told) == {*SessionState.__struct_fields__, "prompt", "sampled"}
     given = {*Turn.__struct_fields__, "kind", "prompt_len", "prompt_ids"} - {"delta_ids"}
     assert set(named(HTTP, "Turns")) == given
-    assert all(f"`{phase}`" in section(HTTP, "State") for phase in sessions.Phase)
+    assert all(f"`{phase}`" in section(HTTP, "State") for phase in sessions.SessionPhase)
 
 
 def test_the_http_page_lists_every_refusal() -> None:

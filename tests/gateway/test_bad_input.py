@@ -13,7 +13,7 @@ import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway import http
-from afield.gateway.outcomes import Limits
+from afield.gateway.outcomes import GatewayLimits
 from afield.interfaces import Chunk, GenerateRequest, SessionSpec
 from afield.types import FinishReason, Message
 from support.dialect_clients import DIALECTS, Ask, knock, read, write
@@ -113,7 +113,7 @@ async def test_an_oversize_body_is_refused_with_413(client: Client, dialect: str
     status, body = await send(client, dialect, BODIES[dialect], headers=declared)
     assert status == 413
     native(dialect, status, body)
-    async with place(tmp_path / "small", ScriptedEngine([]), Limits(request_bytes=1000)) as there:
+    async with place(tmp_path / "small", ScriptedEngine([]), GatewayLimits(request_bytes=1000)) as there:
         status, body = await send(await there.client(), dialect, b" " * 2000)
     assert status == 413
 

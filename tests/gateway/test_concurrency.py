@@ -16,8 +16,8 @@ import pytest
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict
 from afield.gateway.front import Process
-from afield.gateway.sessions import Sessions
-from afield.gateway.store import Store
+from afield.gateway.sessions import SessionManager
+from afield.gateway.store import GatewayStore
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from support.gateways import running, vocabulary
@@ -81,7 +81,7 @@ async def test_a_connection_that_waits_for_a_process_learns_that_it_ended() -> N
     assert [isinstance(result, OSError) for result in results[-3:]] == [True] * 3
 
 
-class CountingStore(Store):
+class CountingStore(GatewayStore):
     """A store that counts its transactions."""
 
     transactions = 0
@@ -93,7 +93,7 @@ class CountingStore(Store):
 
 async def test_sessions_opened_together_are_written_together(tmp_path: Path) -> None:
     async with CountingStore(tmp_path / "gateway.sqlite", durable=True) as store:
-        sessions = Sessions(store, lambda: 0.0)
+        sessions = SessionManager(store, lambda: 0.0)
         opened = await asyncio.gather(*(sessions.open(SessionSpec(id=f"r{n}.1")) for n in range(300)))
         assert [(session.id, new) for session, new in opened] == [(f"r{n}.1", True) for n in range(300)]
         assert store.transactions <= 30
@@ -101,8 +101,8 @@ async def test_sessions_opened_together_are_written_together(tmp_path: Path) -> 
 
 
 async def test_one_session_opened_many_times_at_once_is_one_session(tmp_path: Path) -> None:
-    async with Store(tmp_path / "gateway.sqlite") as store:
-        sessions = Sessions(store, lambda: 0.0)
+    async with GatewayStore(tmp_path / "gateway.sqlite") as store:
+        sessions = SessionManager(store, lambda: 0.0)
         spec = SessionSpec(id="r.1")
         opened = await asyncio.gather(*(sessions.open(spec) for _ in range(20)))
         assert sorted(new for _, new in opened) == [False] * 19 + [True]
@@ -116,8 +116,8 @@ async def test_one_session_opened_many_times_at_once_is_one_session(tmp_path: Pa
 
 
 async def test_an_open_whose_caller_left_is_there_for_the_next_one(tmp_path: Path) -> None:
-    async with Store(tmp_path / "gateway.sqlite") as store:
-        sessions = Sessions(store, lambda: 0.0)
+    async with GatewayStore(tmp_path / "gateway.sqlite") as store:
+        sessions = SessionManager(store, lambda: 0.0)
         leaving = asyncio.create_task(sessions.open(SessionSpec(id="r.1")))
         await asyncio.sleep(0)
         leaving.cancel()

@@ -85,7 +85,7 @@ async def test_text_behind_its_calls_is_not_rendered_twice(tmp_path: Path, after
         await post(client, "/v1/responses", {"model": "m", "input": items, "tools": tools})
         made = await turns(there)
         assert [turn["parent"] for turn in made] == [None, "t1", "t2"]
-        prompt = there.gateway.tokens.decode(made[-1]["prompt_ids"])
+        prompt = there.gateway.tokenizer.decode(made[-1]["prompt_ids"])
         assert prompt.count("Let me look.") == 1
         assert len(await rows(there)) == 1
 

@@ -170,7 +170,7 @@ async def test_a_call_survives_its_only_worker_when_that_comes_back() -> None:
     engine = ScriptedEngine(lambda call: next(answers)(call))
     async with pool_of(a=engine) as pool:
         assert ids(await answer(pool, a_call())) == UNDISTURBED
-        assert pool.list()[0].standing is WorkerHealth.READY
+        assert pool.list()[0].health is WorkerHealth.READY
 
 
 async def test_an_aborted_answer_is_resumed() -> None:
@@ -223,7 +223,7 @@ async def test_a_prompt_nobody_can_take_is_refused_at_once_and_the_worker_stays(
     async with pool_of(a=ScriptedEngine(by_position, max_context=20)) as pool:
         with pytest.raises(ValueError, match="prompt of 20 ids"):
             await answer(pool, a_call())
-        assert pool.list()[0].standing is WorkerHealth.READY
+        assert pool.list()[0].health is WorkerHealth.READY
 
 
 async def test_leaving_a_call_early_frees_its_place() -> None:
@@ -286,7 +286,7 @@ def test_calls_side_by_side_stand_in_line_together() -> None:
     line.leave("s", "b")
     line.leave("s", "b")
     assert line.waited_s("s") == 5.0
-    line.stood("s", 14.0, 16.0)  # one of its seconds was counted
+    line.add("s", 14.0, 16.0)  # one of its seconds was counted
     assert (line.waited_s("s"), line.waited_s("other")) == (6.0, 0.0)
     line.forget("s")
     assert line.waited_s("s") == 0.0
@@ -314,10 +314,10 @@ async def test_kept_calls_stand_still_and_go_on_with_the_new_weights() -> None:
         assert len(seen) == still
         await pool.load(4, "weights-4")
         await pool.resume()
-        stood = pool.line.waited_s("s.1")
+        stood = pool.queue_time.waited_s("s.1")
         assert stood > 0.08
         await call
-        assert pool.line.waited_s("s.1") == stood
+        assert pool.queue_time.waited_s("s.1") == stood
     assert ids(seen) == UNDISTURBED
     assert [(low, high) for _, low, high in spans(seen)] == [(0, 0), (4, 4)]
     assert len(engine.ledger) == 1
@@ -394,12 +394,12 @@ async def test_a_worker_that_cannot_load_is_set_aside_until_it_has_the_weights()
     stubborn, good = Stubborn(Unavailable("disk full"), 2), ScriptedEngine(by_position)
     async with pool_of(a=stubborn, b=good) as pool:
         await pool.load(1, "one")
-        assert [worker.standing for worker in pool.list()] == [WorkerHealth.ASIDE, WorkerHealth.READY]
+        assert [worker.health for worker in pool.list()] == [WorkerHealth.UNHEALTHY, WorkerHealth.READY]
         assert "version 1 was not loaded: disk full" in pool.list()[0].reason
         for n in range(4):
             await answer(pool, a_call(session=f"s.{n}"))
         assert not stubborn.ledger
-        await until(lambda: pool.list()[0].standing is WorkerHealth.READY)
+        await until(lambda: pool.list()[0].health is WorkerHealth.READY)
         assert stubborn.loaded == [(1, "one")]
         assert pool.list()[0].version == 1
 
@@ -423,7 +423,7 @@ async def test_a_worker_added_later_gets_the_present_weights_before_its_first_ca
     async with asyncio.timeout(BOUND_S), EnginePool(workers, connect=lambda kind, url: late) as pool:
         await pool.load(2, "two")
         added = await pool.add("scripted", "http://late:1/")
-        assert (added.standing, added.version, added.url) == (WorkerHealth.READY, 2, "http://late:1")
+        assert (added.health, added.version, added.url) == (WorkerHealth.READY, 2, "http://late:1")
         assert await pool.add("scripted", "http://late:1") == added
         assert late.loaded == [(2, "two")]
         await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(4)))

@@ -507,4 +507,4 @@ async def test_the_three_forms_agree(up: Running) -> None:
     assert owned[0] == owned[1] == sum(sum(node["loss_mask"]) for node in tree["nodes"])
     assert (len(linear["trajectories"]), len(turns["trajectories"]), len(tree["nodes"])) == (2, 3, 3)
     assert (await up.ask("GET", "/sessions/a.1/trajectories?form=round"))[0] == 400
-    assert trajectories.linear(up.gateway.sessions.get("a.1").forest).trajectories[0].weight < 1
+    assert trajectories.linear(up.gateway.sessions.get("a.1").tree).trajectories[0].weight < 1

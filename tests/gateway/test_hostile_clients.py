@@ -15,7 +15,7 @@ from tests.gateway.test_shards import gateway, hello
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.gateway.dialects import Dialects, RawRequest
-from afield.gateway.responder import Answering
+from afield.gateway.responder import Responder
 from afield.interfaces import SessionSpec
 from afield.types import Budget
 from support.fake_vllm import FakeVllm, serving
@@ -202,14 +202,14 @@ async def test_a_stream_is_never_silent_for_longer_than_it_says(tmp_path: Path) 
 
     async with running(engine, tmp_path) as up:
         await opened(up)
-        match = Dialects(up.gateway.tokens).match("/v1/messages")
+        match = Dialects(up.gateway.tokenizer).match("/v1/messages")
         assert match
         body = json.dumps({"messages": [HI], "max_tokens": 9, "stream": True}).encode()
         request, wish = match.dialect.decode(RawRequest("/v1/messages", body, {}, {}, {}))
-        answering = Answering(up.gateway, keepalive_s=1.0)
+        answering = Responder(up.gateway, keepalive_s=1.0)
         session = up.gateway.sessions.get("r.1")
         silent: Any = asyncio.Event().wait
-        call = asyncio.create_task(answering.answer(session, match.dialect, request, wish, silent, send))
+        call = asyncio.create_task(answering.respond(session, match.dialect, request, wish, silent, send))
         while len(sent) < 2 or b"ping" not in sent[-1][1]:
             await asyncio.sleep(0.02)
         assert sent[-1][0] - sent[-2][0] < 1.4

@@ -18,8 +18,8 @@ from afield.gateway.api_error import ApiError
 from afield.gateway.calls import Calls
 from afield.gateway.metrics import Metrics
 from afield.gateway.model_request import CallDelta, CallFinished, Item, ModelRequest
-from afield.gateway.sessions import Session, Sessions
-from afield.gateway.store import Store, TurnRow
+from afield.gateway.sessions import Session, SessionManager
+from afield.gateway.store import GatewayStore, TurnRow
 from afield.interfaces import SessionSpec
 from afield.types import Budget, FinishReason, Message, TurnStatus
 from support.gateways import POLICY, Running, running, vocabulary
@@ -41,7 +41,7 @@ def ask(*words: str, **rest: Any) -> ModelRequest:
     return ModelRequest(dialect="test", messages=messages, **rest)
 
 
-class SlowStore(Store):
+class SlowStore(GatewayStore):
     """Each write can be held until it is let through."""
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,9 @@ class SlowStore(Store):
 
 
 class Custody:
-    def __init__(self, store: SlowStore, sessions: Sessions, calls: Calls, engine: ScriptedEngine) -> None:
+    def __init__(
+        self, store: SlowStore, sessions: SessionManager, calls: Calls, engine: ScriptedEngine
+    ) -> None:
         self.store = store
         self.sessions = sessions
         self.calls = calls
@@ -88,13 +90,13 @@ async def custody(tmp_path: Path, script: Script) -> AsyncIterator[Custody]:
     engine = ScriptedEngine(script)
     ticks = iter(range(10**9))
     async with SlowStore(tmp_path / "gateway.sqlite") as store:
-        sessions = Sessions(store, lambda: float(next(ticks)))
+        sessions = SessionManager(store, lambda: float(next(ticks)))
         calls = Calls(
             store=store,
             sessions=sessions,
             engine=engine,
             info=await engine.info(),
-            tokens=TOKENS,
+            tokenizer=TOKENS,
             metrics=Metrics(),
             clock=lambda: float(next(ticks)),
         )
@@ -118,10 +120,10 @@ async def test_a_client_that_leaves_during_the_commit_leaves_one_committed_turn(
     async with custody(tmp_path, [said("One."), said("Two.")]) as c:
         session = await c.open()
         await cancelled_at(c, "committed", c.run(session, ask("Hi")))
-        assert [t.status for t in session.forest.turns] == [TurnStatus.COMMITTED]
-        assert [row.turn for row in c.store.turns("r.1")] == session.forest.turns
-        await c.sessions.withhold(session, "t1")
-        assert not trajectories.linear(session.forest, {"t1": "undelivered"}).trajectories
+        assert [t.status for t in session.tree.turns] == [TurnStatus.COMMITTED]
+        assert [row.turn for row in c.store.turns("r.1")] == session.tree.turns
+        await c.sessions.exclude_turn(session, "t1")
+        assert not trajectories.linear(session.tree, {"t1": "undelivered"}).trajectories
         again = await c.reply(session, ask("Hi"))
         assert again.content == "One."
         assert session.undelivered == []
@@ -215,7 +217,7 @@ async def test_an_answer_that_was_missed_is_given_again_even_when_the_budget_is_
     async with custody(tmp_path, [said("Only this.")]) as c:
         session = await c.open(budget=Budget(calls=1))
         await c.run(session, ask("Hi"))
-        await c.sessions.withhold(session, "t1")
+        await c.sessions.exclude_turn(session, "t1")
         assert (await c.reply(session, ask("Hi"))).content == "Only this."
 
 
@@ -223,15 +225,15 @@ async def test_a_missed_answer_is_not_given_to_another_request(tmp_path: Path) -
     async with custody(tmp_path, lambda call: said("alpha STOP beta")) as c:
         session = await c.open()
         await c.run(session, ask("Hi", stop=("STOP",)))
-        await c.sessions.withhold(session, "t1")
+        await c.sessions.exclude_turn(session, "t1")
         items = await c.run(session, ask("Hi", stop=("STOP",)))
         shown = "".join(
             e.text for i in items if isinstance(i, CallDelta) for e in i.events if isinstance(e, TextDelta)
         )
         assert shown.strip() == "alpha"
-        await c.sessions.withhold(session, "t1")
+        await c.sessions.exclude_turn(session, "t1")
         assert (await c.reply(session, ask("Hi"))).content == "alpha STOP beta"
-        await c.sessions.withhold(session, "t2")
+        await c.sessions.exclude_turn(session, "t2")
         assert len((await c.reply(session, ask("Hi", max_tokens=2))).content) < len("alpha STOP")
     assert len(c.engine.ledger) == 3
 
@@ -241,9 +243,9 @@ async def test_a_conversation_goes_on_from_the_twin_its_client_saw(tmp_path: Pat
         session = await c.open()
         await c.run(session, ask("Hi"))
         await c.run(session, ask("Hi"))
-        await c.sessions.withhold(session, "t2")
+        await c.sessions.exclude_turn(session, "t2")
         await c.run(session, ask("Hi", "Same.", "And?"))
-        assert session.forest["t3"].parent == "t1"
+        assert session.tree["t3"].parent == "t1"
 
 
 async def test_a_long_answer_keeps_its_session_active(tmp_path: Path) -> None:
@@ -251,14 +253,14 @@ async def test_a_long_answer_keeps_its_session_active(tmp_path: Path) -> None:
         session = await c.open()
         seen = [session.last_activity async for _ in c.calls.run(session, ask("Hi", stream=True))]
         assert seen == sorted(seen)
-        assert len(set(seen)) >= len(session.forest["t1"].token_ids)
+        assert len(set(seen)) >= len(session.tree["t1"].token_ids)
 
 
 async def test_a_missed_answer_whose_retry_leaves_too_is_still_missed(tmp_path: Path) -> None:
     async with custody(tmp_path, [said("Once.")]) as c:
         session = await c.open()
         await c.run(session, ask("Hi"))
-        await c.sessions.withhold(session, "t1")
+        await c.sessions.exclude_turn(session, "t1")
         await cancelled_at(c, "open", c.run(session, ask("Hi")))
         assert session.undelivered == ["t1"]
         assert (await c.reply(session, ask("Hi"))).content == "Once."
@@ -373,7 +375,7 @@ async def test_a_turn_whose_commit_has_begun_is_in_the_record_that_finalize_take
         assert not finalizing.done()
         c.store.go.set()
         await finalizing
-        assert [turn.status for turn in session.forest.turns] == [TurnStatus.COMMITTED]
+        assert [turn.status for turn in session.tree.turns] == [TurnStatus.COMMITTED]
         assert (await call).content == "One."
 
 
@@ -393,9 +395,9 @@ async def test_a_call_that_ends_after_finalize_took_the_record_changes_nothing(t
         with pytest.raises(ApiError, match="finalized while this call ran"):
             await late
         assert [(row.turn.id, row.turn.status) for row in c.store.turns("r.1")] == before
-        assert [turn.id for turn in session.forest.turns] == ["t1"]
-        await c.sessions.withhold(session, "t1")
-        assert session.row.withheld == {}
+        assert [turn.id for turn in session.tree.turns] == ["t1"]
+        await c.sessions.exclude_turn(session, "t1")
+        assert session.row.excluded == {}
 
 
 async def test_a_call_that_is_left_after_finalize_took_the_record_changes_nothing(tmp_path: Path) -> None:
@@ -409,4 +411,4 @@ async def test_a_call_that_is_left_after_finalize_took_the_record_changes_nothin
         with suppress(asyncio.CancelledError):
             await late
         assert [row.turn.status for row in c.store.turns("r.1")] == [TurnStatus.DANGLING]
-        assert len(session.forest) == 0
+        assert len(session.tree) == 0

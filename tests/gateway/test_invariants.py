@@ -25,7 +25,7 @@ from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.engines.torch import decoder
 from afield.engines.torch.engine import TorchEngine
 from afield.gateway import calls, session_keys
-from afield.gateway.app import App
+from afield.gateway.app import GatewayApp
 from afield.gateway.call_accumulator import CallAccumulator
 from afield.gateway.calls import Calls
 from afield.gateway.dialects.anthropic import AnthropicStream
@@ -185,9 +185,9 @@ def tools_do_not_enter_the_root(patch: pytest.MonkeyPatch) -> None:
 
 def content_may_spell_control_tokens(patch: pytest.MonkeyPatch) -> None:
     async def rendered_by(self: Calls, _: Any, request: Any) -> Any:
-        return self._tokens.under(escape="faithful"), request
+        return self._tokenizer.under(escape="faithful"), request
 
-    patch.setattr(Calls, "_rendered_by", rendered_by)
+    patch.setattr(Calls, "_tokenizer_for", rendered_by)
 
 
 @pytest.mark.parametrize(
@@ -233,13 +233,13 @@ async def test_streaming_and_not_in_every_dialect_make_the_same_forest(tmp_path:
 async def test_a_stream_that_drops_a_word_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: Any
 ) -> None:
-    real = view.piece
+    real = view.delta
 
     def piece(self: Any, given: CallDelta) -> bytes:
         kept = [e for e in given.events if not (isinstance(e, TextDelta) and "4" in e.text)]
         return real(self, structs.replace(given, events=kept))
 
-    monkeypatch.setattr(view, "piece", piece)
+    monkeypatch.setattr(view, "delta", piece)
     looks = await all_ways(tmp_path)
     assert all(failing(seen) == {} for seen in looks.values())
     with pytest.raises(AssertionError, match="stream=True"):
@@ -299,14 +299,14 @@ def calls_are_not_announced(patch: pytest.MonkeyPatch) -> None:
     async def note(self: Calls, session: Any, intent: Any, n: int) -> None:
         session.rows[n] = TurnRow(n, calls.LAST, intent)
 
-    patch.setattr(Calls, "_note_intent", note)
+    patch.setattr(Calls, "_write_intent", note)
 
 
 def a_retry_samples_again(patch: pytest.MonkeyPatch) -> None:
     async def again(*_: Any) -> list[Any]:
         return []
 
-    patch.setattr(Calls, "_again", again)
+    patch.setattr(Calls, "_repeat_answer", again)
 
 
 @pytest.mark.parametrize(
@@ -356,26 +356,26 @@ async def test_a_key_opens_nothing_of_another_session(tmp_path: Path) -> None:
 
 
 def signatures_are_not_checked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(session_keys.Keys, "_mac", lambda self, body: "x" * 40)
-    patch.setattr(session_keys.Keys, "check", lambda self, key: grant(key))
+    patch.setattr(session_keys.SessionKeys, "_mac", lambda self, body: "x" * 40)
+    patch.setattr(session_keys.SessionKeys, "check", lambda self, key: grant(key))
 
 
 def grant(key: str) -> session_keys.Grant | None:
     session_id, scopes, nonce, *_ = [*key.removeprefix(session_keys.PREFIX).split("~"), "", "", ""]
     return (
-        session_keys.Grant(session_id, frozenset(map(session_keys.Scope, scopes.split("."))), nonce)
+        session_keys.Grant(session_id, frozenset(map(session_keys.KeyScope, scopes.split("."))), nonce)
         if scopes
         else None
     )
 
 
 def the_path_alone_names_the_session(patch: pytest.MonkeyPatch) -> None:
-    real = App._session
+    real = GatewayApp._session
 
-    def session(self: App, session_id: str | None, *rest: Any) -> Any:
+    def session(self: GatewayApp, session_id: str | None, *rest: Any) -> Any:
         return self._gateway.sessions.get(session_id) if session_id else real(self, session_id, *rest)
 
-    patch.setattr(App, "_session", session)
+    patch.setattr(GatewayApp, "_session", session)
 
 
 @pytest.mark.parametrize("broken", [signatures_are_not_checked, the_path_alone_names_the_session])

@@ -52,11 +52,11 @@ DECODERS = {
 
 
 BODY_TYPES = {
-    "chat": chat_dialect.Body,
-    "completions": completions_dialect.Body,
-    "responses": responses_request.Body,
-    "anthropic": anthropic_dialect.Body,
-    "gemini": gemini_dialect.Body,
+    "chat": chat_dialect.ChatBody,
+    "completions": completions_dialect.CompletionsBody,
+    "responses": responses_request.ResponsesBody,
+    "anthropic": anthropic_dialect.AnthropicBody,
+    "gemini": gemini_dialect.GeminiBody,
 }
 
 
@@ -253,7 +253,7 @@ def test_what_is_honoured_is_read_or_said_to_have_no_effect() -> None:
         for entry in table.values():
             under, _, name = entry.name.rpartition(".")
             fields = structs.get(f"{under}." if under else "", {}).get(dialect)
-            if fields is None or entry.fate == "refused" or name in fields:
+            if fields is None or entry.handling == "refused" or name in fields:
                 continue
             if entry.unread:
                 assert check(dialect, entry.name, "x", ignore=False) == (f"overridden:{entry.name}",)
@@ -264,7 +264,7 @@ def test_what_is_honoured_is_read_or_said_to_have_no_effect() -> None:
 def test_a_refused_parameter_may_say_that_nothing_is_asked_for() -> None:
     for dialect, table in TABLE.items():
         for entry in table.values():
-            if entry.fate == "refused":
+            if entry.handling == "refused":
                 for value in (None, *entry.off):
                     assert check(dialect, entry.name, value, ignore=False) == ()
                 with pytest.raises(ApiError) as refused:

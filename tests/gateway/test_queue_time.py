@@ -55,13 +55,13 @@ async def asked(pool: EnginePool, session: str, **values: Any) -> None:
 async def test_a_call_without_a_token_in_a_full_engine_stands_in_line(stream: bool) -> None:
     engine = Full(room=1)
     async with EnginePool({"engine": engine}) as pool, asyncio.TaskGroup() as tasks:
-        watch = QueueWatch(pool.line, lambda: pool._workers)
+        watch = QueueWatch(pool.queue_time, lambda: pool._workers)
         for session in ("a", "b", "c"):
             tasks.create_task(asked(pool, session, stream=stream))
             await asyncio.sleep(0.02)
         await watch.look(after_s=0.0)
         await asyncio.sleep(0.1)
-        waited = {session: pool.line.waited_s(session) for session in ("a", "b", "c")}
+        waited = {session: pool.queue_time.waited_s(session) for session in ("a", "b", "c")}
         # Of a streamed one nothing is known but that no token came; the engine says who waits of the others.
         assert (waited["a"] > 0) == stream and waited["b"] >= 0.1 and waited["c"] >= 0.1
         engine.done.set()

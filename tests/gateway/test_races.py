@@ -18,10 +18,10 @@ from tests.gateway.test_interrupted_calls import ask, custody
 
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Conflict, Unavailable
-from afield.gateway.app import App
+from afield.gateway.app import GatewayApp
 from afield.gateway.echoed_turns import recognised
 from afield.gateway.engine_pool import EnginePool
-from afield.gateway.request_cache import Recall
+from afield.gateway.request_cache import ConversationCache
 from afield.gateway.shards import PASSED, Shard, socket_path
 from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest
 from afield.turn_tree import TurnTree, chain
@@ -92,7 +92,7 @@ class Stalled:
         path = "/s/r.1/v1/chat/completions"
         headers = [(b"authorization", f"Bearer {ADMIN}".encode()), *self._headers]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
-        await App(self._up.gateway)(scope, self._receive, self._send)
+        await GatewayApp(self._up.gateway)(scope, self._receive, self._send)
 
     async def _receive(self) -> Any:
         if self._body:
@@ -130,7 +130,7 @@ async def test_an_answer_that_was_delivered_is_trained_although_its_engine_linge
         await until(lambda: not session.in_flight)
         assert session.undelivered == []
         assert up.gateway.metrics.in_flight == 0
-        assert session.flights == {}
+        assert session.keyed_calls == {}
 
 
 async def test_a_call_that_is_cancelled_twice_keeps_its_partial(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_who_waited_in_vain_for_a_missed_answer_does_not_take_it_from_who_
     async with custody(tmp_path, [said("Once."), said("Twice.")]) as c:
         session = await c.open()
         await c.run(session, ask("Hi"))
-        await c.sessions.withhold(session, "t1")
+        await c.sessions.exclude_turn(session, "t1")
         c.store.held = "open"
         first = asyncio.create_task(c.reply(session, ask("Hi")))
         await asyncio.wait_for(c.store.reached.wait(), 60)
@@ -232,9 +232,9 @@ async def test_a_turn_that_a_client_goes_on_from_was_delivered(tmp_path: Path) -
     async with custody(tmp_path, [said("One."), said("Two.")]) as c:
         session = await c.open()
         await c.run(session, ask("Hi"))
-        await c.sessions.withhold(session, "t1")
+        await c.sessions.exclude_turn(session, "t1")
         await c.run(session, ask("Hi", "One.", "And?"))
-        assert session.forest["t2"].parent == "t1"
+        assert session.tree["t2"].parent == "t1"
         assert session.undelivered == []
 
 
@@ -318,9 +318,11 @@ def test_what_was_read_before_is_read_the_same_when_one_turn_comes_in_pieces() -
             Message(role="tool", tool_call_id=call.id, content="x"),
         )
     ]
-    recall = Recall()
+    recall = ConversationCache()
     recall.read(forest, "r", (QUESTION, *pieces[:2]))
-    assert recall.read(forest, "r", (QUESTION, *pieces)) == Recall().read(forest, "r", (QUESTION, *pieces))
+    assert recall.read(forest, "r", (QUESTION, *pieces)) == ConversationCache().read(
+        forest, "r", (QUESTION, *pieces)
+    )
 
 
 async def test_of_two_turns_that_say_the_same_the_one_whose_thoughts_are_echoed_goes_on(
@@ -336,7 +338,7 @@ async def test_of_two_turns_that_say_the_same_the_one_whose_thoughts_are_echoed_
         echoed = (request.messages[0], first, request.messages[2])
         thoughts = iter(("gamma",))
         await c.run(session, msgspec.structs.replace(request, messages=echoed))
-        assert session.forest["t3"].parent == "t1"
+        assert session.tree["t3"].parent == "t1"
 
 
 # --- sessions ------------------------------------------------------------------------------------

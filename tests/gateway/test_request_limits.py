@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.outcomes import Limits
+from afield.gateway.outcomes import GatewayLimits
 from afield.gateway.server import ConnectionLimits
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
@@ -87,7 +87,7 @@ async def test_bodies_that_unpack_to_gigabytes_are_refused_while_others_are_serv
 
 
 async def test_a_session_holds_only_so_many_bytes_in_flight(tmp_path: Path) -> None:
-    limits = Limits(request_bytes=MB, session_bytes=2 * MB)
+    limits = GatewayLimits(request_bytes=MB, session_bytes=2 * MB)
     text = "x" * 900_000
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
     async with running(ScriptedEngine(hello), tmp_path, limits=limits) as up:

@@ -215,7 +215,7 @@ class Detokenising(ScriptedEngine):
 async def test_the_embedded_engine_leaves_nothing_behind_a_stop_string(tmp_path: Path) -> None:
     async with place(tmp_path, TorchEngine(POLICY)) as there:
         client = await there.client()
-        tokens = there.gateway.tokens
+        tokens = there.gateway.tokenizer
         path, body = request("completions", "Hi", "\uffff", True)
         await client.door("POST", path, body)
         sampled = (await one_turn(there))["token_ids"]

@@ -41,7 +41,7 @@ async def test_a_turn_names_the_rules_by_which_its_messages_were_changed(tmp_pat
         messages.append(await ask(client, messages))
         await ask(client, [*messages, LATER])
         record = await up.client.finalize("r.1")
-        tokens = up.gateway.tokens
+        tokens = up.gateway.tokenizer
     assert [turn.tags for turn in record.turns] == [("render:fold-system",), (), ("render:fold-system",)]
     # A later system message stands in its place, so one conversation is one row.
     assert [turn.parent for turn in record.turns] == [None, "t1", "t2"]

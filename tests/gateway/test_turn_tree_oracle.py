@@ -14,7 +14,7 @@ from afield import turn_tree
 from afield.engines.scripted import ScriptedEngine
 from afield.gateway import echoed_turns, prompts, repeats, request_cache, side_calls
 from afield.gateway.calls import Calls
-from afield.gateway.sessions import Sessions
+from afield.gateway.sessions import SessionManager
 from support.dialect_clients import Answer
 from support.gateways import running
 from support.random_agents import Wild
@@ -85,7 +85,7 @@ def no_retry_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     async def again(*_: Any) -> list[Any]:
         return []
 
-    monkeypatch.setattr(Calls, "_again", again)
+    monkeypatch.setattr(Calls, "_repeat_answer", again)
 
 
 def no_echo_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +107,13 @@ def every_repeated_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leaving_goes_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def withhold(*_: Any) -> None: ...
+    async def exclude_turn(*_: Any) -> None: ...
 
-    monkeypatch.setattr(Sessions, "withhold", withhold)
+    monkeypatch.setattr(SessionManager, "exclude_turn", exclude_turn)
 
 
 def side_calls_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_calls, "withheld", lambda *_: {})
+    monkeypatch.setattr(side_calls, "excluded_turns", lambda *_: {})
 
 
 def the_oldest_match_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,11 +75,11 @@ async def test_an_engine_that_kept_its_old_weights_is_found_out(
         ):
             await pool.load(2, str(second))
         await asyncio.sleep(0.5)  # it is looked at again, and found the same
-        assert pool.list()[0].standing == "aside"
+        assert pool.list()[0].health == "unhealthy"
     async with asyncio.timeout(BOUND_S), EnginePool({"deaf": Deaf(POLICY), "a": TorchEngine(POLICY)}) as pool:
         await pool.load(1, str(first))
         await pool.load(2, str(second))
-        assert [worker.standing for worker in pool.list()] == ["aside", "ready"]
+        assert [worker.health for worker in pool.list()] == ["unhealthy", "ready"]
 
 
 class Still(Deaf):
@@ -104,11 +104,11 @@ async def test_an_engine_that_got_weights_in_a_pause_is_heard_when_it_goes_on(
 ) -> None:
     first, second = published(1, 0.0), published(2, 0.05)
     async with asyncio.timeout(BOUND_S), EnginePool({"still": Still(POLICY)}) as pool:
-        for version, path, standing in ((1, first, "ready"), (2, second, "aside")):
+        for version, path, standing in ((1, first, "ready"), (2, second, "unhealthy")):
             await pool.pause("keep")
             await pool.load(version, str(path))
             await pool.resume()
-            assert pool.list()[0].standing == standing
+            assert pool.list()[0].health == standing
         assert "answers as the weights before it" in pool.list()[0].reason
 
 
@@ -137,7 +137,7 @@ async def test_what_a_policy_exports_is_heard_from_the_engine(
             if version == 1 and rank:
                 continue  # the adapters are on what the engine has
             await pool.load(version, str(path))
-            assert pool.list()[0].standing == "ready"
+            assert pool.list()[0].health == "ready"
 
 
 async def test_a_witness_of_other_weights_counts_for_nothing(published: Callable[[int, float], Path]) -> None:

@@ -44,7 +44,7 @@ async def test_a_version_that_no_engine_has_loaded_is_not_published_by_asking_ag
         engine.may = True
         await patient.publish(Policy("policy", 1), "one")
         assert engine.loaded == [(1, "one")]
-        assert up.gateway.engine.list()[0].standing == "ready"
+        assert up.gateway.engine.list()[0].health == "ready"
 
 
 async def test_an_sglang_server_that_was_started_again_gets_its_adapter_again(tmp_path: Path) -> None:

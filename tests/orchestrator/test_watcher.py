@@ -23,10 +23,10 @@ import afield
 from afield.chat import ChatTokenizer
 from afield.engines.scripted import Scripted, ScriptedEngine
 from afield.errors import Unavailable, UsageError
-from afield.gateway.app import App
+from afield.gateway.app import GatewayApp
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.service import LocalGateway
-from afield.gateway.store import Store
+from afield.gateway.store import GatewayStore
 from afield.interfaces import Chunk, GenerateRequest, SessionSpec, SessionState
 from afield.sdk.agent import entry_of
 from afield.sdk.heartbeat import Heartbeat
@@ -113,7 +113,7 @@ async def test_a_call_the_gateway_before_died_under_is_dangling(tmp_path: Path) 
         row = structs.replace(up.gateway.sessions.get("r.1").rows[1], n=2, seq=1 << 62)
         turn = structs.replace(row.turn, id="t2", status="dangling", token_ids=(), logprobs=(), versions=())
         left = structs.replace(row, turn=turn)
-    async with Store(tmp_path / "gateway.sqlite") as store:
+    async with GatewayStore(tmp_path / "gateway.sqlite") as store:
         await store.put_turn("r.1", left)  # as a kill leaves it
     async with running(yes(), tmp_path) as up:
         state = await state_of(up)
@@ -390,14 +390,14 @@ async def test_sessions_that_are_over_leave_nothing_in_memory(tmp_path: Path) ->
     engine = yes()
     pool = EnginePool({"engine": engine}, tries=1)
     gateway = LocalGateway(
-        tokens=ChatTokenizer.load(POLICY),
+        tokenizer=ChatTokenizer.load(POLICY),
         engine=pool,
         store=tmp_path,
         admin_key=ADMIN,
         public_url="http://gateway",
     )
     async with pool, gateway:
-        app = App(gateway)
+        app = GatewayApp(gateway)
 
         async def use(first: int, count: int) -> None:
             for n in range(first, first + count):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from afield.errors import UsageError
-from afield.gateway.store import Store
+from afield.gateway.store import GatewayStore
 from afield.sandbox.imports import import_closure
 from afield.sandbox.messages import Program
 from afield.types import Attempt, Rollout, Task
@@ -62,7 +62,7 @@ def project() -> Iterator[Path]:
 @needs_bubblewrap
 @pytest.mark.anyio
 async def test_an_agent_in_the_documented_layout_sees_its_code_and_its_question(project: Path) -> None:
-    async with Store(project / "gateway-store" / "gateway.sqlite"):
+    async with GatewayStore(project / "gateway-store" / "gateway.sqlite"):
         pass
     tasks = write_tasks(project / "tasks.jsonl", [{"id": "q", "question": "?", "hidden": {"answer": 42}}])
     script = project / "script.jsonl"
@@ -134,7 +134,7 @@ CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.
 async def test_stores_and_later_sockets_in_a_mounted_folder_are_out_of_reach(
     tmp_path: Path, project: Path
 ) -> None:
-    async with Store(project / "gateway-store" / "gateway.sqlite"):
+    async with GatewayStore(project / "gateway-store" / "gateway.sqlite"):
         pass
     program = Program(mounts=(str(project),), hidden=(str(project / "verify.py"),))
     async with nest_of(tmp_path, program) as nest:

@@ -21,9 +21,9 @@ from msgspec import structs
 from afield.chat import ChatTokenizer
 from afield.engines.recording import RecordingEngine
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.app import App
+from afield.gateway.app import GatewayApp
 from afield.gateway.engine_pool import EnginePool
-from afield.gateway.outcomes import USUAL, Limits
+from afield.gateway.outcomes import DEFAULT_LIMITS, GatewayLimits
 from afield.gateway.service import LocalGateway
 from afield.gateway.session_keys import SecretPlace
 from afield.interfaces import Engine, GenerateRequest, SessionSpec
@@ -53,7 +53,7 @@ def user(text: str) -> Message:
 class Client:
     """A client of one session, in one dialect. `tools` says what it offered in each turn."""
 
-    def __init__(self, app: App, key: str, dialect: str, stream: bool) -> None:
+    def __init__(self, app: GatewayApp, key: str, dialect: str, stream: bool) -> None:
         self.door = functools.partial(knock, app, key=key)
         self.dialect, self.stream = dialect, stream
         self.tools: dict[str, list[dict[str, Any]]] = {}
@@ -76,7 +76,7 @@ class Place:
 
     def __init__(self, gateway: LocalGateway, ledger: RecordingEngine) -> None:
         self.gateway, self.ledger = gateway, ledger
-        self.app = App(gateway)
+        self.app = GatewayApp(gateway)
 
     async def client(
         self, session_id: str = "r.1", dialect: str = "chat", stream: bool = True, **spec: Any
@@ -95,12 +95,15 @@ class Place:
 
 @asynccontextmanager
 async def place(
-    store: Path, engine: Engine, limits: Limits = USUAL, clock: Callable[[], float] = time.time
+    store: Path,
+    engine: Engine,
+    limits: GatewayLimits = DEFAULT_LIMITS,
+    clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[Place]:
     ledger = RecordingEngine(engine)
     pool = EnginePool({"engine": ledger}, tries=1)
     gateway = LocalGateway(
-        tokens=ChatTokenizer.load(POLICY),
+        tokenizer=ChatTokenizer.load(POLICY),
         engine=pool,
         store=store,
         admin_key=ADMIN,

@@ -17,7 +17,7 @@ from afield.chat import ChatTokenizer
 from afield.chat.vocabulary import Vocabulary
 from afield.gateway.client import HttpGateway
 from afield.gateway.engine_pool import EnginePool
-from afield.gateway.outcomes import USUAL, Limits
+from afield.gateway.outcomes import DEFAULT_LIMITS, GatewayLimits
 from afield.gateway.server import ConnectionLimits, serve
 from afield.gateway.service import LocalGateway
 from afield.gateway.session_keys import SecretPlace
@@ -73,7 +73,7 @@ async def running(
     tries: int = 1,
     outlet: Transport | None = None,
     listener: socket.socket | None = None,
-    limits: Limits = USUAL,
+    limits: GatewayLimits = DEFAULT_LIMITS,
     connections: ConnectionLimits | None = None,
     path_keys: bool = False,
 ) -> AsyncIterator[Running]:
@@ -83,7 +83,7 @@ async def running(
     tokens = ChatTokenizer.load(model)
     pool = EnginePool({"engine": engine}, tries=tries)
     gateway = LocalGateway(
-        tokens=tokens,
+        tokenizer=tokens,
         engine=pool,
         store=store,
         admin_key=ADMIN,

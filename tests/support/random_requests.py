@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from afield.conformance.foreign.template import NO_THOUGHT, TEMPLATE
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.gateway.parameters import NOTHING, TABLE, Parameter
+from afield.gateway.parameters import NOTHING, TABLE, RequestParameter
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from afield.types import Turn
@@ -387,12 +387,12 @@ def snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in last)
 
 
-def values_of(dialect: str, entry: Parameter) -> list[Any]:
+def values_of(dialect: str, entry: RequestParameter) -> list[Any]:
     if entry.name in HONOURED[dialect]:
         return HONOURED[dialect][entry.name][0]
-    if entry.fate == "overridden":
+    if entry.handling == "overridden":
         return ["low", "high"] if entry.unread else OVERRIDDEN[snake(entry.name)]
-    if entry.fate == "refused":
+    if entry.handling == "refused":
         return [*ANYTHING, *entry.off, None]
     assert entry.effect.startswith("accepted; "), f"{dialect}: no values for {entry.name}"
     return ACCEPTED.get(entry.name, ["x"])
@@ -402,11 +402,11 @@ def random_request(dialect: str, rng: random.Random) -> dict[str, Any]:
     """Names and values of a few parameters. Most requests have one that is not refused, or none."""
     entries = [entry for entry in TABLE[dialect].values() if entry.name not in MADE[dialect]]
     if dialect == "anthropic":
-        entries.append(Parameter("thinking", "honoured", ""))
-    usable = [entry for entry in entries if entry.fate != "refused"]
+        entries.append(RequestParameter("thinking", "honoured", ""))
+    usable = [entry for entry in entries if entry.handling != "refused"]
     chosen = rng.sample(usable, rng.randint(1, 4))
     if rng.random() < 0.5:
-        chosen.append(rng.choice([entry for entry in entries if entry.fate == "refused"]))
+        chosen.append(rng.choice([entry for entry in entries if entry.handling == "refused"]))
     picked = {entry.name: rng.choice(values_of(dialect, entry)) for entry in chosen}
     # An object is sent whole or by its parts.
     return {
@@ -439,7 +439,7 @@ def refusable(dialect: str, asked: dict[str, Any]) -> list[str]:
 
 def _refused(dialect: str, name: str, value: Any) -> bool:
     entry = TABLE[dialect].get(name)
-    if entry is None or entry.fate != "refused":
+    if entry is None or entry.handling != "refused":
         return False
     return value not in NOTHING and value not in entry.off
 
@@ -460,11 +460,14 @@ def problems(seen: Seen) -> list[str]:
         if name in HONOURED[dialect]:
             if not HONOURED[dialect][name][1](seen, value):
                 found.append(f"{name}={value!r} was not honoured: {seen.text[:300]}")
-        elif entry is not None and entry.fate == "overridden":
+        elif entry is not None and entry.handling == "overridden":
             if not seen.tagged(name if entry.unread else snake(name)):
                 found.append(f"{name} was overridden without a tag")
         elif (
-            entry is not None and entry.fate == "refused" and value not in NOTHING and value not in entry.off
+            entry is not None
+            and entry.handling == "refused"
+            and value not in NOTHING
+            and value not in entry.off
         ):
             found.append(f"{name}={value!r} was accepted")
     return found

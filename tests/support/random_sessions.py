@@ -14,7 +14,7 @@ from typing import Any
 from afield.chat import ChatTokenizer
 from afield.engines.recording import RecordedCall
 from afield.engines.scripted import ScriptedEngine
-from afield.gateway.app import App
+from afield.gateway.app import GatewayApp
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.service import LocalGateway
 from afield.gateway.session_keys import SecretPlace
@@ -42,7 +42,7 @@ class World:
         self.gateway = gateway
         self.engine = engine
         self.wild = wild
-        self.door = door or functools.partial(knock, App(gateway))
+        self.door = door or functools.partial(knock, GatewayApp(gateway))
         self._leaves = door is None  # over a socket nobody knows what a client that leaves has got
         self.counts: Counter[str] = Counter()
 
@@ -112,7 +112,7 @@ async def world(store: Path) -> AsyncIterator[World]:
     engine = ScriptedEngine(wild)
     pool = EnginePool({"engine": engine}, tries=1)
     gateway = LocalGateway(
-        tokens=ChatTokenizer.load(POLICY),
+        tokenizer=ChatTokenizer.load(POLICY),
         engine=pool,
         store=store,
         admin_key=ADMIN,

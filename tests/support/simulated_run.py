@@ -258,7 +258,7 @@ class SmallGateway:
             in_flight=len(session.calls),
             idle_s=0.0 if session.calls else _now() - session.active,
             unseen_s=None if session.alive is None else _now() - session.alive,
-            waited_s=self._pool.line.waited_s(session_id),
+            waited_s=self._pool.queue_time.waited_s(session_id),
         )
 
     async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:

@@ -269,13 +269,13 @@ async def serve(
         if settings.outcomes:
             made = factory.load("transports.spec:from_spec")(settings.outcomes, settings.store / "outcomes")
             outlet = await stack.enter_async_context(made)
-        secret = factory.load("gateway.signing_secret:SecretPlace")(
+        secret = factory.load("gateway.session_keys:SecretPlace")(
             directory=Environment.read().secrets, file=settings.secret_file
         )
         if settings.secret_file is None:
             private_directory(state_directory(), STATE)
         gateway = factory.load("gateway.service:LocalGateway")(
-            tokens=tokens,
+            tokenizer=tokens,
             engine=pool,
             store=settings.store,
             admin_key=settings.admin_key,
@@ -286,7 +286,7 @@ async def serve(
             shard=shard,
             outlet=outlet,
             secret=secret,
-            limits=factory.load("gateway.outcomes:Limits")(
+            limits=factory.load("gateway.outcomes:GatewayLimits")(
                 submission_bytes=settings.max_submission_mb * 1024 * 1024,
                 session_bytes=settings.max_session_mb * 1024 * 1024,
                 rewards=settings.max_rewards,
@@ -297,7 +297,7 @@ async def serve(
         # Not before: what only loads has nothing to keep, and should end at once.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         server = factory.load("gateway.server:serve")
-        bounds = factory.load("gateway.connections:ConnectionLimits")(
+        bounds = factory.load("gateway.server:ConnectionLimits")(
             per_address=min(settings.max_connections, hard * 3 // 4)
         )
         await server(gateway, listener, lambda: ready(tokens.name), link=link, connections=bounds)

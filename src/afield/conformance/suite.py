@@ -123,7 +123,7 @@ async def serving(engine: Any, model: Path, folder: Path) -> AsyncIterator[Servi
     host, port = listener.getsockname()[:2]
     url, admin_key = f"http://{host}:{port}", secrets.token_urlsafe(16)
     local = factory.load("gateway.service:LocalGateway")(
-        tokens=factory.load("chat:ChatTokenizer").load(model),
+        tokenizer=factory.load("chat:ChatTokenizer").load(model),
         engine=pool,
         store=folder / "store",
         admin_key=admin_key,

@@ -14,11 +14,10 @@ from afield import trajectories
 from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError, bad_request, conflict, forbidden, not_found
 from afield.gateway.header_keys import HeaderKeySpec, told
-from afield.gateway.http import Scope, Text, json_body, query
+from afield.gateway.http import PlainText, Scope, json_body, query
 from afield.gateway.service import LocalGateway
-from afield.gateway.session_keys import Grant
-from afield.gateway.session_keys import Scope as KeyScope
-from afield.gateway.sessions import Phase, Session
+from afield.gateway.session_keys import Grant, KeyScope
+from afield.gateway.sessions import Session, SessionPhase
 from afield.interfaces import SessionSpec
 from afield.types import Policy, Turn
 
@@ -62,23 +61,23 @@ class EngineBody(Struct):
     url: str
 
 
-def encode_error(refusal: ApiError) -> dict[str, Any]:
-    return {"error": {"type": refusal.code, "message": refusal.message, "hint": refusal.hint}}
+def encode_error(error: ApiError) -> dict[str, Any]:
+    return {"error": {"type": error.code, "message": error.message, "hint": error.hint}}
 
 
 async def handle(gateway: LocalGateway, scope: Scope, path: str, body: bytes) -> Answer:
     for method, pattern, handler in ROUTES:
-        if scope["method"] == method and (found := pattern.fullmatch(path)):
-            return await handler(gateway, found.groupdict().get("id", ""), body, query(scope))
+        if scope["method"] == method and (match := pattern.fullmatch(path)):
+            return await handler(gateway, match.groupdict().get("id", ""), body, query(scope))
     raise not_found(f"{scope['method']} {path} is not served", "see docs/reference/http-api.md for what is")
 
 
-class Report(Struct, frozen=True):
+class SessionRoute(Struct, frozen=True):
     needs: KeyScope
     handler: Handler
 
 
-async def report(
+async def handle_session(
     gateway: LocalGateway, session: Session, grant: Grant | None, scope: Scope, path: str, body: bytes
 ) -> Any:
     """What an agent or a verifier may ask and say with its own key; None stands for the admin key."""
@@ -86,7 +85,7 @@ async def report(
         return await outcome(gateway, session, grant, body)
     if path == "/complete" and grant and KeyScope.REWARD not in grant.scopes:
         _refuse_reward(session, json_body(body, CompleteBody).reward)
-    handler = REPORTS[scope["method"], path].handler
+    handler = SESSION_ROUTES[scope["method"], path].handler
     return (await handler(gateway, session.id, body, query(scope)))[1]
 
 
@@ -96,7 +95,7 @@ async def outcome(gateway: LocalGateway, session: Session, grant: Grant | None, 
     verdict = outcomes.judged(session.row.spec) and not agent
     statement = outcomes.read(body, session.row, verdict=verdict)
     if agent:
-        _refuse_reward(session, statement.given)
+        _refuse_reward(session, statement.any_reward)
     await gateway.record_outcome(session, statement, verdict=verdict)
     return session.state()
 
@@ -108,23 +107,23 @@ def _refuse_reward(session: Session, reward: Any) -> None:
 
 
 async def open_session(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
-    session, new = await gateway.enter(json_body(body, SessionSpec))
-    return (201 if new else 200), gateway.ticket(session)
+    session, new = await gateway.open_session(json_body(body, SessionSpec))
+    return (201 if new else 200), gateway.credentials(session)
 
 
-async def list_sessions(gateway: LocalGateway, _: str, __: bytes, asked: dict[str, str]) -> Answer:
-    limit, phase = _number(asked, "limit", 100), asked.get("phase")
+async def list_sessions(gateway: LocalGateway, _: str, __: bytes, params: dict[str, str]) -> Answer:
+    limit, phase = _number(params, "limit", 100), params.get("phase")
     if not limit >= 1:
-        raise bad_request(f"limit={asked['limit']} must be at least 1")
-    if phase is not None and phase not in list(Phase):
-        raise bad_request(f"unknown phase {phase!r}", f"choose one of: {', '.join(Phase)}")
-    after, key_id = asked.get("after", ""), asked.get("key", "")
-    return 200, {"sessions": await gateway.listed(phase, int(min(limit, 1000)), after, key_id)}
+        raise bad_request(f"limit={params['limit']} must be at least 1")
+    if phase is not None and phase not in list(SessionPhase):
+        raise bad_request(f"unknown phase {phase!r}", f"choose one of: {', '.join(SessionPhase)}")
+    after, key_id = params.get("after", ""), params.get("key", "")
+    return 200, {"sessions": await gateway.list_sessions(phase, int(min(limit, 1000)), after, key_id)}
 
 
 async def create_key(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
     row, new = await gateway.header_keys.create(json_body(body, HeaderKeySpec))
-    return (201 if new else 200), gateway.header_key_ticket(row)
+    return (201 if new else 200), gateway.header_key_credentials(row)
 
 
 async def list_keys(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
@@ -141,10 +140,10 @@ async def get_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict
 
 
 async def session_states(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
-    asked = json_body(body, StatesBody)
-    if len(asked.ids) > MAX_STATES:
-        raise bad_request(f"{len(asked.ids)} ids; at most {MAX_STATES} at once", "ask in several requests")
-    return 200, {"sessions": await gateway.states(asked.ids)}
+    request = json_body(body, StatesBody)
+    if len(request.ids) > MAX_STATES:
+        raise bad_request(f"{len(request.ids)} ids; at most {MAX_STATES} at once", "ask in several requests")
+    return 200, {"sessions": await gateway.states(request.ids)}
 
 
 async def delete_session(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
@@ -153,9 +152,9 @@ async def delete_session(gateway: LocalGateway, session_id: str, _: bytes, __: d
 
 
 async def reward(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
-    asked = json_body(body, RewardBody)
+    request = json_body(body, RewardBody)
     session = gateway.sessions.get(session_id)
-    await gateway.sessions.reward(session, to_builtins(asked))
+    await gateway.sessions.reward(session, to_builtins(request))
     await gateway.deliver(session)
     return 200, await gateway.state(session_id)
 
@@ -167,11 +166,11 @@ async def alive(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, 
 
 
 async def complete(gateway: LocalGateway, session_id: str, body: bytes, _: dict[str, str]) -> Answer:
-    asked = json_body(body, CompleteBody)
+    request = json_body(body, CompleteBody)
     session = gateway.sessions.get(session_id)
-    if asked.reward is not None:
-        await gateway.sessions.reward(session, {"reward": asked.reward})
-    await gateway.sessions.complete(session, asked.metrics)
+    if request.reward is not None:
+        await gateway.sessions.reward(session, {"reward": request.reward})
+    await gateway.sessions.complete(session, request.metrics)
     await gateway.deliver(session)
     return 200, session.state()
 
@@ -185,9 +184,9 @@ async def finalize(gateway: LocalGateway, session_id: str, _: bytes, __: dict[st
     return 200, await gateway.finalize(session_id)
 
 
-async def wait(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
-    end = time.monotonic() + min(_number(asked, "timeout_s", 30.0), MAX_WAIT_S)
-    return 200, await gateway.wait(session_id, lambda: end - time.monotonic())
+async def wait(gateway: LocalGateway, session_id: str, _: bytes, params: dict[str, str]) -> Answer:
+    deadline = time.monotonic() + min(_number(params, "timeout_s", 30.0), MAX_WAIT_S)
+    return 200, await gateway.wait(session_id, lambda: deadline - time.monotonic())
 
 
 async def submission(gateway: LocalGateway, session_id: str, _: bytes, __: dict[str, str]) -> Answer:
@@ -197,34 +196,36 @@ async def submission(gateway: LocalGateway, session_id: str, _: bytes, __: dict[
     return 200, handed_in
 
 
-async def turns(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
+async def turns(gateway: LocalGateway, session_id: str, _: bytes, params: dict[str, str]) -> Answer:
     session = gateway.sessions.get(session_id)
-    with_prompt = asked.get("prompt_ids") == "1"
+    with_prompt = params.get("prompt_ids") == "1"
     rows = sorted(session.rows.values(), key=lambda row: (row.seq, row.n))
     return 200, {"turns": [_turn(session, row.turn, with_prompt) for row in rows]}
 
 
 def _turn(session: Session, turn: Turn, with_prompt: bool) -> dict[str, Any]:
-    shown = to_builtins(turn)
-    delta = shown.pop("delta_ids")
-    before = session.forest.ids(turn.parent) if turn.parent else []
-    shown |= {"kind": "sampled", "prompt_len": len(before) + len(delta)}
+    fields = to_builtins(turn)
+    delta = fields.pop("delta_ids")
+    parent_ids = session.tree.ids(turn.parent) if turn.parent else []
+    fields |= {"kind": "sampled", "prompt_len": len(parent_ids) + len(delta)}
     if with_prompt:
-        shown["prompt_ids"] = [*before, *delta]
-    return shown
+        fields["prompt_ids"] = [*parent_ids, *delta]
+    return fields
 
 
-async def get_trajectories(gateway: LocalGateway, session_id: str, _: bytes, asked: dict[str, str]) -> Answer:
+async def get_trajectories(
+    gateway: LocalGateway, session_id: str, _: bytes, params: dict[str, str]
+) -> Answer:
     session = gateway.sessions.get(session_id)
-    withheld, dangling = gateway.excluded(session), gateway.dangling(session)
-    form = asked.get("form", "linear")
+    reasons, dangling = gateway.excluded(session), gateway.dangling(session)
+    form = params.get("form", "linear")
     if form == "tree":
-        excluded = [*trajectories.exclusions(session.forest, withheld), *dangling]
-        return 200, {"nodes": trajectories.tree(session.forest, withheld), "excluded": excluded}
+        excluded = [*trajectories.exclusions(session.tree, reasons), *dangling]
+        return 200, {"nodes": trajectories.tree(session.tree, reasons), "excluded": excluded}
     if form not in ("linear", "turns"):
         raise bad_request(f"unknown form {form!r}", "choose one of: linear, tree, turns")
-    made = (trajectories.linear if form == "linear" else trajectories.per_turn)(session.forest, withheld)
-    return 200, {"trajectories": made.trajectories, "excluded": [*made.excluded, *dangling]}
+    assembled = (trajectories.linear if form == "linear" else trajectories.per_turn)(session.tree, reasons)
+    return 200, {"trajectories": assembled.trajectories, "excluded": [*assembled.excluded, *dangling]}
 
 
 async def engines(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
@@ -232,8 +233,8 @@ async def engines(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str])
 
 
 async def add_engine(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
-    asked = json_body(body, EngineBody)
-    return 201, await gateway.engine.add(asked.kind, asked.url)
+    request = json_body(body, EngineBody)
+    return 201, await gateway.engine.add(request.kind, request.url)
 
 
 async def remove_engine(gateway: LocalGateway, engine_id: str, _: bytes, __: dict[str, str]) -> Answer:
@@ -242,9 +243,9 @@ async def remove_engine(gateway: LocalGateway, engine_id: str, _: bytes, __: dic
 
 
 async def pause(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
-    asked = json_body(body, PauseBody)
-    await gateway.engine.pause(asked.in_flight)
-    return 200, {"paused": True, "in_flight": asked.in_flight}
+    request = json_body(body, PauseBody)
+    await gateway.engine.pause(request.in_flight)
+    return 200, {"paused": True, "in_flight": request.in_flight}
 
 
 async def resume(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
@@ -253,7 +254,7 @@ async def resume(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) 
 
 
 async def metrics(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
-    return 200, Text(await gateway.exposition())
+    return 200, PlainText(await gateway.exposition())
 
 
 async def snapshot(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
@@ -261,20 +262,20 @@ async def snapshot(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]
 
 
 async def policy(gateway: LocalGateway, _: str, body: bytes, __: dict[str, str]) -> Answer:
-    asked = json_body(body, PolicyBody)
-    await gateway.publish(Policy(gateway.tokens.name, asked.version), asked.path)
-    return 200, {"version": asked.version}
+    request = json_body(body, PolicyBody)
+    await gateway.publish(Policy(gateway.tokenizer.name, request.version), request.path)
+    return 200, {"version": request.version}
 
 
 async def served_policy(gateway: LocalGateway, _: str, __: bytes, ___: dict[str, str]) -> Answer:
     return 200, {"version": await gateway.version()}
 
 
-def _number(asked: dict[str, str], name: str, default: float) -> float:
+def _number(params: dict[str, str], name: str, default: float) -> float:
     try:
-        return float(asked.get(name, default))
+        return float(params.get(name, default))
     except ValueError as error:
-        raise bad_request(f"{name}={asked[name]!r} is not a number") from error
+        raise bad_request(f"{name}={params[name]!r} is not a number") from error
 
 
 SESSION = r"/sessions/(?P<id>[^/]+)"
@@ -309,13 +310,13 @@ ROUTES: list[tuple[str, re.Pattern[str], Handler]] = [
     )
 ]
 # What agents and verifiers reach under their session's base, and the scope it takes.
-REPORTS: dict[tuple[str, str], Report] = {
-    ("POST", "/alive"): Report(KeyScope.INFER, alive),
-    ("POST", "/reward"): Report(KeyScope.REWARD, reward),
-    ("POST", "/complete"): Report(KeyScope.OUTCOME, complete),
-    ("POST", "/outcome"): Report(KeyScope.OUTCOME, complete),
-    ("GET", "/state"): Report(KeyScope.READ, get_session),
-    ("GET", "/submission"): Report(KeyScope.READ, submission),
-    ("GET", "/turns"): Report(KeyScope.READ, turns),
-    ("GET", "/trajectories"): Report(KeyScope.READ, get_trajectories),
+SESSION_ROUTES: dict[tuple[str, str], SessionRoute] = {
+    ("POST", "/alive"): SessionRoute(KeyScope.INFER, alive),
+    ("POST", "/reward"): SessionRoute(KeyScope.REWARD, reward),
+    ("POST", "/complete"): SessionRoute(KeyScope.OUTCOME, complete),
+    ("POST", "/outcome"): SessionRoute(KeyScope.OUTCOME, complete),
+    ("GET", "/state"): SessionRoute(KeyScope.READ, get_session),
+    ("GET", "/submission"): SessionRoute(KeyScope.READ, submission),
+    ("GET", "/turns"): SessionRoute(KeyScope.READ, turns),
+    ("GET", "/trajectories"): SessionRoute(KeyScope.READ, get_trajectories),
 }

@@ -43,10 +43,9 @@ from afield.gateway.http import (
     send_json,
 )
 from afield.gateway.model_request import ModelRequest
-from afield.gateway.responder import Answering
+from afield.gateway.responder import Responder
 from afield.gateway.service import LocalGateway
-from afield.gateway.session_keys import HEADER_PREFIX, PREFIX, Grant
-from afield.gateway.session_keys import Scope as KeyScope
+from afield.gateway.session_keys import HEADER_PREFIX, PREFIX, Grant, KeyScope
 from afield.gateway.sessions import BodyBytes, Session
 from afield.gateway.shards import session_of
 from afield.types import Failure, FailureKind, Reason
@@ -81,59 +80,61 @@ class _Answer:
         await self._send(message)
 
 
-def _asked(scope: Scope) -> str:
+def _request_line(scope: Scope) -> str:
     """In one line, whatever a client put into the path."""
     return f"{scope['method']} {scope['path'][:200].encode('unicode_escape').decode()}"
 
 
-class App:
+class GatewayApp:
     def __init__(self, gateway: LocalGateway) -> None:
         self._gateway = gateway
-        self._dialects = Dialects(gateway.tokens)
-        self._answering = Answering(gateway)
+        self._dialects = Dialects(gateway.tokenizer)
+        self._responder = Responder(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the gateway serves http, not {scope['type']}")
         if scope["path"].startswith(KEYED):
             scope = without_path_key(scope)
-        broken: list[Failure] = []
+        failures: list[Failure] = []
         answer = _Answer(send)
-        with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, broken.append):
+        with boundary(FailureKind.INFRASTRUCTURE, Reason.RAISED, failures.append):
             await self._serve(scope, receive, answer)
-        for failure in broken:
-            log.error("%s: %s\n%s", _asked(scope), failure.message, failure.traceback)
+        for failure in failures:
+            log.error("%s: %s\n%s", _request_line(scope), failure.message, failure.traceback)
             if not answer.begun:  # else it breaks off, and the client sees that
-                refusal = ApiError(500, "internal_error", "the gateway failed at this request", "see its log")
-                await self._refuse(refusal, scope, answer)
+                error = ApiError(500, "internal_error", "the gateway failed at this request", "see its log")
+                await self._refuse(error, scope, answer)
 
-    async def _refuse(self, refusal: ApiError, scope: Scope, send: Send) -> None:
+    async def _refuse(self, error: ApiError, scope: Scope, send: Send) -> None:
         _, path = split_path(scope["path"])
-        self._gateway.metrics.refused(refusal.status)
-        shape = self._dialects.of_path(path).error if path.startswith(_AGENT) else admin_api.encode_error
-        await send_json(send, refusal.status, shape(refusal), refusal.retry_after_s)
+        self._gateway.metrics.request_rejected(error.status)
+        encode_error = (
+            self._dialects.of_path(path).encode_error if path.startswith(_AGENT) else admin_api.encode_error
+        )
+        await send_json(send, error.status, encode_error(error), error.retry_after_s)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         session_id, path = split_path(scope["path"])
-        spoken = path.startswith(_AGENT)
+        is_dialect_path = path.startswith(_AGENT)
         try:
             if scope.get(PATH_KEY) and not self._gateway.path_keys:
                 raise unauthorized("keys in paths are off", "start the gateway with --path-keys")
             if self._gateway.shard is not None:
-                here = await self._gateway.shard.elsewhere(scope, receive, send, self._admits)
-                if here is None:
+                replayed = await self._gateway.shard.elsewhere(scope, receive, send, self._admits)
+                if replayed is None:
                     return
-                receive = here
-            if spoken or session_id is not None:
+                receive = replayed
+            if is_dialect_path or session_id is not None:
                 await self._agent(session_id, path, scope, receive, send)
             else:
                 await self._control(path, scope, receive, send)
         except (ApiError, NotFound, Unavailable, OverflowError) as error:
-            refusal = as_refusal(error)
-            log.info("%s: %d %s", _asked(scope), refusal.status, refusal.message)
-            await self._refuse(refusal, scope, send)
+            api_error = to_api_error(error)
+            log.info("%s: %d %s", _request_line(scope), api_error.status, api_error.message)
+            await self._refuse(api_error, scope, send)
         except (ClientGone, asyncio.CancelledError):
-            log.info("%s: the client left", _asked(scope))
+            log.info("%s: the client left", _request_line(scope))
 
     # --- agents ----------------------------------------------------------------------------------
 
@@ -144,42 +145,42 @@ class App:
         match = self._dialects.match(path) if method == "POST" else None
         if match is not None:
             session = await self._session(session_id, scope, KeyScope.INFER)
-            with BodyBytes(session, limits.session_bytes) as held:
-                body = await read_body(scope, receive, limits.request_bytes, count=held.take)
-                asked = RawRequest(
+            with BodyBytes(session, limits.session_bytes) as body_bytes:
+                body = await read_body(scope, receive, limits.request_bytes, count=body_bytes.take)
+                raw = RawRequest(
                     path,
                     body,
                     match.parts,
                     query(scope),
                     headers(scope),
-                    session.memo,
+                    session.message_cache,
                     session.id,
                     session.row.spec.unsupported == "ignore",
                 )
                 dialect = match.dialect
                 if match.verb == "compact":
                     dialect = self._gateway.responses.compaction(session)
-                request, wish = await _decode(dialect, asked)
+                request, options = await _decode(dialect, raw)
                 if match.verb == "count":
                     tokens = await self._gateway.calls.count(session, request)
                     await send_json(send, 200, dialect.count(tokens))
                 else:
-                    await self._answering.answer(session, dialect, request, wish, receive, send)
+                    await self._responder.respond(session, dialect, request, options, receive, send)
         elif method == "GET" and (
-            listed := models(self._gateway.tokens.name, path, headers(scope), query(scope))
+            listing := models(self._gateway.tokenizer.name, path, headers(scope), query(scope))
         ):
             await self._check(session_id, scope, KeyScope.INFER)
-            await send_json(send, 200, listed)
+            await send_json(send, 200, listing)
         elif (parts := stored_responses.match(method, path)) is not None:
             session = await self._session(session_id, scope, KeyScope.INFER)
             await send_json(send, 200, await self._gateway.responses.serve(session, scope, parts))
-        elif (method, path) in admin_api.REPORTS:
-            session = await self._session(session_id, scope, admin_api.REPORTS[method, path].needs)
+        elif (method, path) in admin_api.SESSION_ROUTES:
+            session = await self._session(session_id, scope, admin_api.SESSION_ROUTES[method, path].needs)
             grant = self._grant(key_of(scope))
-            with BodyBytes(session, limits.session_bytes) as held:
-                body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, held.take)
-                told = await admin_api.report(self._gateway, session, grant, scope, path, body)
-            await send_json(send, 200, told)
+            with BodyBytes(session, limits.session_bytes) as body_bytes:
+                body = await read_body(scope, receive, limits.submission_bytes, HAND_IN_LESS, body_bytes.take)
+                response = await admin_api.handle_session(self._gateway, session, grant, scope, path, body)
+            await send_json(send, 200, response)
         else:
             await self._check(session_id, scope, None)
             if header(scope, b"upgrade").lower() == "websocket":
@@ -253,29 +254,29 @@ class App:
         await send_json(send, status, value)
 
 
-async def _decode(dialect: Dialect, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-    if len(asked.body) > LARGE:
+async def _decode(dialect: Dialect, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    if len(raw.body) > LARGE:
         # What a session remembers belongs to the event loop.
-        request, wish = await asyncio.to_thread(dialect.decode, structs.replace(asked, memo=None))
+        request, options = await asyncio.to_thread(dialect.decode, structs.replace(raw, memo=None))
     else:
-        request, wish = dialect.decode(asked)
+        request, options = dialect.decode(raw)
     if not request.messages and request.prompt is None and request.after is None:
         raise bad_request("nothing in this request is a message to answer", "send at least one message")
-    if (tag := side_calls.tag_of(asked.headers, request)) is not None:
+    if (tag := side_calls.tag_of(raw.headers, request)) is not None:
         request = structs.replace(request, tags=(*request.tags, tag))
     if request.messages and request.messages[-1].role == "assistant" and PREFILL not in request.tags:
         request = structs.replace(request, tags=(*request.tags, PREFILL))
-    if key := idempotency_key(asked):
+    if key := idempotency_key(raw):
         request = structs.replace(request, idempotency_key=key)
-    return request, wish
+    return request, options
 
 
-def _out_of_scope(grant: Grant, needs: KeyScope, whose: str) -> ApiError:
-    log.warning("%s: a key without the scope %s was used for it", whose, needs)
+def _out_of_scope(grant: Grant, needs: KeyScope, owner: str) -> ApiError:
+    log.warning("%s: a key without the scope %s was used for it", owner, needs)
     return forbidden(f"this key may not {needs}", f"its scopes are: {', '.join(sorted(grant.scopes))}")
 
 
-def as_refusal(error: Exception) -> ApiError:
+def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, OverflowError):
@@ -287,11 +288,11 @@ def without_path_key(scope: Scope) -> Scope:
     """A request to `/k/KEY/...` as it would be with the key in a header: a path is logged, a key is not."""
     key, rest = path_key(scope["path"]) or ("", "")
     key = key if key.startswith((PREFIX, HEADER_PREFIX)) else ""  # the admin key is taken from no path
-    kept = [(name, value) for name, value in scope["headers"] if name not in KEY_HEADERS]
-    kept.append((b"authorization", f"Bearer {key}".encode()))
+    other_headers = [(name, value) for name, value in scope["headers"] if name not in KEY_HEADERS]
+    other_headers.append((b"authorization", f"Bearer {key}".encode()))
     session_id = session_of("", scope, key)
     path = f"/s/{session_id}{rest}" if session_id else rest
-    return {**scope, "path": path, "raw_path": path.encode(), "headers": kept, PATH_KEY: True}
+    return {**scope, "path": path, "raw_path": path.encode(), "headers": other_headers, PATH_KEY: True}
 
 
 def split_path(path: str) -> tuple[str | None, str]:

@@ -56,9 +56,9 @@ class CallAccumulator:
         return chunk
 
     def _score(self, chunk: Chunk) -> None:
-        if chunk.top_logprobs and (told := len(chunk.top_logprobs)) != len(chunk.token_ids):
+        if chunk.top_logprobs and (places := len(chunk.top_logprobs)) != len(chunk.token_ids):
             raise Unavailable(
-                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {told} places"
+                f"the engine gave {len(chunk.token_ids)} ids, likeliest tokens of {places} places"
             )
         self.tops.extend(chunk.top_logprobs)
         if chunk.prompt_logprobs is not None:
@@ -87,7 +87,7 @@ def _marked(logprob: float) -> float:
     return logprob or CERTAIN
 
 
-class Spoken:
+class TextPositions:
     """Tells which tokens are text of the reply, rather than reasoning, calls or markers."""
 
     def __init__(self, size: Callable[[int], int]) -> None:
@@ -106,14 +106,14 @@ class Spoken:
     def tell(self, events: Sequence[Event]) -> tuple[int, ...]:
         if not events:
             return ()
-        left = sum(len(event.text.encode()) for event in events if isinstance(event, TextDelta))
-        told: list[int] = []
-        while self._open and left > 0:
-            place, size = self._open.pop()
+        bytes_left = sum(len(event.text.encode()) for event in events if isinstance(event, TextDelta))
+        positions: list[int] = []
+        while self._open and bytes_left > 0:
+            position, size = self._open.pop()
             if size:
-                told.append(place)
-                left -= size
+                positions.append(position)
+                bytes_left -= size
         self._open.clear()
-        told.reverse()
-        self.all += told
-        return tuple(told)
+        positions.reverse()
+        self.all += positions
+        return tuple(positions)

@@ -20,7 +20,7 @@ from afield.chat import ChatTokenizer, Event, Parser, ToolStart
 from afield.errors import Unavailable
 from afield.gateway import constraints, prompts
 from afield.gateway.api_error import ApiError, bad_request, engine_down
-from afield.gateway.call_accumulator import CallAccumulator, Spoken
+from afield.gateway.call_accumulator import CallAccumulator, TextPositions
 from afield.gateway.images import Checker, image_spans
 from afield.gateway.metrics import Metrics
 from afield.gateway.model_request import (
@@ -36,9 +36,9 @@ from afield.gateway.model_request import (
 )
 from afield.gateway.parameters import unsupported
 from afield.gateway.repeats import RETRY
-from afield.gateway.sessions import ENGINE_FAILED, Reservation, Session, Sessions
+from afield.gateway.sessions import ENGINE_FAILED, Reservation, Session, SessionManager
 from afield.gateway.stop_strings import StopStrings, sampled
-from afield.gateway.store import Store, TurnRow, shield_and_wait
+from afield.gateway.store import GatewayStore, TurnRow, shield_and_wait
 from afield.gateway.thinking import template_arguments
 from afield.gateway.turn_ids import call_id
 from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Image
@@ -56,11 +56,11 @@ class Calls:
     def __init__(
         self,
         *,
-        store: Store,
-        sessions: Sessions,
+        store: GatewayStore,
+        sessions: SessionManager,
         engine: Engine,
         info: EngineInfo,
-        tokens: ChatTokenizer,
+        tokenizer: ChatTokenizer,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -68,10 +68,10 @@ class Calls:
         self._sessions = sessions
         self._engine = engine
         self._info = info
-        self._tokens = tokens
+        self._tokenizer = tokenizer
         self._metrics = metrics
         self._clock = clock
-        self._pictures = Checker()
+        self._image_checker = Checker()
 
     async def run(self, session: Session, request: ModelRequest) -> AsyncGenerator[Item]:
         """Started, then Pieces, then Done. Close it early to abandon the call."""
@@ -82,26 +82,26 @@ class Calls:
         if request.images:
             await self._take_images(session, request)
         self._sampling(session, request)
-        tokens, request = await self._rendered_by(session, request)
-        place = await prompts.build_limited_prompt(session, tokens, request, self._info.max_context)
-        limit = prompts.limit(session, request, place, self._info.max_context)
+        tokenizer, request = await self._tokenizer_for(session, request)
+        prompt = await prompts.build_limited_prompt(session, tokenizer, request, self._info.max_context)
+        limit = prompts.token_limit(session, request, prompt, self._info.max_context)
         if request.only_score:
-            for item in await self._score(session, request, place):
+            for item in await self._score(session, request, prompt):
                 yield item
             return
-        held: Constraint | None = None
-        if asked := constraints.wanted(request):
-            request, held = await self._hold(session, tokens, request, asked)
-        if items := await self._again(session, tokens, request, place, limit, held):
+        constraint: Constraint | None = None
+        if fields := constraints.wanted(request):
+            request, constraint = await self._constrain(session, tokenizer, request, fields)
+        if items := await self._repeat_answer(session, tokenizer, request, prompt, limit, constraint):
             for item in items:
                 yield item
             return
-        if place.parent is not None:  # a client that goes on from a turn did get it
-            await self._sessions.redeliver(session, place.parent)
-        room = await session.reserve(limit, self._clock)
+        if prompt.parent is not None:  # a client that goes on from a turn did get it
+            await self._sessions.redeliver(session, prompt.parent)
+        granted_tokens = await session.reserve(limit, self._clock)
         n = session.charge(self._clock())
-        with session.reserved(room) as reservation:
-            items = self._sample(session, tokens, request, place, limit, reservation, n, held)
+        with session.reserved(granted_tokens) as reservation:
+            items = self._sample(session, tokenizer, request, prompt, limit, reservation, n, constraint)
             async with aclosing(items):
                 async for item in items:
                     yield item
@@ -109,43 +109,47 @@ class Calls:
     async def count(self, session: Session, request: ModelRequest) -> int:
         """How many tokens the prompt of a request has. Nothing is recorded."""
         self._check(session, request)
-        tokens, request = await self._rendered_by(session, request)
-        place = await prompts.build_limited_prompt(session, tokens, request, self._info.max_context)
-        return len(place.prompt_ids)
+        tokenizer, request = await self._tokenizer_for(session, request)
+        prompt = await prompts.build_limited_prompt(session, tokenizer, request, self._info.max_context)
+        return len(prompt.prompt_ids)
 
     def _sampling(self, session: Session, request: ModelRequest) -> Sampling:
         spec = session.row.spec
         try:
-            return apply_sampling(spec.sampling, request.wishes, spec.client_sampling)
+            return apply_sampling(spec.sampling, request.requested_sampling, spec.client_sampling)
         except (ValueError, OverflowError) as error:
             raise bad_request(str(error)) from error
 
-    async def _rendered_by(
+    async def _tokenizer_for(
         self, session: Session, request: ModelRequest
     ) -> tuple[ChatTokenizer, ModelRequest]:
         """The tokens with the session's policies and the thinking that the request asks for."""
-        tokens, spec = self._tokens, session.row.spec
+        tokenizer, spec = self._tokenizer, session.row.spec
         if request.reasoning is not NO_REASONING:
             ignore = spec.unsupported == "ignore"
-            arguments, tags = template_arguments(tokens, request, ignore=ignore)
-            tokens = tokens.variant(arguments) or await asyncio.to_thread(tokens.make_variant, arguments)
+            arguments, tags = template_arguments(tokenizer, request, ignore=ignore)
+            tokenizer = tokenizer.variant(arguments) or await asyncio.to_thread(
+                tokenizer.make_variant, arguments
+            )
             if tags:
                 request = structs.replace(request, tags=(*request.tags, *tags))
-        return tokens.under(thinking=spec.thinking, escape=spec.escape, render=spec.render), request
+        return tokenizer.under(thinking=spec.thinking, escape=spec.escape, render=spec.render), request
 
-    async def _hold(
-        self, session: Session, tokens: ChatTokenizer, request: ModelRequest, asked: Sequence[str]
+    async def _constrain(
+        self, session: Session, tokenizer: ChatTokenizer, request: ModelRequest, fields: Sequence[str]
     ) -> tuple[ModelRequest, Constraint | None]:
         """The constraint of the reply; or the request without it, where the session says so."""
-        names = [request.names.get(field, field) for field in asked]
+        names = [request.names.get(field, field) for field in fields]
         spec = session.row.spec
         if spec.constrained_turns == "ignore":
             return constraints.without(request, [f"ignored:{name}" for name in names]), None
         try:
             if not self._info.constraints:
                 raise ValueError(f"the engine ({self._info.kind}) cannot hold a reply to a form")
-            made = prompts.off_loop(constraints.size(request), constraints.constraint, tokens, request)
-            return constraints.with_budget(request), await made
+            constraint = prompts.off_loop(
+                constraints.size(request), constraints.constraint, tokenizer, request
+            )
+            return constraints.with_budget(request), await constraint
         except ValueError as error:
             if spec.unsupported == "ignore":
                 return constraints.without(request, [f"ignored:{name}" for name in names]), None
@@ -168,76 +172,81 @@ class Calls:
         info, ignore = self._info, session.row.spec.unsupported == "ignore"
         name = request.names.get("prompt_logprobs", "prompt_logprobs")
         if request.prompt_logprobs is not None and not info.prompt_logprobs:
-            told = f"{name}: the engine ({info.kind}) does not tell the log-probabilities of prompts"
-            tags = unsupported(name, told, "ask without it", ignore=ignore)
+            message = f"{name}: the engine ({info.kind}) does not tell the log-probabilities of prompts"
+            tags = unsupported(name, message, "ask without it", ignore=ignore)
             request = structs.replace(request, prompt_logprobs=None, tags=(*request.tags, *tags))
-        most = info.max_top_logprobs
+        maximum = info.max_top_logprobs
         for field in ("top_logprobs", "prompt_logprobs"):
-            asked, name = getattr(request, field) or 0, request.names.get(field, field)
-            if asked > most:
-                told = f"{name}={asked}: the engine ({info.kind}) tells the {most} likeliest tokens at most"
-                tags = unsupported(name, told, "use an engine that tells more", ignore=ignore)
-                request = structs.replace(request, tags=(*request.tags, *tags), **{field: most})
+            requested, name = getattr(request, field) or 0, request.names.get(field, field)
+            if requested > maximum:
+                message = f"{name}={requested}: the engine ({info.kind}) returns at most {maximum}"
+                tags = unsupported(name, message, "use an engine that tells more", ignore=ignore)
+                request = structs.replace(request, tags=(*request.tags, *tags), **{field: maximum})
         return request
 
     def _reads_calls(self, session: Session) -> bool:
-        certificate = self._tokens.certificate
+        certificate = self._tokenizer.certificate
         if session.row.spec.render == "strict" and "fold-tools" in certificate.rules:
             return False
         return certificate.tool_format is not None
 
     def _unsupported(self, session: Session) -> ApiError:
         """Nothing of this request's own: whatever else the agent asks with tools is refused alike."""
-        refusal = ApiError(
+        error = ApiError(
             400,
             "unsupported_by_model",
-            f"the chat template of {self._tokens.name!r} has no tool calls that can be read",
+            f"the chat template of {self._tokenizer.name!r} has no tool calls that can be read",
             "open sessions with render 'fold', call without tools, or use a model whose tool format is known"
             " (afield inspect-template MODEL)",
         )
-        session.unsupported = refusal.text
-        return refusal
+        session.unsupported = error.text
+        return error
 
     # --- asked again -----------------------------------------------------------------------------
 
-    async def _again(
+    async def _repeat_answer(
         self,
         session: Session,
-        tokens: ChatTokenizer,
+        tokenizer: ChatTokenizer,
         request: ModelRequest,
-        place: prompts.Prompt,
+        prompt: prompts.Prompt,
         limit: int,
-        held: Constraint | None,
+        constraint: Constraint | None,
     ) -> list[Item]:
         """The answer that a client missed, or names by its idempotency key: nothing new is sampled for it."""
         key = request.idempotency_key
-        if flight := session.flights.get(key):
-            await asyncio.wait([flight])
-        for turn in reversed(session.forest.asked(place.asked)):
-            if not _repeatable(session, turn, key, (place.parent, place.delta_ids, limit, held)):
+        if running_call := session.keyed_calls.get(key):
+            await asyncio.wait([running_call])
+        for turn in reversed(session.tree.asked(prompt.request_digest)):
+            if not _repeatable(session, turn, key, (prompt.parent, prompt.delta_ids, limit, constraint)):
                 continue
             scores = self._scores_again(session, request, turn)
             if _asks_scores(request) and scores is None:
                 continue
-            parser, stops = self._readers(tokens, request, held)
-            pieces = self._pieces_again(request, turn, scores, parser, stops)
+            parser, stops = self._parsers(tokenizer, request, constraint)
+            deltas = self._deltas_again(request, turn, scores, parser, stops)
             reply = self._with_ids(stops.cut(parser.reply), turn.id)
             if reply != turn.messages[-1]:
                 continue
-            missed = await self._sessions.redeliver(session, turn.id)
-            if missed or key or turn.id in session.unsure:
-                session.unsure.discard(turn.id)
+            undelivered = await self._sessions.redeliver(session, turn.id)
+            if undelivered or key or turn.id in session.maybe_undelivered:
+                session.maybe_undelivered.discard(turn.id)
                 log.info("session %s: turn %s goes to a client that asks again", session.id, turn.id)
                 self._metrics.retries += 1
                 started = CallStarted(
-                    session.id, turn.id, place.prompt_ids, turn.started, owed=missed, sampling=turn.sampling
+                    session.id,
+                    turn.id,
+                    prompt.prompt_ids,
+                    turn.started,
+                    must_deliver=undelivered,
+                    sampling=turn.sampling,
                 )
-                thought = await _thought(tokens, turn, reply)
-                end = CallFinished(turn, reply, len(place.prompt_ids), stops.found, thought, scores)
-                return [started, *pieces, end]
+                thought = await _count_reasoning(tokenizer, turn, reply)
+                finished = CallFinished(turn, reply, len(prompt.prompt_ids), stops.matched, thought, scores)
+                return [started, *deltas, finished]
         return []
 
-    def _pieces_again(
+    def _deltas_again(
         self, request: ModelRequest, turn: Turn, scores: Scores | None, parser: Parser, stops: StopStrings
     ) -> list[CallDelta]:
         """A turn as one chunk."""
@@ -252,36 +261,36 @@ class Calls:
         )
         partial = CallAccumulator()
         chunk = partial.fold(chunk, turn.started)
-        return self._pieces(chunk, partial, stops, turn.id, _spoken(request, parser))
+        return self._deltas(chunk, partial, stops, turn.id, _text_positions(request, parser))
 
     def _scores_again(self, session: Session, request: ModelRequest, turn: Turn) -> Scores | None:
         """What was told with a turn, if this request asks for no more."""
         scores = session.rows[int(turn.id[1:])].scores
-        asked = (request.top_logprobs, request.prompt_logprobs, request.by_token)
-        return scores if scores and scores.answers(*asked) else None
+        requested = (request.top_logprobs, request.prompt_logprobs, request.by_token)
+        return scores if scores and scores.answers(*requested) else None
 
-    def _readers(
-        self, tokens: ChatTokenizer, request: ModelRequest, held: Constraint | None
+    def _parsers(
+        self, tokenizer: ChatTokenizer, request: ModelRequest, constraint: Constraint | None
     ) -> tuple[Parser, StopStrings]:
-        verbatim = held is not None
+        verbatim = constraint is not None
         if request.prompt is not None:
-            parser = tokens.plain_parser(verbatim=verbatim)
+            parser = tokenizer.plain_parser(verbatim=verbatim)
         else:
             # Calls are shown when they are closed: a client never sees one that turns out malformed.
             tools = request.tools if request.may_call else ()
-            parser = tokens.parser(tools=tools, hold_calls=True, verbatim=verbatim)
+            parser = tokenizer.parser(tools=tools, hold_calls=True, verbatim=verbatim)
         return parser, StopStrings(request.stop, parser)
 
     # --- prompts that are scored and not answered ------------------------------------------------
 
-    async def _score(self, session: Session, request: ModelRequest, place: prompts.Prompt) -> list[Item]:
+    async def _score(self, session: Session, request: ModelRequest, prompt: prompts.Prompt) -> list[Item]:
         """The log-probabilities of a prompt. It takes a call from the budget and leaves no turn: there is
         nothing that anybody sampled, but for the one token that engines want to be asked for."""
         n = session.charge(self._clock())
-        intent = self._intent(session, request, place, 1, n)
+        intent = self._intent(session, request, prompt, 1, n)
         scored = None
         if request.prompt_logprobs is not None:
-            call = self._call(session, request, place, 1, intent.id, n)
+            call = self._call(session, request, prompt, 1, intent.id, n)
             try:
                 async with aclosing(self._engine.generate(call)) as chunks:
                     async for chunk in chunks:
@@ -294,100 +303,100 @@ class Calls:
         turn = structs.replace(intent, status=TurnStatus.COMMITTED, finish_reason=FinishReason.LENGTH)
         scores = Scores(prompt_count=request.prompt_logprobs, prompt=scored)
         reply = Message(role="assistant")
-        started = CallStarted(session.id, turn.id, place.prompt_ids, turn.started, False, turn.sampling)
-        piece = CallDelta((), (), [], prompt_logprobs=scored)
-        return [started, piece, CallFinished(turn, reply, len(place.prompt_ids), scores=scores)]
+        started = CallStarted(session.id, turn.id, prompt.prompt_ids, turn.started, False, turn.sampling)
+        delta = CallDelta((), (), [], prompt_logprobs=scored)
+        return [started, delta, CallFinished(turn, reply, len(prompt.prompt_ids), scores=scores)]
 
     # --- sampling --------------------------------------------------------------------------------
 
     async def _sample(
         self,
         session: Session,
-        tokens: ChatTokenizer,
+        tokenizer: ChatTokenizer,
         request: ModelRequest,
-        place: prompts.Prompt,
+        prompt: prompts.Prompt,
         limit: int,
         reserved: Reservation,
         n: int,
-        held: Constraint | None,
+        constraint: Constraint | None,
     ) -> AsyncGenerator[Item]:
         """`limit` is how many tokens were asked for, `n` the number of the call."""
-        intent = self._intent(session, request, place, limit, n, held)
+        intent = self._intent(session, request, prompt, limit, n, constraint)
         partial = CallAccumulator()
-        parser, stops = self._readers(tokens, request, held)
-        spoken = _spoken(request, parser)
-        await self._keep(session, request)
-        call = self._call(session, request, place, reserved.left, intent.id, n, held)
+        parser, stops = self._parsers(tokenizer, request, constraint)
+        positions = _text_positions(request, parser)
+        await self._store_shared_text(session, request)
+        call = self._call(session, request, prompt, reserved.left, intent.id, n, constraint)
         chunks = sampled(self._engine, call, stops) if call.stop else self._engine.generate(call)
-        broke: tuple[str, ...] = ()
-        asked = len(place.prompt_ids)
+        failure_tags: tuple[str, ...] = ()
+        prompt_tokens = len(prompt.prompt_ids)
         turn: Turn | None = None
-        flight = session.takes_off(request.idempotency_key)
+        call_future = session.begin_keyed_call(request.idempotency_key)
         session.running.add(n)
-        self._metrics.began(intent)
+        self._metrics.call_started(intent)
         try:
-            await self._note_intent(session, intent, n)
+            await self._write_intent(session, intent, n)
             yield CallStarted(
-                session.id, intent.id, place.prompt_ids, intent.started, sampling=intent.sampling
+                session.id, intent.id, prompt.prompt_ids, intent.started, sampling=intent.sampling
             )
-            async for given in chunks:
-                now, before = self._clock(), len(partial.ids)
-                chunk = partial.fold(given, now)
+            async for chunk_in in chunks:
+                now, sampled_before = self._clock(), len(partial.ids)
+                chunk = partial.fold(chunk_in, now)
                 if chunk.prompt_ids is not None:
                     intent = self._expanded(session, intent, chunk.prompt_ids)
-                    asked = len(chunk.prompt_ids)
-                pieces = self._pieces(chunk, partial, stops, intent.id, spoken)
-                reserved.spend(len(partial.ids) - before, now)
+                    prompt_tokens = len(chunk.prompt_ids)
+                deltas = self._deltas(chunk, partial, stops, intent.id, positions)
+                reserved.spend(len(partial.ids) - sampled_before, now)
                 if not partial.finish:
-                    for piece in pieces:
-                        yield piece
+                    for delta in deltas:
+                        yield delta
                     continue
                 _check_ended(partial.finish)
                 reply = self._with_ids(stops.cut(parser.reply), intent.id)
-                spoilt = (MALFORMED,) if parser.malformed else ()
+                reply_tags = (MALFORMED,) if parser.malformed else ()
                 session.check_unsealed()
-                turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, spoilt)
+                turn = self._ended(intent, partial, TurnStatus.COMMITTED, reply, reply_tags)
                 # From here on, whatever comes, the commit is carried through.
-                scores = _scores(request, partial, spoken)
-                await self._commit(session, request, place, turn, n, scores)
-                thought = await _thought(tokens, turn, reply)
-                end = CallFinished(turn, reply, asked, stops.found, thought, scores)
-                for item in (*pieces, end):
+                scores = _scores(request, partial, positions)
+                await self._commit(session, request, prompt, turn, n, scores)
+                thought = await _count_reasoning(tokenizer, turn, reply)
+                finished = CallFinished(turn, reply, prompt_tokens, stops.matched, thought, scores)
+                for item in (*deltas, finished):
                     yield item
                 return
             raise Unavailable("the engine's stream ended without a finish")
         except ValueError as error:
-            if held is not None:
+            if constraint is not None:
                 names = ", ".join(request.names.get(field, field) for field in constraints.wanted(request))
                 raise bad_request(f"{names}: {error}", "ask for something simpler") from error
             if partial.ids:
                 raise
             raise bad_request(f"the engine refuses this prompt: {error}") from error
         except Unavailable as error:
-            broke = (ENGINE_FAILED,)
+            failure_tags = (ENGINE_FAILED,)
             session.charged -= 1
             log.error("session %s turn %s: %s", session.id, intent.id, error)
             raise engine_down(str(error)) from error
         finally:
             partial.finish = partial.finish if turn else FinishReason.ABORTED
-            ended = turn or self._ended(intent, partial, TurnStatus.ABORTED, None, broke)
+            final_turn = turn or self._ended(intent, partial, TurnStatus.ABORTED, None, failure_tags)
             try:
                 await (
                     chunks.aclose()
                     if turn
-                    else shield_and_wait(self._abandon(session, request, ended, chunks, n))
+                    else shield_and_wait(self._abandon(session, request, final_turn, chunks, n))
                 )
             finally:
                 reserved.release()
                 session.running.discard(n)
-                session.lands(request.idempotency_key, flight)
-                self._metrics.ended(ended, asked)
+                session.end_keyed_call(request.idempotency_key, call_future)
+                self._metrics.call_ended(final_turn, prompt_tokens)
 
-    async def _keep(self, session: Session, request: ModelRequest) -> None:
+    async def _store_shared_text(self, session: Session, request: ModelRequest) -> None:
         """What the turn refers to, once for the session."""
-        if request.shared is not None and request.shared[0] not in session.texts:
-            await self._store.put_text(session.id, *request.shared)
-            session.texts.add(request.shared[0])
+        if request.shared_text is not None and request.shared_text[0] not in session.texts:
+            await self._store.put_text(session.id, *request.shared_text)
+            session.texts.add(request.shared_text[0])
 
     async def _abandon(
         self, session: Session, request: ModelRequest, turn: Turn, chunks: AsyncGenerator[Chunk], n: int
@@ -409,30 +418,30 @@ class Calls:
 
     def _expanded(self, session: Session, intent: Turn, prompt_ids: tuple[int, ...]) -> Turn:
         """The prompt as the engine made it of ours, images expanded: that is what is recorded."""
-        before = session.forest.ids(intent.parent) if intent.parent else ()
-        if prompt_ids[: len(before)] != before:
+        parent_ids = session.tree.ids(intent.parent) if intent.parent else ()
+        if prompt_ids[: len(parent_ids)] != parent_ids:
             raise Unavailable("the engine expanded an earlier image in another way than before")
-        delta = tuple(prompt_ids[len(before) :])
+        delta = tuple(prompt_ids[len(parent_ids) :])
         sent = intent.sent_ids or intent.delta_ids
         digests = [image.digest for message in intent.messages for image in message.images]
-        images = image_spans(sent, delta, digests, self._tokens.image_id)
+        images = image_spans(sent, delta, digests, self._tokenizer.image_id)
         return structs.replace(intent, delta_ids=delta, sent_ids=sent, images=images)
 
-    def _pieces(
+    def _deltas(
         self,
         chunk: Chunk,
         partial: CallAccumulator,
         stops: StopStrings,
         turn_id: str,
-        spoken: Spoken | None,
+        positions: TextPositions | None,
     ) -> list[CallDelta]:
         """A chunk, or its tokens one by one, each with the places of the tokens whose text it tells."""
-        if spoken is None:
-            return [self._piece(chunk, partial, stops, turn_id)]
-        pieces: list[CallDelta] = []
+        if positions is None:
+            return [self._delta(chunk, partial, stops, turn_id)]
+        deltas: list[CallDelta] = []
         last = len(chunk.token_ids) - 1
         for n, token in enumerate(chunk.token_ids):
-            one = structs.replace(
+            single = structs.replace(
                 chunk,
                 token_ids=(token,),
                 logprobs=chunk.logprobs[n : n + 1],
@@ -440,119 +449,121 @@ class Calls:
                 prompt_logprobs=chunk.prompt_logprobs if n == 0 else None,
                 finish=chunk.finish if n == last else None,
             )
-            piece = self._piece(one, partial, stops, turn_id)
-            pieces.append(structs.replace(piece, spoken=spoken.feed(token, piece.events)))
+            delta = self._delta(single, partial, stops, turn_id)
+            deltas.append(structs.replace(delta, text_positions=positions.feed(token, delta.events)))
         if not chunk.token_ids:
-            piece = self._piece(chunk, partial, stops, turn_id)
-            pieces.append(structs.replace(piece, spoken=spoken.tell(piece.events)))
-        return pieces
+            delta = self._delta(chunk, partial, stops, turn_id)
+            deltas.append(structs.replace(delta, text_positions=positions.tell(delta.events)))
+        return deltas
 
-    def _piece(self, chunk: Chunk, partial: CallAccumulator, stops: StopStrings, turn_id: str) -> CallDelta:
+    def _delta(self, chunk: Chunk, partial: CallAccumulator, stops: StopStrings, turn_id: str) -> CallDelta:
         """What a chunk tells. What was sampled after a stop string is not recorded."""
-        kept, events = stops.feed(chunk.token_ids)
+        kept_count, events = stops.feed(chunk.token_ids)
         if chunk.finish or stops.hit:
             events += stops.finish()
         if stops.hit:
-            partial.trim(len(chunk.token_ids) - kept)
+            partial.trim(len(chunk.token_ids) - kept_count)
             partial.trim(stops.beyond(partial.ids))
             partial.finish = FinishReason.STOP
-        piece = CallDelta(chunk.token_ids[:kept], chunk.logprobs[:kept], self._named(events, turn_id))
+        delta = CallDelta(
+            chunk.token_ids[:kept_count], chunk.logprobs[:kept_count], self._named(events, turn_id)
+        )
         if chunk.top_logprobs or chunk.prompt_logprobs is not None:
-            top, prompt = chunk.top_logprobs[:kept], chunk.prompt_logprobs
-            return structs.replace(piece, top_logprobs=top, prompt_logprobs=prompt)
-        return piece
+            top, prompt = chunk.top_logprobs[:kept_count], chunk.prompt_logprobs
+            return structs.replace(delta, top_logprobs=top, prompt_logprobs=prompt)
+        return delta
 
     async def _take_images(self, session: Session, request: ModelRequest) -> None:
         """Keep those that are new to the session, decoded once; refuse what is no image."""
         new = [image for digest, image in request.images.items() if digest not in session.images]
         if new:
-            new = await self._pictures.check(new, request.image_places)
+            new = await self._image_checker.check(new, request.image_places)
             await self._store.put_images(session.id, new)
             session.images.update(image.digest for image in new)
 
-    def _images(self, session: Session, place: prompts.Prompt) -> tuple[Image, ...]:
+    def _images(self, session: Session, prompt: prompts.Prompt) -> tuple[Image, ...]:
         """All images of the conversation, in the order of their places in the prompt."""
-        path = session.forest.path(place.parent) if place.parent else []
-        messages = [m for turn in path for m in turn.messages] + list(place.new)
+        path = session.tree.path(prompt.parent) if prompt.parent else []
+        messages = [m for turn in path for m in turn.messages] + list(prompt.new)
         digests = [image.digest for message in messages for image in message.images]
         return tuple(self._store.image(session.id, digest) for digest in digests)
 
-    def _image_places(self, session: Session, place: prompts.Prompt) -> tuple[int, ...]:
+    def _image_places(self, session: Session, prompt: prompts.Prompt) -> tuple[int, ...]:
         """Where the prompt has a placeholder that nobody sampled."""
-        ids, spans = place.sent_ids or place.prompt_ids, []
-        if place.parent:
-            spans = session.forest.sampled(place.parent)
+        ids, spans = prompt.sent_ids or prompt.prompt_ids, []
+        if prompt.parent:
+            spans = session.tree.sampled(prompt.parent)
         sampled = {n for start, end in spans for n in range(start, end)}
-        wanted = self._tokens.image_id
-        return tuple(n for n, token in enumerate(ids) if token == wanted and n not in sampled)
+        image_id = self._tokenizer.image_id
+        return tuple(n for n, token in enumerate(ids) if token == image_id and n not in sampled)
 
     def _call(
         self,
         session: Session,
         request: ModelRequest,
-        place: prompts.Prompt,
-        room: int,
+        prompt: prompts.Prompt,
+        max_tokens: int,
         turn_id: str,
         n: int,
-        held: Constraint | None = None,
+        constraint: Constraint | None = None,
     ) -> GenerateRequest:
         spec, sampling = session.row.spec, self._sampling(session, request)
-        images = self._images(session, place) if self._info.images else ()
+        images = self._images(session, prompt) if self._info.images else ()
         return GenerateRequest(
             id=f"{session.id}/{turn_id}",
             session_id=session.id,
-            prompt_ids=place.sent_ids or place.prompt_ids,
+            prompt_ids=prompt.sent_ids or prompt.prompt_ids,
             sampling=sampling,
-            max_tokens=room,
-            stop_ids=self._tokens.stop_ids,
+            max_tokens=max_tokens,
+            stop_ids=self._tokenizer.stop_ids,
             # An engine that ends at a stop string outside of the text would have to go on in mid-grammar.
-            stop=() if held is not None else tuple(stop for stop in request.stop if stop),
+            stop=() if constraint is not None else tuple(stop for stop in request.stop if stop),
             stream=request.stream or bool(request.stop),
-            base_ids=place.base_ids,
+            base_ids=prompt.base_ids,
             images=images,
-            image_places=self._image_places(session, place) if images else (),
+            image_places=self._image_places(session, prompt) if images else (),
             # A call that a gateway died under is asked again, and is not to be drawn anew.
             draw=f"{spec.draw or session.id}/t{n - session.dangling}",
             top_logprobs=request.top_logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            constraint=held,
+            constraint=constraint,
         )
 
     def _intent(
         self,
         session: Session,
         request: ModelRequest,
-        place: prompts.Prompt,
+        prompt: prompts.Prompt,
         limit: int,
         n: int,
-        held: Constraint | None = None,
+        constraint: Constraint | None = None,
     ) -> Turn:
         sampling = self._sampling(session, request)
         return Turn(
             id=f"t{n}",
-            root=place.root,
-            parent=place.parent,
-            delta_ids=place.delta_ids,
+            root=prompt.root,
+            parent=prompt.parent,
+            delta_ids=prompt.delta_ids,
             status=TurnStatus.DANGLING,
             sampling=structs.replace(sampling, max_tokens=limit),
-            tier=place.tier,
+            tier=prompt.tier,
             dialect=request.dialect,
-            messages=place.new,
-            asked=place.asked,
-            digest=place.asked,
-            tools_digest=place.tools_digest,
+            messages=prompt.new,
+            asked=prompt.request_digest,
+            digest=prompt.request_digest,
+            tools_digest=prompt.tools_digest,
             tags=(
                 *request.tags,
-                *(f"{RULE}{rule}" for rule in place.rules),
+                *(f"{RULE}{rule}" for rule in prompt.rules),
                 *((RETRY,) if request.retry else ()),
-                *override_tags(sampling, request.wishes),
+                *override_tags(sampling, request.requested_sampling),
             ),
-            links=place.links,
-            constraint=held,
+            links=prompt.links,
+            constraint=constraint,
             started=self._clock(),
         )
 
-    async def _note_intent(self, session: Session, intent: Turn, n: int) -> None:
+    async def _write_intent(self, session: Session, intent: Turn, n: int) -> None:
         session.check_unsealed()
         await self._write(session, TurnRow(n, LAST, intent), session.intend)
 
@@ -560,21 +571,21 @@ class Calls:
         self,
         session: Session,
         request: ModelRequest,
-        place: prompts.Prompt,
+        prompt: prompts.Prompt,
         turn: Turn,
         n: int,
         scores: Scores | None,
     ) -> None:
         await self._record(session, request, turn, n, scores)
         if not turn.sent_ids:
-            session.forest.keep(turn.id, place.prompt_ids)
+            session.tree.keep(turn.id, prompt.prompt_ids)
 
     async def _record(
         self, session: Session, request: ModelRequest, turn: Turn, n: int, scores: Scores | None = None
     ) -> None:
         session.commits += 1
         row = TurnRow(
-            n, session.commits, turn, request.idempotency_key, request.thread, scores, request.shown
+            n, session.commits, turn, request.idempotency_key, request.thread, scores, request.stored_options
         )
         await self._write(session, row, session.record)
 
@@ -617,8 +628,10 @@ class Calls:
         if not reply.tool_calls:
             return reply
         calls = enumerate(reply.tool_calls)
-        named = (ToolCall(call.id or self._id(turn_id, n), call.name, call.arguments) for n, call in calls)
-        return structs.replace(reply, tool_calls=tuple(named))
+        calls_with_ids = (
+            ToolCall(call.id or self._id(turn_id, n), call.name, call.arguments) for n, call in calls
+        )
+        return structs.replace(reply, tool_calls=tuple(calls_with_ids))
 
     def _named(self, events: Sequence[Event], turn_id: str) -> list[Event]:
         return [
@@ -629,11 +642,14 @@ class Calls:
         ]
 
     def _id(self, turn_id: str, index: int) -> str:
-        return call_id(turn_id, index, self._tokens.certificate.call_ids)
+        return call_id(turn_id, index, self._tokenizer.certificate.call_ids)
 
 
 def _repeatable(
-    session: Session, turn: Turn, key: str, asked: tuple[str | None, tuple[int, ...], int, Constraint | None]
+    session: Session,
+    turn: Turn,
+    key: str,
+    requested: tuple[str | None, tuple[int, ...], int, Constraint | None],
 ) -> bool:
     """Whether a turn may be given to a client that asks the same again.
 
@@ -643,9 +659,9 @@ def _repeatable(
     if turn.status is not TurnStatus.COMMITTED or session.key_of(turn.id) != key:
         return False
     same = (turn.parent, turn.sent_ids or turn.delta_ids, turn.sampling.max_tokens, turn.constraint)
-    if asked != same:
+    if requested != same:
         return False
-    return bool(key) or turn.id in session.row.withheld or turn.id in session.unsure
+    return bool(key) or turn.id in session.row.excluded or turn.id in session.maybe_undelivered
 
 
 def _check_ended(finish: FinishReason) -> None:
@@ -657,11 +673,13 @@ def _asks_scores(request: ModelRequest) -> bool:
     return request.top_logprobs > 0 or request.prompt_logprobs is not None or request.by_token
 
 
-def _spoken(request: ModelRequest, parser: Parser) -> Spoken | None:
-    return Spoken(parser.size) if request.by_token else None
+def _text_positions(request: ModelRequest, parser: Parser) -> TextPositions | None:
+    return TextPositions(parser.size) if request.by_token else None
 
 
-def _scores(request: ModelRequest, partial: CallAccumulator, spoken: Spoken | None) -> Scores | None:
+def _scores(
+    request: ModelRequest, partial: CallAccumulator, positions: TextPositions | None
+) -> Scores | None:
     if not _asks_scores(request):
         return None
     return Scores(
@@ -669,13 +687,13 @@ def _scores(request: ModelRequest, partial: CallAccumulator, spoken: Spoken | No
         top=tuple(partial.tops),
         prompt_count=request.prompt_logprobs,
         prompt=partial.prompt_tops,
-        spoken=None if spoken is None else tuple(spoken.all),
+        text_positions=None if positions is None else tuple(positions.all),
     )
 
 
-async def _thought(tokens: ChatTokenizer, turn: Turn, reply: Message) -> int:
+async def _count_reasoning(tokenizer: ChatTokenizer, turn: Turn, reply: Message) -> int:
     """Counted id by id, and only where something was thought."""
     if not reply.reasoning:
         return 0
-    parser = tokens.parser(tools=())
+    parser = tokenizer.parser(tools=())
     return await prompts.off_loop(len(reply.reasoning), parser.thought, turn.token_ids)

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.errors import Conflict, NotFound, Unavailable, UsageError
-from afield.gateway.header_keys import HeaderKeySpec, HeaderKeyTicket
+from afield.gateway.header_keys import HeaderKeyCredentials, HeaderKeySpec
 from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState
 from afield.types import Policy
 from afield.wire import Submission
@@ -98,9 +98,9 @@ class HttpGateway:
     async def open(self, spec: SessionSpec) -> SessionCredentials:
         return await self._ask("POST", "/sessions", SessionCredentials, spec)
 
-    async def create_key(self, spec: HeaderKeySpec) -> HeaderKeyTicket:
+    async def create_key(self, spec: HeaderKeySpec) -> HeaderKeyCredentials:
         """A key that opens a session for each value of a header. The same id and spec give the same key."""
-        return await self._ask("POST", "/keys", HeaderKeyTicket, spec)
+        return await self._ask("POST", "/keys", HeaderKeyCredentials, spec)
 
     async def delete_key(self, key_id: str) -> None:
         """Its requests are refused from now on, and its open sessions completed. Repeating is harmless."""
@@ -108,24 +108,24 @@ class HttpGateway:
 
     async def sessions(self, *, key_id: str = "", phase: str = "") -> list[SessionState]:
         """All sessions by id, in a phase if given; with `key_id` those of a header key."""
-        found: list[SessionState] = []
+        listed: list[SessionState] = []
         while True:
-            asked = {"limit": PAGE, "after": found[-1].id if found else "", "key": key_id, "phase": phase}
-            words = urlencode({name: value for name, value in asked.items() if value})
-            page = (await self._ask("GET", f"/sessions?{words}", _Listed)).sessions
-            found += page
+            params = {"limit": PAGE, "after": listed[-1].id if listed else "", "key": key_id, "phase": phase}
+            query = urlencode({name: value for name, value in params.items() if value})
+            page = (await self._ask("GET", f"/sessions?{query}", _Listed)).sessions
+            listed += page
             if len(page) < PAGE:
-                return found
+                return listed
 
     async def state(self, session_id: str) -> SessionState:
         return await self._ask("GET", f"/sessions/{session_id}", SessionState)
 
     async def states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
-        found: dict[str, SessionState] = {}
+        states: dict[str, SessionState] = {}
         for start in range(0, len(session_ids), MANY):
             body = {"ids": session_ids[start : start + MANY]}
-            found |= (await self._ask("POST", "/sessions/states", _States, body)).sessions
-        return found
+            states |= (await self._ask("POST", "/sessions/states", _States, body)).sessions
+        return states
 
     async def version(self) -> int:
         return (await self._ask("GET", "/policy", dict[str, int]))["version"]
@@ -155,7 +155,7 @@ class HttpGateway:
         timeout_s: float = TIMEOUT_S,
     ) -> T:
         data = msgspec.json.encode(body) if body is not None else None
-        end = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._patience_s
         limit = aiohttp.ClientTimeout(total=timeout_s)
         while True:
             try:
@@ -164,18 +164,18 @@ class HttpGateway:
                 if response.status < 400:
                     return msgspec.json.decode(answer, type=into)
                 error = _error(response.status, answer, self._url + path)
-                if response.status < 500 or time.monotonic() > end:
+                if response.status < 500 or time.monotonic() > deadline:
                     raise error
             except (aiohttp.ClientError, TimeoutError) as error:
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise Unavailable(f"the gateway at {self._url} does not answer: {error}") from error
             await asyncio.sleep(0.2)
 
 
 def _error(status: int, answer: bytes, url: str) -> Exception:
     try:
-        told: dict[str, Any] = msgspec.json.decode(answer)["error"]
-        message = f"{told['message']}; {told['hint']}" if told.get("hint") else told["message"]
+        error: dict[str, Any] = msgspec.json.decode(answer)["error"]
+        message = f"{error['message']}; {error['hint']}" if error.get("hint") else error["message"]
     except (msgspec.MsgspecError, KeyError, TypeError):
         message = answer[:200].decode(errors="replace")
     if status == 409:

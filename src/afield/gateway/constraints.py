@@ -29,14 +29,14 @@ MAX_TEXT = 1 << 17
 
 def wanted(request: ModelRequest) -> list[str]:
     """The fields of a request that its reply has to be held to; mostly none."""
-    found: list[str] = []
+    fields: list[str] = []
     if request.output is not None:
-        found.append("output")
+        fields.append("output")
     if request.must_call or (request.callable_tools and _may_call(request)):
-        found.append("must_call")
+        fields.append("must_call")
     if not request.parallel_calls and not request.must_call and _may_call(request):
-        found.append("parallel_calls")
-    return found
+        fields.append("parallel_calls")
+    return fields
 
 
 def without(request: ModelRequest, tags: Sequence[str]) -> ModelRequest:
@@ -77,10 +77,10 @@ def _may_call(request: ModelRequest) -> bool:
     return request.may_call and bool(request.tools)
 
 
-def constraint(tokens: ChatTokenizer, request: ModelRequest) -> Constraint:
+def constraint(tokenizer: ChatTokenizer, request: ModelRequest) -> Constraint:
     """For a request with something `wanted`. ValueError, with the reason, for what cannot be enforced."""
     grammar = _kept(
-        tokens,
+        tokenizer,
         request.output,
         _tools_key(_callable(request)),
         request.must_call,
@@ -89,7 +89,7 @@ def constraint(tokens: ChatTokenizer, request: ModelRequest) -> Constraint:
         request.reasoning.enabled is not False,
         request.reasoning.budget,
     )
-    return Constraint(grammar=grammar, stop_ids=tokens.stop_ids)
+    return Constraint(grammar=grammar, stop_ids=tokenizer.stop_ids)
 
 
 def _callable(request: ModelRequest) -> tuple[Tool, ...]:
@@ -112,28 +112,28 @@ def _tools_key(tools: Sequence[Tool]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _kept(
-    tokens: ChatTokenizer,
+    tokenizer: ChatTokenizer,
     output: OutputFormat | None,
     tools: bytes,
     forced: bool,
-    several: bool,
+    parallel: bool,
     plain: bool,
     thinks: bool,
     budget: int | None,
 ) -> str:
-    form = tokens.reply_form()
+    form = tokenizer.reply_form()
     if plain:  # a prompt that the client wrote itself
         form = msgspec.structs.replace(form, reasoning=None, opened=False, harmony=False)
-    known: list[tuple[str, Any]] = msgspec.json.decode(tools) if tools else []
-    if forced and not all(name for name, _ in known):
+    specs: list[tuple[str, Any]] = msgspec.json.decode(tools) if tools else []
+    if forced and not all(name for name, _ in specs):
         raise ValueError("a tool without a name cannot be called")
-    calls = [call_spec(name, schema, forced=forced) for name, schema in known if name]
+    calls = [call_spec(name, schema, forced=forced) for name, schema in specs if name]
     return reply_grammar.grammar(
         form,
         output=None if output is None else _output(output),
         calls=calls,
         forced=forced,
-        several=several,
+        several=parallel,
         thinks=thinks,
         budget=budget,
     )
@@ -142,7 +142,7 @@ def _kept(
 def call_spec(name: str, schema: Any, *, forced: bool) -> CallSpec:
     """Arguments of calls that are not forced follow their schema as far as it can be enforced."""
     try:
-        return CallSpec(name, _arguments(enforceable(schema or ANY_OBJECT, what="the schema")))
+        return CallSpec(name, _arguments(enforceable(schema or ANY_OBJECT, name="the schema")))
     except ValueError as error:
         if forced:
             raise ValueError(f"tool {name!r}: {error}") from error
@@ -155,12 +155,12 @@ def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whatever else their schema allows."""
     if schema.get("type") == "object":
         return schema
-    found = reply_grammar.object_schemas(schema)
-    if not found:
+    object_schemas = reply_grammar.object_schemas(schema)
+    if not object_schemas:
         raise ValueError("the schema of its arguments allows no object")
-    kept = {name: schema[name] for name in reply_grammar.DEFINITIONS if name in schema}
-    bare = [{key: value for key, value in one.items() if key not in kept} for one in found]
-    return bare[0] | kept if len(bare) == 1 else {"anyOf": bare, **kept}
+    definitions = {name: schema[name] for name in reply_grammar.DEFINITIONS if name in schema}
+    bare = [{key: value for key, value in one.items() if key not in definitions} for one in object_schemas]
+    return bare[0] | definitions if len(bare) == 1 else {"anyOf": bare, **definitions}
 
 
 def _output(output: OutputFormat) -> Element:

@@ -16,79 +16,79 @@ from afield.turn_tree import TurnTree, arguments_value, extend_digest
 from afield.types import Message, ToolCall, Turn, TurnStatus
 
 
-def recognised(forest: TurnTree, messages: Sequence[Message]) -> tuple[Message, ...]:
+def recognised(tree: TurnTree, messages: Sequence[Message]) -> tuple[Message, ...]:
     if not any(message.tool_calls for message in messages):
         return tuple(messages)
     out: list[Message] = []
-    at = 0
-    while at < len(messages):
-        turn = turn_of(forest, messages[at]) or _begun(forest, messages, at)
+    start = 0
+    while start < len(messages):
+        turn = turn_of(tree, messages[start]) or _begun(tree, messages, start)
         if turn is None:
-            out.append(messages[at])
-            at += 1
+            out.append(messages[start])
+            start += 1
             continue
-        end = _end_of_turn(forest, turn, messages, at)
-        out.extend(_as_sampled(turn, messages[at:end]))
-        at = end
+        end = _end_of_turn(tree, turn, messages, start)
+        out.extend(_as_sampled(turn, messages[start:end]))
+        start = end
     return tuple(out)
 
 
-def turn_of(forest: TurnTree, message: Message) -> Turn | None:
+def turn_of(tree: TurnTree, message: Message) -> Turn | None:
     """The one turn all calls of an assistant message belong to."""
     if message.role != "assistant" or not message.tool_calls:
         return None
-    turns = [forest.caller(call.id) for call in message.tool_calls]
+    turns = [tree.caller(call.id) for call in message.tool_calls]
     return turns[0] if all(turn is not None and turn is turns[0] for turn in turns) else None
 
 
-def _begun(forest: TurnTree, messages: Sequence[Message], at: int) -> Turn | None:
+def _begun(tree: TurnTree, messages: Sequence[Message], start: int) -> Turn | None:
     """The turn whose text stands in a message of its own, right before the one with its calls."""
-    text, rest = messages[at], messages[at + 1 : at + 2]
+    text, rest = messages[start], messages[start + 1 : start + 2]
     if text.role != "assistant" or text.tool_calls or not rest:
         return None
-    turn = turn_of(forest, rest[0])
-    said = text.content.strip()
-    return turn if turn and said and said == turn.messages[-1].content.strip() else None
+    turn = turn_of(tree, rest[0])
+    spoken = text.content.strip()
+    return turn if turn and spoken and spoken == turn.messages[-1].content.strip() else None
 
 
-def _end_of_turn(forest: TurnTree, turn: Turn, messages: Sequence[Message], at: int) -> int:
+def _end_of_turn(tree: TurnTree, turn: Turn, messages: Sequence[Message], start: int) -> int:
     """Where the messages that carry this turn and its results end."""
-    ours = {call.id for call in turn.messages[-1].tool_calls}
-    text = messages[at].content.strip()
-    end = at + 1
+    call_ids = {call.id for call in turn.messages[-1].tool_calls}
+    text = messages[start].content.strip()
+    end = start + 1
     while end < len(messages):
         message = messages[end]
-        if not _carries(forest, turn, ours, message) and (text or not moved(forest, turn, message)):
+        if not _carries(tree, turn, call_ids, message) and (text or not moved(tree, turn, message)):
             break
         text = text or (message.content.strip() if message.role == "assistant" else "")
         end += 1
     return end
 
 
-def moved(forest: TurnTree, turn: Turn, message: Message) -> bool:
+def moved(tree: TurnTree, turn: Turn, message: Message) -> bool:
     """Whether a message is the text of a turn, behind its calls, and no next turn with the same words."""
-    said = message.content.strip()
-    if message.role != "assistant" or message.tool_calls or not said:
+    text = message.content.strip()
+    if message.role != "assistant" or message.tool_calls or not text:
         return False
-    if said != turn.messages[-1].content.strip():
+    if text != turn.messages[-1].content.strip():
         return False
-    children = (child for child in forest.turns if child.parent == turn.id and child.messages)
-    return all(child.messages[-1].content.strip() != said for child in children)
+    children = (child for child in tree.turns if child.parent == turn.id and child.messages)
+    return all(child.messages[-1].content.strip() != text for child in children)
 
 
-def _carries(forest: TurnTree, turn: Turn, ours: set[str], message: Message) -> bool:
+def _carries(tree: TurnTree, turn: Turn, call_ids: set[str], message: Message) -> bool:
     if message.role == "tool":
-        return message.tool_call_id in ours
-    return message.role == "assistant" and turn_of(forest, message) is turn
+        return message.tool_call_id in call_ids
+    return message.role == "assistant" and turn_of(tree, message) is turn
 
 
 def _as_sampled(turn: Turn, messages: Sequence[Message]) -> list[Message]:
     reply = turn.messages[-1]
-    said = [message for message in messages if message.role == "assistant"]
+    replies = [message for message in messages if message.role == "assistant"]
     results = [message for message in messages if message.role == "tool"]
-    if len(said) > 1 or not _word_for_word(reply, said[0]):
-        calls = [call for message in said for call in message.tool_calls]
-        if not _same(reply, "".join(message.content for message in said), calls):
+    if len(replies) > 1 or not _word_for_word(reply, replies[0]):
+        calls = [call for message in replies for call in message.tool_calls]
+        if not _same(reply, "".join(message.content for message in replies), calls):
             return list(messages)
     if len(results) > 1:
         order = {call.id: n for n, call in enumerate(reply.tool_calls)}
@@ -109,24 +109,24 @@ def _same(reply: Message, content: str, calls: Sequence[ToolCall]) -> bool:
     return all(_same_call(call, by_id[call.id]) for call in reply.tool_calls)
 
 
-def _same_call(ours: ToolCall, theirs: ToolCall) -> bool:
-    if ours.name != theirs.name:
+def _same_call(sampled: ToolCall, echoed: ToolCall) -> bool:
+    if sampled.name != echoed.name:
         return False
-    mine, echoed = arguments_value(ours.arguments), arguments_value(theirs.arguments)
+    sampled_value, echoed_value = arguments_value(sampled.arguments), arguments_value(echoed.arguments)
     # Arguments that are no JSON object come back as whatever the client made of them.
-    return mine == echoed or not ours.arguments.lstrip().startswith("{")
+    return sampled_value == echoed_value or not sampled.arguments.lstrip().startswith("{")
 
 
 def match_replies(
-    forest: TurnTree, start: str, messages: Sequence[Message]
+    tree: TurnTree, start: str, messages: Sequence[Message]
 ) -> tuple[tuple[Message, ...], list[str]]:
     """The messages, with a reply in the place of one that tells its reasoning as text; and their digests."""
     out: list[Message] = []
     digests: list[str] = []
     for message in messages:
         digest = extend_digest(start, message)
-        if message.role == "assistant" and not forest.knows(digest):
-            reply = _thinking_aloud(forest, start, message)
+        if message.role == "assistant" and not tree.knows(digest):
+            reply = _thinking_aloud(tree, start, message)
             if reply is not None:
                 message, digest = reply, extend_digest(start, reply)
         out.append(message)
@@ -135,14 +135,14 @@ def match_replies(
     return tuple(out), digests
 
 
-def _thinking_aloud(forest: TurnTree, asked: str, message: Message) -> Message | None:
-    for turn in reversed(forest.asked(asked)):
+def _thinking_aloud(tree: TurnTree, request_digest: str, message: Message) -> Message | None:
+    for turn in reversed(tree.asked(request_digest)):
         reply = turn.messages[-1] if turn.status is TurnStatus.COMMITTED and turn.messages else None
         if reply is None or not reply.reasoning.strip():
             continue
         calls = [(call.name, arguments_value(call.arguments)) for call in reply.tool_calls]
-        theirs = [(call.name, arguments_value(call.arguments)) for call in message.tool_calls]
-        if calls == theirs and _aloud(reply) == "".join(message.content.split()):
+        echoed_calls = [(call.name, arguments_value(call.arguments)) for call in message.tool_calls]
+        if calls == echoed_calls and _aloud(reply) == "".join(message.content.split()):
             return reply
     return None
 

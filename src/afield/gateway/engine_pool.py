@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from afield.errors import Unavailable, UsageError
 from afield.gateway.failover import ResumableCall
 from afield.gateway.queue_time import QueueTime, QueueWatch
-from afield.gateway.workers import Worker, WorkerHealth, WorkerInfo, WorkerRegistry
+from afield.gateway.workers import EngineWorker, WorkerHealth, WorkerInfo, WorkerRegistry
 from afield.interfaces import Chunk, Engine, EngineInfo, GenerateRequest, Pausable
 from afield.interfaces.engine import LogprobMode
 
@@ -52,27 +52,27 @@ class EnginePool:
 
         For `start_timeout_s` it is waited at the start for the first worker that answers.
         """
-        self._roster = WorkerRegistry(workers, check)
+        self._registry = WorkerRegistry(workers, check)
         self._connect = connect
         self._tries, self._patience_s, self._drain_s = tries, unavailable_timeout_s, drain_s
         self._start_timeout_s = start_timeout_s
-        self._homes: OrderedDict[str, Worker] = OrderedDict()
+        self._session_workers: OrderedDict[str, EngineWorker] = OrderedDict()
         self._open = asyncio.Event()
         self._watched = 0  # how many wait for calls to end
         self.waiting = 0
         self.failovers = 0
-        self.line = QueueTime()
+        self.queue_time = QueueTime()
 
     async def __aenter__(self) -> Self:
-        await self._roster.start(self._start_timeout_s)
+        await self._registry.start(self._start_timeout_s)
         self._open.set()
-        self._looking = asyncio.create_task(QueueWatch(self.line, lambda: self._workers).run())
+        self._looking = asyncio.create_task(QueueWatch(self.queue_time, lambda: self._workers).run())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._looking.cancel()
         await asyncio.gather(self._looking, return_exceptions=True)
-        await self._roster.stop()
+        await self._registry.stop()
         self._open.set()
 
     # --- what it is -------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ class EnginePool:
     async def info(self) -> EngineInfo:
         """What holds for every worker that is there or may come back."""
         self._check_running()
-        known = [(worker.id, worker.facts) for worker in self._workers if worker.facts is not None]
-        if not known:
+        entries = [(worker.id, worker.facts) for worker in self._workers if worker.facts is not None]
+        if not entries:
             raise Unavailable("the pool has no worker yet; add one")
-        facts = [fact for _, fact in known]
+        facts = [fact for _, fact in entries]
         kinds = {fact.kind for fact in facts}
         return EngineInfo(
             kind=kinds.pop() if len(kinds) == 1 else "pool",
-            version=self._roster.version,
+            version=self._registry.version,
             max_context=min(fact.max_context for fact in facts),
             vocab_size=min(fact.vocab_size for fact in facts),
             images=any(fact.images for fact in facts),
@@ -97,7 +97,7 @@ class EnginePool:
             max_top_logprobs=min(fact.max_top_logprobs for fact in facts),
             prompt_logprobs=all(fact.prompt_logprobs for fact in facts),
             constraints=all(fact.constraints for fact in facts),
-            notes=tuple(f"{name}: {note}" for name, fact in known for note in fact.notes),
+            notes=tuple(f"{name}: {note}" for name, fact in entries for note in fact.notes),
         )
 
     def list(self) -> list[WorkerInfo]:
@@ -107,151 +107,151 @@ class EnginePool:
         workers = {
             worker.id: {
                 "ready": worker.ready,
-                "in_flight": len(worker.flights),
+                "in_flight": len(worker.running_calls),
                 "calls": worker.calls,
                 "failures": worker.failures,
             }
             for worker in self._workers
         }
         return {
-            "in_flight": sum(len(worker.flights) for worker in self._workers),
+            "in_flight": sum(len(worker.running_calls) for worker in self._workers),
             "waiting": self.waiting,
             "failovers": self.failovers,
             "paused": not self._open.is_set(),
-            "version": self._roster.version,
+            "version": self._registry.version,
             "workers": workers,
         }
 
     @property
-    def _workers(self) -> tuple[Worker, ...]:
-        return tuple(self._roster.workers.values())
+    def _workers(self) -> tuple[EngineWorker, ...]:
+        return tuple(self._registry.workers.values())
 
     def _check_running(self) -> None:
-        if not self._roster.running:
+        if not self._registry.running:
             raise Unavailable(CLOSED)
 
     # --- calls ------------------------------------------------------------------------------------
 
     async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-        flight = ResumableCall(call)
+        running = ResumableCall(call)
         while True:
-            worker = await self._place(call, flight)
+            worker = await self._place(call, running)
             try:
-                if (end := flight.complete(self._room)) is not None:
-                    yield end
+                if (last_chunk := running.complete(self._room)) is not None:
+                    yield last_chunk
                     return
-                flight.board(worker.engine)
+                running.start_on(worker.engine)
                 if call.stream:  # until its first token
-                    self.line.enter(call.session_id, flight)
+                    self.queue_time.enter(call.session_id, running)
                 first = True
-                while (chunk := await self._step(worker, flight)) is not None:
+                while (chunk := await self._step(worker, running)) is not None:
                     if first:
                         first = False
-                        self.line.leave(call.session_id, flight)
-                        if chunk.queued_s and call.session_id in self._homes:
-                            began = flight.boarded
-                            self.line.stood(call.session_id, began, began + chunk.queued_s)
+                        self.queue_time.leave(call.session_id, running)
+                        if chunk.queued_s and call.session_id in self._session_workers:
+                            began = running.started_at
+                            self.queue_time.add(call.session_id, began, began + chunk.queued_s)
                     yield chunk
                     if chunk.finish is not None:
                         return
             finally:
-                worker.flights.discard(flight)
-                self.line.leave(call.session_id, flight)
-                await flight.leave()
+                worker.running_calls.discard(running)
+                self.queue_time.leave(call.session_id, running)
+                await running.leave()
                 if self._watched:
-                    await self._roster.tell()
+                    await self._registry.tell()
 
     @property
     def _room(self) -> int:
         return min(worker.facts.max_context for worker in self._workers if worker.facts is not None)
 
-    async def _step(self, worker: Worker, flight: ResumableCall) -> Chunk | None:
+    async def _step(self, worker: EngineWorker, running: ResumableCall) -> Chunk | None:
         """The next chunk, or None when this piece is over and the call is not."""
         while True:
             try:
-                chunk = await flight.next()
+                chunk = await running.next()
             except Unavailable as error:
                 worker.failures += 1
-                self._roster.set_aside(worker, str(error))
-                self._count(flight, f"{worker.id}: {error}")
+                self._registry.mark_unhealthy(worker, str(error))
+                self._count(running, f"{worker.id}: {error}")
                 return None
             except ValueError as error:
-                if not flight.sampled:
+                if not running.sampled:
                     raise
-                self._count(flight, f"{worker.id} cannot go on with it: {error}")
+                self._count(running, f"{worker.id} cannot go on with it: {error}")
                 return None
             if chunk is None:
-                if flight.aborted:  # counted after its last tokens were handed on
-                    self._count(flight, f"{worker.id} aborted it")
+                if running.aborted:  # counted after its last tokens were handed on
+                    self._count(running, f"{worker.id} aborted it")
                 return None
-            if (shown := flight.fold(chunk)) is not None:
-                return shown
+            if (folded := running.fold(chunk)) is not None:
+                return folded
 
-    def _count(self, flight: ResumableCall, what: str) -> None:
-        flight.failures.append(what)
-        if len(flight.failures) >= self._tries:
-            raise Unavailable(f"given up after {self._tries} tries: {'; '.join(flight.failures)}")
+    def _count(self, running: ResumableCall, reason: str) -> None:
+        running.failures.append(reason)
+        if len(running.failures) >= self._tries:
+            raise Unavailable(f"given up after {self._tries} tries: {'; '.join(running.failures)}")
         self.failovers += 1
-        log.warning("a call goes on after %d tokens; %s", flight.sampled, what)
+        log.warning("a call goes on after %d tokens; %s", running.sampled, reason)
 
-    async def _place(self, call: GenerateRequest, flight: ResumableCall) -> Worker:
+    async def _place(self, call: GenerateRequest, running: ResumableCall) -> EngineWorker:
         """A worker that is up, reserved: the choice and the reservation are one step."""
         self._check_running()
         if not self._open.is_set() or self._choice(call) is None:
             self.waiting += 1
-            self.line.enter(call.session_id, flight)
+            self.queue_time.enter(call.session_id, running)
             try:
-                await self._wait_for_worker(call, flight)
+                await self._wait_for_worker(call, running)
             finally:
                 self.waiting -= 1
-                self.line.leave(call.session_id, flight)
+                self.queue_time.leave(call.session_id, running)
         worker = self._choice(call)
         assert worker is not None
         self._settle(call.session_id, worker)
-        worker.flights.add(flight)
+        worker.running_calls.add(running)
         worker.calls += 1
         return worker
 
-    async def _wait_for_worker(self, call: GenerateRequest, flight: ResumableCall) -> None:
+    async def _wait_for_worker(self, call: GenerateRequest, running: ResumableCall) -> None:
         while True:
             await self._open.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._patience_s), self._roster.changed:
-                    await self._roster.changed.wait_for(lambda: self._settled(call))
+                async with asyncio.timeout(self._patience_s), self._registry.changed:
+                    await self._registry.changed.wait_for(lambda: self._settled(call))
             self._check_running()
             if not self._open.is_set():
                 continue
             if self._choice(call) is not None:
                 return
             aside = "; ".join(f"{worker.id}: {worker.reason}" for worker in self._workers if not worker.ready)
-            tried = f" (tried: {'; '.join(flight.failures)})" if flight.failures else ""
+            tried = f" (tried: {'; '.join(running.failures)})" if running.failures else ""
             wants = " that takes images" if call.images else ""
             raise Unavailable(f"no worker{wants} for {self._patience_s:g} s: {aside or 'none there'}{tried}")
 
     def _settled(self, call: GenerateRequest) -> bool:
-        return self._choice(call) is not None or not self._open.is_set() or not self._roster.running
+        return self._choice(call) is not None or not self._open.is_set() or not self._registry.running
 
-    def _choice(self, call: GenerateRequest) -> Worker | None:
-        home = self._homes.get(call.session_id)
+    def _choice(self, call: GenerateRequest) -> EngineWorker | None:
+        home = self._session_workers.get(call.session_id)
         if home is not None and home.takes(call.images):
             return home
         fit = [worker for worker in self._workers if worker.takes(call.images)]
         return min(fit, key=lambda worker: worker.load) if fit else None
 
-    def _settle(self, session_id: str, worker: Worker) -> None:
-        home = self._homes.pop(session_id, None)
+    def _settle(self, session_id: str, worker: EngineWorker) -> None:
+        home = self._session_workers.pop(session_id, None)
         if home is not None:
             home.sessions -= 1
-        self._homes[session_id] = worker
+        self._session_workers[session_id] = worker
         worker.sessions += 1
-        if len(self._homes) > SESSIONS_REMEMBERED:
-            _, left = self._homes.popitem(last=False)
-            left.sessions -= 1
+        if len(self._session_workers) > SESSIONS_REMEMBERED:
+            _, evicted = self._session_workers.popitem(last=False)
+            evicted.sessions -= 1
 
     def forget(self, session_id: str) -> None:
         """The session is over and needs no worker."""
-        self.line.forget(session_id)
-        home = self._homes.pop(session_id, None)
+        self.queue_time.forget(session_id)
+        home = self._session_workers.pop(session_id, None)
         if home is not None:
             home.sessions -= 1
 
@@ -263,21 +263,21 @@ class EnginePool:
         if self._connect is None:
             raise UsageError("this gateway takes no workers at run time")
         url = url.rstrip("/")
-        known = self._roster.at(url)
-        return (known or await self._roster.add(kind, url, self._connect(kind, url))).info
+        existing = self._registry.at(url)
+        return (existing or await self._registry.add(kind, url, self._connect(kind, url))).info
 
     async def remove(self, id: str) -> None:
         """Its calls in flight go on elsewhere."""
-        worker = self._roster.named(id)
-        worker.standing = WorkerHealth.LEAVING
+        worker = self._registry.named(id)
+        worker.health = WorkerHealth.LEAVING
         await self._interrupt(worker)
-        await self._until(lambda: not worker.flights, f"the calls on {id} to leave it")
-        await self._roster.drop(worker)
+        await self._until(lambda: not worker.running_calls, f"the calls on {id} to leave it")
+        await self._registry.drop(worker)
 
     async def load(self, version: int, path: str) -> None:
         """See `Roster.load`. Calls in flight go on, with the new weights or (adapters) with their own."""
         self._check_running()
-        await self._roster.load(version, path)
+        await self._registry.load(version, path)
 
     # --- pauses -----------------------------------------------------------------------------------
 
@@ -294,48 +294,50 @@ class EnginePool:
             return
         if in_flight == "resume":
             await asyncio.gather(*map(self._interrupt, self._workers))
-        await self._until(lambda: not any(w.flights for w in self._workers), "the calls in flight to end")
+        await self._until(
+            lambda: not any(w.running_calls for w in self._workers), "the calls in flight to end"
+        )
 
     async def resume(self) -> None:
         for worker in self._workers:
             if worker.frozen and isinstance(worker.engine, Pausable):
-                worker.frozen, worker.thawing = False, True
-                for flight in worker.flights:
-                    self.line.leave(flight.session_id, flight)
+                worker.frozen, worker.resuming = False, True
+                for running in worker.running_calls:
+                    self.queue_time.leave(running.session_id, running)
                 try:
                     await worker.resume()
-                    if worker.unheard:
-                        await self._roster.check_weights(worker)
+                    if worker.unchecked:
+                        await self._registry.check_weights(worker)
                 except (Unavailable, ValueError) as error:
-                    self._roster.set_aside(worker, f"it did not resume: {error}")
+                    self._registry.mark_unhealthy(worker, f"it did not resume: {error}")
         self._open.set()
-        await self._roster.tell()
+        await self._registry.tell()
 
-    async def _freeze(self, worker: Worker) -> None:
+    async def _freeze(self, worker: EngineWorker) -> None:
         if not isinstance(worker.engine, Pausable):
             return
         try:
             await worker.engine.pause()
             worker.frozen = True
-            for flight in worker.flights:
-                self.line.enter(flight.session_id, flight)
+            for running in worker.running_calls:
+                self.queue_time.enter(running.session_id, running)
         except UsageError as error:
             log.warning("worker %s goes on while paused: %s", worker.id, error)
         except Unavailable as error:
-            self._roster.set_aside(worker, f"it did not pause: {error}")
+            self._registry.mark_unhealthy(worker, f"it did not pause: {error}")
 
-    async def _interrupt(self, worker: Worker) -> None:
-        for flight in tuple(worker.flights):
-            if await flight.interrupt():
-                worker.flights.discard(flight)
+    async def _interrupt(self, worker: EngineWorker) -> None:
+        for running in tuple(worker.running_calls):
+            if await running.interrupt():
+                worker.running_calls.discard(running)
 
-    async def _until(self, reached: Callable[[], bool], what: str) -> None:
+    async def _until(self, predicate: Callable[[], bool], condition: str) -> None:
         self._watched += 1
         try:
-            async with asyncio.timeout(self._drain_s), self._roster.changed:
-                await self._roster.changed.wait_for(reached)
+            async with asyncio.timeout(self._drain_s), self._registry.changed:
+                await self._registry.changed.wait_for(predicate)
         except TimeoutError as error:
-            raise Unavailable(f"waited {self._drain_s:g} s for {what}; some are still there") from error
+            raise Unavailable(f"waited {self._drain_s:g} s for {condition}; some are still there") from error
         finally:
             self._watched -= 1
 

@@ -21,7 +21,7 @@ from afield.types import FinishReason, VersionSpan
 
 
 class ResumableCall:
-    """`board` an engine, take what it gives with `next` and `fold`, `leave` it; `interrupt` from outside."""
+    """Runs a call on one engine after another: `start_on`, `next`, `fold`, `leave`; `interrupt` cuts it."""
 
     __slots__ = (
         "_base",
@@ -34,8 +34,8 @@ class ResumableCall:
         "_spans",
         "_waiting",
         "aborted",
-        "boarded",
         "failures",
+        "started_at",
     )
 
     def __init__(self, call: GenerateRequest) -> None:
@@ -49,7 +49,7 @@ class ResumableCall:
         self._leaving: asyncio.Task[None] | None = None
         self._cut = False
         self.aborted = False  # the present worker gave the call up
-        self.boarded = math.inf  # when the present worker was asked, by the monotonic clock
+        self.started_at = math.inf  # when the present worker was asked, by the monotonic clock
         self.failures: list[str] = []
 
     @property
@@ -67,11 +67,11 @@ class ResumableCall:
     @property
     def silent(self) -> bool:
         """Whether the present worker was asked and has given nothing yet."""
-        return self.boarded < math.inf and len(self._ids) == self._base
+        return self.started_at < math.inf and len(self._ids) == self._base
 
-    def board(self, engine: Engine) -> None:
+    def start_on(self, engine: Engine) -> None:
         """Ask this engine for what is left."""
-        self.boarded = time.monotonic()
+        self.started_at = time.monotonic()
         self._base = len(self._ids)
         self._cut = self.aborted = False
         rest = self._call
@@ -93,14 +93,14 @@ class ResumableCall:
         if self._cut or self._chunks is None:
             return None
         self._waiting = task = asyncio.current_task()
-        before = task.cancelling() if task else 0
+        cancelling_before = task.cancelling() if task else 0
         try:
             return await anext(self._chunks)
         except StopAsyncIteration as error:
             raise Unavailable("the engine's stream ended without a finish") from error
         except asyncio.CancelledError:
             # Our own cancellation is taken back; any other goes on its way.
-            if self._cut and task and task.uncancel() <= before:
+            if self._cut and task and task.uncancel() <= cancelling_before:
                 return None
             raise
         finally:
@@ -187,8 +187,8 @@ class ResumableCall:
 
     def _refine(self, exact: tuple[VersionSpan, ...]) -> None:
         """Exact versions of the present worker's tokens take the place of its intervals."""
-        kept = [span for span in self._spans if span.start < self._base]
-        self._spans = [VersionSpan(s.start, min(s.end, self._base), s.low, s.high) for s in kept]
+        earlier = [span for span in self._spans if span.start < self._base]
+        self._spans = [VersionSpan(s.start, min(s.end, self._base), s.low, s.high) for s in earlier]
         for span in exact:
             self._append(VersionSpan(span.start + self._base, span.end + self._base, span.low, span.high))
         self._refined = True

@@ -240,12 +240,12 @@ async def receive_connections(link: int, take: Callable[[socket.socket], None]) 
             finally:
                 loop.remove_reader(passing)
             try:
-                told, descriptors, _, _ = socket.recv_fds(passing, 64, 64)
+                message, descriptors, _, _ = socket.recv_fds(passing, 64, 64)
             except BlockingIOError:
                 continue
             for descriptor in descriptors:
                 take(socket.socket(fileno=descriptor))
-            if not told:
+            if not message:
                 return
 
 

@@ -23,9 +23,9 @@ from afield.errors import Conflict
 from afield.gateway.api_error import ApiError, bad_request, conflict, unauthorized
 from afield.gateway.http import Scope as HttpScope
 from afield.gateway.http import header
-from afield.gateway.session_keys import Grant, Keys, Scope, header_session_id, split_header_key
-from afield.gateway.sessions import Phase, Session, Sessions
-from afield.gateway.store import Store
+from afield.gateway.session_keys import Grant, KeyScope, SessionKeys, header_session_id, split_header_key
+from afield.gateway.sessions import Session, SessionManager, SessionPhase
+from afield.gateway.store import GatewayStore
 from afield.interfaces import SessionSpec
 
 log = logging.getLogger("afield.gateway")
@@ -47,7 +47,7 @@ class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     session: SessionSpec = SessionSpec()
     """Specification of every session that the key opens; ids of one attempt do not belong here."""
     max_open: int = 1024
-    """Sessions of the key that may be open at once (default: 1024)."""
+    """SessionManager of the key that may be open at once (default: 1024)."""
     idle_s: float | None = 3600.0
     """Seconds without a call after which a session is completed; None for never (default: 3600)."""
 
@@ -71,7 +71,7 @@ class HeaderKeySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 )
 
 
-class HeaderKeyTicket(Struct, frozen=True, kw_only=True):
+class HeaderKeyCredentials(Struct, frozen=True, kw_only=True):
     """What clients of a header key need."""
 
     id: str
@@ -97,8 +97,8 @@ class HeaderKeyRow(Struct, frozen=True, kw_only=True):
     @property
     def grant(self) -> Grant:
         spec = self.spec.session
-        scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
-        judged = {Scope.REWARD} if spec.reward_from == "verifier" else set[Scope]()
+        scopes = {KeyScope(scope) for scope in spec.scope} | {KeyScope.OUTCOME}
+        judged = {KeyScope.REWARD} if spec.reward_from == "verifier" else set[KeyScope]()
         return Grant("", frozenset(scopes - judged), self.nonce)
 
 
@@ -107,9 +107,9 @@ class HeaderKeys:
 
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        sessions: Sessions,
+        store: GatewayStore,
+        keys: SessionKeys,
+        sessions: SessionManager,
         clock: Callable[[], float],
         owns: Callable[[str], bool],
     ) -> None:
@@ -125,11 +125,11 @@ class HeaderKeys:
         """The key, and whether it is new. The same id with another specification is a Conflict."""
         key_id = spec.id or f"k-{secrets.token_hex(8)}"
         spec = structs.replace(spec, id=key_id)
-        known = self._store.header_key(key_id, HeaderKeyRow)
-        if known is not None:
-            if known.spec != spec:
+        existing = self._store.header_key(key_id, HeaderKeyRow)
+        if existing is not None:
+            if existing.spec != spec:
                 raise Conflict(f"key {key_id} exists with another specification")
-            return known, False
+            return existing, False
         row = HeaderKeyRow(id=key_id, spec=spec, nonce=secrets.token_hex(8), created=self._clock())
         await self._store.put_header_key(key_id, row)
         return row, True
@@ -145,8 +145,8 @@ class HeaderKeys:
         parts = split_header_key(token)
         if parts is None:
             return None
-        if known := self._known.get(parts.id):
-            return known[1] if hmac.compare_digest(known[0].encode(), token.encode()) else None
+        if cached := self._known.get(parts.id):
+            return cached[1] if hmac.compare_digest(cached[0].encode(), token.encode()) else None
         if not self._keys.signed_header_key(token):
             return None
         row = self._store.header_key(parts.id, HeaderKeyRow)
@@ -155,31 +155,31 @@ class HeaderKeys:
         self._known[parts.id] = token, row
         return row
 
-    async def session(self, row: HeaderKeyRow, named: str | None, scope: HttpScope) -> Session:
+    async def session(self, row: HeaderKeyRow, path_session_id: str | None, scope: HttpScope) -> Session:
         """The session of a request: by its header, or one of this key's that its path names."""
         value = header(scope, row.spec.header.encode())
         if not value:
-            if named is None:
+            if path_session_id is None:
                 raise bad_request(
                     f"this key opens a session for each value of the header {row.spec.header}; none came",
                     "send the same value with all requests of a rollout",
                 )
-            known = self._sessions.find(named)
-            if known is None or known.row.opened_by != row.opener:
+            existing = self._sessions.find(path_session_id)
+            if existing is None or existing.row.opened_by != row.opener:
                 raise unauthorized()
-            return known
+            return existing
         if len(value) > LONGEST_VALUE:
             raise bad_request(
                 f"the header {row.spec.header} has {len(value)} characters", f"send at most {LONGEST_VALUE}"
             )
         session_id = header_session_id(row.id, value)
-        if named not in (None, session_id):
+        if path_session_id not in (None, session_id):
             raise bad_request(
-                f"the path names session {named!r}, the header {row.spec.header} session {session_id!r}",
+                f"the path names {path_session_id!r}, the header {row.spec.header} names {session_id!r}",
                 "leave one of them out",
             )
-        known = self._sessions.find(session_id)
-        return self._own(row, known) if known else await self._open(row, session_id, value)
+        existing = self._sessions.find(session_id)
+        return self._own(row, existing) if existing else await self._open(row, session_id, value)
 
     def _own(self, row: HeaderKeyRow, session: Session) -> Session:
         if session.row.opened_by != row.opener:
@@ -225,9 +225,9 @@ class HeaderKeys:
         completed = 0
         for session_id in filter(self._owns, self._store.open_ids(key_id)):
             session = self._sessions.find(session_id)
-            if session is None or session.phase is not Phase.OPEN:
+            if session is None or session.phase is not SessionPhase.OPEN:
                 continue
-            if session.row.opened_by.startswith(opener) and session.quiet_s >= idle_s:
+            if session.row.opened_by.startswith(opener) and session.idle_s >= idle_s:
                 await self._sessions.complete(session, {})
                 completed += 1
         return completed

@@ -43,8 +43,8 @@ def key_of(scope: Scope) -> str:
     """The key, wherever the client's dialect puts it."""
     scheme, _, token = header(scope, b"authorization").partition(" ")
     bearer = token.strip() if scheme.lower() == "bearer" else ""
-    found = bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
-    return found or ("" if b"key=" not in scope.get("query_string", b"") else query(scope).get("key", ""))
+    key = bearer or header(scope, b"x-api-key") or header(scope, b"x-goog-api-key")
+    return key or ("" if b"key=" not in scope.get("query_string", b"") else query(scope).get("key", ""))
 
 
 def path_key(path: str) -> tuple[str, str] | None:
@@ -78,12 +78,12 @@ def _words(kind: Any) -> list[str]:
     return [word for part in parts for word in part if isinstance(word, str)]
 
 
-class Text(str):
+class PlainText(str):
     """An answer that is not JSON."""
 
 
 async def send_json(send: Send, status: int, value: object, retry_after_s: float | None = None) -> None:
-    plain = isinstance(value, Text)
+    plain = isinstance(value, PlainText)
     body = value.encode() if plain else ENCODER.encode(value)
     kind = b"text/plain; version=0.0.4" if plain else b"application/json"
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
@@ -136,25 +136,25 @@ class ClientGone(Exception):
 async def read_body(
     scope: Scope,
     receive: Receive,
-    most: int = MAX_BODY,
+    limit: int = MAX_BODY,
     hint: str = "",
     count: Count | None = None,
 ) -> bytes:
     """The body, decompressed."""
-    return await decompressed(scope, await read_raw(scope, receive, most, hint, count), most, hint, count)
+    return await decompressed(scope, await read_raw(scope, receive, limit, hint, count), limit, hint, count)
 
 
 async def read_raw(
     scope: Scope,
     receive: Receive,
-    most: int = MAX_BODY,
+    limit: int = MAX_BODY,
     hint: str = "",
     count: Count | None = None,
 ) -> bytes:
     """The body as it was sent."""
     declared = int(header(scope, b"content-length") or 0)
-    if declared > most:
-        raise _too_large(f"has {declared}", most, hint)
+    if declared > limit:
+        raise _too_large(f"has {declared}", limit, hint)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -163,8 +163,8 @@ async def read_raw(
             raise ClientGone
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > most:
-            raise _too_large(f"has over {most}", most, hint)
+        if size > limit:
+            raise _too_large(f"has over {limit}", limit, hint)
         if count is not None:
             count(len(parts[-1]))
         if not message.get("more_body"):
@@ -174,7 +174,7 @@ async def read_raw(
 async def decompressed(
     scope: Scope,
     body: bytes,
-    most: int = MAX_BODY,
+    limit: int = MAX_BODY,
     hint: str = "",
     count: Count | None = None,
 ) -> bytes:
@@ -184,19 +184,19 @@ async def decompressed(
     if encoding not in ("gzip", "deflate"):
         raise ApiError(415, "unsupported_encoding", f"content-encoding {encoding!r} is not read", "use gzip")
     try:
-        return await _inflate(body, most, hint, count)
+        return await _inflate(body, limit, hint, count)
     except zlib.error as error:
         raise bad_request(f"the body is not {encoding}: {error}") from error
 
 
-async def _inflate(body: bytes, most: int, hint: str, count: Count | None) -> bytes:
+async def _inflate(body: bytes, limit: int, hint: str, count: Count | None) -> bytes:
     parts: list[bytes] = []
     try:
         size = 0
         async for part in _slices(body):
             size += len(part)
-            if size > most:
-                raise _too_large(f"decompresses to over {most}", most, hint)
+            if size > limit:
+                raise _too_large(f"decompresses to over {limit}", limit, hint)
             if count is not None:
                 count(len(part))
             parts.append(part)
@@ -210,11 +210,11 @@ async def _slices(body: bytes) -> AsyncGenerator[bytes]:
     stream = zlib.decompressobj(zlib.MAX_WBITS | 32)
     view = memoryview(body)
     position = 0
-    left = b""
+    unconsumed = b""
     first = True
     while not stream.eof:
-        data = left or view[position : position + INPUT]
-        if not left:
+        data = unconsumed or view[position : position + INPUT]
+        if not unconsumed:
             position += len(data)
             if not data:
                 raise bad_request("the compressed body ends too early", "send all of it")
@@ -223,11 +223,11 @@ async def _slices(body: bytes) -> AsyncGenerator[bytes]:
         else:
             part = await loop.run_in_executor(_THREADS, stream.decompress, data, SLICE)
         first = False
-        left = stream.unconsumed_tail
+        unconsumed = stream.unconsumed_tail
         yield part
     if stream.unused_data or position < len(body):
         raise bad_request("bytes follow the end of the compressed body", "send one stream and no more")
 
 
-def _too_large(size: str, most: int, hint: str) -> ApiError:
-    return ApiError(413, "request_too_large", f"the body {size} bytes; {most} are allowed", hint)
+def _too_large(size: str, limit: int, hint: str) -> ApiError:
+    return ApiError(413, "request_too_large", f"the body {size} bytes; {limit} are allowed", hint)

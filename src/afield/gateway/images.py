@@ -29,10 +29,10 @@ class Gallery:
         self.images: dict[str, Image] = {}
         self.places: dict[str, str] = {}
 
-    def from_url(self, url: str, at: int, where: str) -> ImageRef:
+    def from_url(self, url: str, offset: int, where: str) -> ImageRef:
         """A `data:` URL carries the bytes; any other is the engine's to fetch."""
-        if found := _DATA_URL.fullmatch(url):
-            return self.from_base64(found[2], found[1] or "image/png", at, where)
+        if match := _DATA_URL.fullmatch(url):
+            return self.from_base64(match[2], match[1] or "image/png", offset, where)
         if not url.startswith(("http://", "https://")):
             raise bad_request(
                 f"{where}: image URL {url[:40]!r} is neither data: nor http(s):",
@@ -41,9 +41,9 @@ class Gallery:
         digest = hashlib.sha256(url.encode()).hexdigest()
         self.places.setdefault(digest, where)
         self.images[digest] = Image(digest=digest, media_type="", url=url)
-        return ImageRef(digest, at)
+        return ImageRef(digest, offset)
 
-    def from_base64(self, text: str, media_type: str, at: int, where: str) -> ImageRef:
+    def from_base64(self, text: str, media_type: str, offset: int, where: str) -> ImageRef:
         try:
             content = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -51,7 +51,7 @@ class Gallery:
         digest = hashlib.sha256(content).hexdigest()
         self.places.setdefault(digest, where)
         self.images[digest] = Image(digest=digest, media_type=media_type, data=content)
-        return ImageRef(digest, at)
+        return ImageRef(digest, offset)
 
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ class Checker:
         if image.digest in self._plain:
             self._plain.move_to_end(image.digest)
             return image
-        made = await asyncio.to_thread(decoded, image, where)
-        if made is image:
+        checked = await asyncio.to_thread(decoded, image, where)
+        if checked is image:
             self._plain[image.digest] = None
             if len(self._plain) > REMEMBERED:
                 self._plain.popitem(last=False)
-        return made
+        return checked
 
 
 def decoded(image: Image, where: str) -> Image:
@@ -108,8 +108,8 @@ def decoded(image: Image, where: str) -> Image:
         picture = Pillow.open(io.BytesIO(data), formats=FORMATS)
         width, height = picture.size
         if width * height > MAX_PIXELS:
-            told = f"has {width} x {height} pixels, more than {MAX_PIXELS}"
-            raise _refused(where, told, "send a smaller one")
+            problem = f"has {width} x {height} pixels, more than {MAX_PIXELS}"
+            raise _refused(where, problem, "send a smaller one")
         turned = picture.getexif().get(ORIENTATION) not in UPRIGHT
         frames = getattr(picture, "n_frames", 1)
         picture.load()
@@ -138,8 +138,8 @@ def _on_white(picture: Picture) -> Picture:
     return Pillow.alpha_composite(ground, picture).convert("RGB")
 
 
-def _refused(where: str, told: str, remedy: str) -> ApiError:
-    return bad_request(f"{where}: the image {told}", remedy)
+def _refused(where: str, problem: str, remedy: str) -> ApiError:
+    return bad_request(f"{where}: the image {problem}", remedy)
 
 
 def image_spans(
@@ -152,26 +152,26 @@ def image_spans(
     """
     if image_id is None or not digests:
         return ()
-    left = list(digests)
+    remaining = list(digests)
     spans: list[ImageSpan] = []
-    at = n = 0
+    offset = n = 0
     while n < len(sent):
         if sent[n] != image_id:
-            if at >= len(expanded) or expanded[at] != sent[n]:
+            if offset >= len(expanded) or expanded[offset] != sent[n]:
                 return ()
-            at, n = at + 1, n + 1
+            offset, n = offset + 1, n + 1
             continue
         places = _run(sent, n, image_id)
-        length = _run(expanded, at, image_id)
-        if len(left) < places or length < places:
+        length = _run(expanded, offset, image_id)
+        if len(remaining) < places or length < places:
             return ()
         share, more = divmod(length, places)
         for place in range(places):
             own = share + (place < more)
-            spans.append(ImageSpan(left.pop(0), at, own))
-            at += own
+            spans.append(ImageSpan(remaining.pop(0), offset, own))
+            offset += own
         n += places
-    return tuple(spans) if not left and at == len(expanded) else ()
+    return tuple(spans) if not remaining and offset == len(expanded) else ()
 
 
 def _run(ids: Sequence[int], start: int, token: int) -> int:

@@ -30,22 +30,22 @@ class Histogram(Struct):
         self.total += other.total
 
 
-Tally = dict[str, int]
+Counts = dict[str, int]
 
 
-def count(tally: Tally, key: str, by: int = 1) -> None:
-    tally[key] = tally.get(key, 0) + by
+def count(counts: Counts, key: str, by: int = 1) -> None:
+    counts[key] = counts.get(key, 0) + by
 
 
 class Metrics(Struct):
     """One process's numbers. Keys of the tallies are label values."""
 
-    calls: Tally = field(default_factory=dict)
-    tiers: Tally = field(default_factory=dict)
-    links: Tally = field(default_factory=dict)
-    side: Tally = field(default_factory=dict)
-    excluded: Tally = field(default_factory=dict)
-    refusals: Tally = field(default_factory=dict)
+    calls: Counts = field(default_factory=dict)
+    tiers: Counts = field(default_factory=dict)
+    links: Counts = field(default_factory=dict)
+    side: Counts = field(default_factory=dict)
+    excluded: Counts = field(default_factory=dict)
+    refusals: Counts = field(default_factory=dict)
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     retries: int = 0
@@ -55,7 +55,7 @@ class Metrics(Struct):
     first_token_s: Histogram = field(default_factory=Histogram)
     loop_lag_s: Histogram = field(default_factory=Histogram)
 
-    def began(self, intent: Turn) -> None:
+    def call_started(self, intent: Turn) -> None:
         self.in_flight += 1
         count(self.tiers, intent.tier)
         for link in intent.links:
@@ -64,7 +64,7 @@ class Metrics(Struct):
             if tag.startswith("side:"):
                 count(self.side, tag)
 
-    def ended(self, turn: Turn, prompt: int) -> None:
+    def call_ended(self, turn: Turn, prompt: int) -> None:
         self.in_flight -= 1
         count(self.calls, f"{turn.dialect} {turn.finish_reason}")
         self.prompt_tokens += prompt
@@ -79,19 +79,19 @@ class Metrics(Struct):
         for reason, number in tokens.items():
             count(self.excluded, reason, number)
 
-    def refused(self, status: int) -> None:
+    def request_rejected(self, status: int) -> None:
         count(self.refusals, str(status))
 
     def add(self, other: Metrics) -> None:
         for name in self.__struct_fields__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, dict):
-                for key, value in theirs.items():
-                    count(mine, key, value)
-            elif isinstance(mine, Histogram):
-                mine.add(theirs)
+            own_value, theirs_value = getattr(self, name), getattr(other, name)
+            if isinstance(own_value, dict):
+                for key, value in theirs_value.items():
+                    count(own_value, key, value)
+            elif isinstance(own_value, Histogram):
+                own_value.add(theirs_value)
             else:
-                setattr(self, name, mine + theirs)
+                setattr(self, name, own_value + theirs_value)
 
 
 class Snapshot(Struct):

@@ -17,7 +17,7 @@ from afield.interfaces import Image
 from afield.interfaces.engine import TopLogprobs
 from afield.types import Message, Sampling, Turn
 
-NO_WISHES: Mapping[str, float] = {}
+NO_SAMPLING: Mapping[str, float] = {}
 NO_IMAGES: Mapping[str, Image] = {}
 NO_NAMES: Mapping[str, str] = {}
 NO_PLACES: Mapping[str, str] = {}
@@ -31,14 +31,14 @@ class Scores(Struct, frozen=True, kw_only=True):
     prompt_count: int | None = None
     prompt: tuple[TopLogprobs, ...] | None = None
     """Of each token of the prompt its own and then the likeliest ones; the first has none."""
-    spoken: tuple[int, ...] | None = None
+    text_positions: tuple[int, ...] | None = None
     """Which of the sampled tokens are text of the reply, where that was asked for."""
 
     def answers(self, count: int, prompt_count: int | None, spoken: bool) -> bool:
         """Whether they are what another request asks for."""
         if prompt_count is not None and (self.prompt_count is None or self.prompt_count < prompt_count):
             return False
-        return self.count >= count and (self.spoken is not None or not spoken)
+        return self.count >= count and (self.text_positions is not None or not spoken)
 
 
 class OutputFormat(Struct, frozen=True):
@@ -95,8 +95,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     by_token: bool = False
     only_score: bool = False
-    shown: bytes = b""
-    shared: tuple[str, bytes] | None = None
+    stored_options: bytes = b""
+    shared_text: tuple[str, bytes] | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -107,7 +107,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     idempotency_key: str = ""
     thread: str = ""
     tags: tuple[str, ...] = ()
-    wishes: Mapping[str, float] = NO_WISHES
+    requested_sampling: Mapping[str, float] = NO_SAMPLING
     images: Mapping[str, Image] = NO_IMAGES
     image_places: Mapping[str, str] = NO_PLACES
 
@@ -119,7 +119,7 @@ class CallStarted(Struct, frozen=True):
     turn_id: str
     prompt_ids: tuple[int, ...]
     created: float
-    owed: bool = True
+    must_deliver: bool = True
     sampling: Sampling = Sampling()
     """What the call is sampled with."""
 
@@ -130,7 +130,7 @@ class CallDelta(Struct, frozen=True):
     events: list[Event]
     top_logprobs: tuple[TopLogprobs, ...] = ()
     prompt_logprobs: tuple[TopLogprobs, ...] | None = None
-    spoken: tuple[int, ...] = ()
+    text_positions: tuple[int, ...] = ()
     """Places in the turn of the tokens whose text the events tell, where `by_token` asks for it."""
 
 
@@ -142,7 +142,7 @@ class CallFinished(Struct, frozen=True):
     reply: Message
     prompt_tokens: int
     stop: str | None = None
-    thought: int = 0
+    reasoning_tokens: int = 0
     scores: Scores | None = None
 
 
@@ -151,8 +151,8 @@ Item = CallStarted | CallDelta | CallFinished
 
 # --- requested sampling ---
 
-NAMES = ("temperature", "top_p", "top_k", "seed")
-OTHERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "seed")
+PENALTY_NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p")
 
 
 class RequestedSampling(Struct, kw_only=True):
@@ -169,30 +169,34 @@ class RequestedSampling(Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
-def wishes(asked: RequestedSampling) -> dict[str, float]:
+def requested_sampling(body: RequestedSampling) -> dict[str, float]:
     """The settings a request names."""
-    found = {name: value for name in NAMES + OTHERS if (value := getattr(asked, name)) is not None}
-    if asked.logit_bias:
-        found["logit_bias"] = 1.0
-    return found
+    settings = {
+        name: value for name in SAMPLING_NAMES + PENALTY_NAMES if (value := getattr(body, name)) is not None
+    }
+    if body.logit_bias:
+        settings["logit_bias"] = 1.0
+    return settings
 
 
-def apply_sampling(sampling: Sampling, wished: Mapping[str, float], may: tuple[str, ...]) -> Sampling:
+def apply_sampling(sampling: Sampling, requested: Mapping[str, float], may: tuple[str, ...]) -> Sampling:
     """The trainer's settings, with what the client may choose as it chose. ValueError for nonsense."""
-    allowed = {name: value for name, value in wished.items() if name in may}
+    allowed = {name: value for name, value in requested.items() if name in may}
     if "top_k" in allowed:
         allowed["top_k"] = max(0, int(allowed["top_k"]))
     return structs.replace(sampling, **allowed) if allowed else sampling
 
 
-def override_tags(sampling: Sampling, wished: Mapping[str, float]) -> tuple[str, ...]:
+def override_tags(sampling: Sampling, requested: Mapping[str, float]) -> tuple[str, ...]:
     """What the client asked for and does not get."""
-    return tuple(f"overridden:{name}" for name, value in wished.items() if not _given(sampling, name, value))
+    return tuple(
+        f"overridden:{name}" for name, value in requested.items() if not _given(sampling, name, value)
+    )
 
 
 def _given(sampling: Sampling, name: str, value: float) -> bool:
     if name == "top_k":
         return max(0, int(value)) == sampling.top_k
-    if name in NAMES:
+    if name in SAMPLING_NAMES:
         return value == getattr(sampling, name)
     return value == (1.0 if name == "repetition_penalty" else 0.0)

@@ -15,8 +15,8 @@ from typing import Self
 from afield.errors import AfieldError, NotFound, Unavailable
 from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError
-from afield.gateway.sessions import Session, Sessions
-from afield.gateway.store import Delivery, SessionRow, Store
+from afield.gateway.sessions import Session, SessionManager
+from afield.gateway.store import Delivery, GatewayStore, SessionRow
 from afield.interfaces import Fence, Transport, Waiting
 from afield.types import Attempt, Rollout, Task
 from afield.wire import Invocation, OutcomeRecord
@@ -33,8 +33,8 @@ class OutcomeDelivery:
     def __init__(
         self,
         transport: Transport,
-        store: Store,
-        sessions: Sessions,
+        store: GatewayStore,
+        sessions: SessionManager,
         invocation: Callable[[SessionRow], Invocation],
         owns: Callable[[str], bool],
     ) -> None:
@@ -81,7 +81,7 @@ class OutcomeDelivery:
         task = self._bringing.get(session.id)
         if task is None:
             task = self._bringing[session.id] = asyncio.create_task(self._bring(session))
-            task.add_done_callback(lambda done: self._bringing.pop(session.id, None))
+            task.add_done_callback(lambda finished: self._bringing.pop(session.id, None))
         return await asyncio.shield(task)
 
     async def _bring(self, session: Session) -> str:
@@ -92,7 +92,7 @@ class OutcomeDelivery:
             raise
         if refused:
             log.warning("session %s: its outcome is refused: %s", session.id, refused)
-        await self._sessions.delivered(session, Delivery.REFUSED if refused else Delivery.STOOD)
+        await self._sessions.delivered(session, Delivery.REFUSED if refused else Delivery.ACCEPTED)
         return refused
 
     async def _carry(self, row: SessionRow) -> str:
@@ -130,9 +130,9 @@ class OutcomeDelivery:
     async def _try_all(self) -> AfieldError | None:
         """The first error, if there was one; what was not reached then is tried the next time."""
         try:
-            left = [session_id for session_id in self._store.undelivered() if self._owns(session_id)]
-            for start in range(0, len(left), AT_ONCE):
-                batch = (self._bring_by_id(session_id) for session_id in left[start : start + AT_ONCE])
+            due = [session_id for session_id in self._store.undelivered() if self._owns(session_id)]
+            for start in range(0, len(due), AT_ONCE):
+                batch = (self._bring_by_id(session_id) for session_id in due[start : start + AT_ONCE])
                 for result in await asyncio.gather(*batch, return_exceptions=True):
                     if isinstance(result, BaseException):
                         raise result
@@ -156,13 +156,13 @@ def _waiting(row: SessionRow, record: OutcomeRecord) -> Waiting:
     return Waiting(rollout, Attempt(outcome.rollout_id, outcome.attempt))
 
 
-def _refused(session_id: str, why: str) -> ApiError:
-    told = f"the outcome of {session_id} does not count: {why}"
-    return ApiError(409, "outcome_refused", told, "it is kept apart; another attempt may be under way")
+def _refused(session_id: str, reason: str) -> ApiError:
+    message = f"the outcome of {session_id} does not count: {reason}"
+    return ApiError(409, "outcome_refused", message, "it is kept apart; another attempt may be under way")
 
 
 def _unavailable(session_id: str, error: AfieldError) -> ApiError:
-    told = f"the outcome of {session_id} is kept here, but not yet in the store: {error}"
-    refusal = ApiError(503, "store_unavailable", told, "ask again for whether it counts; it is not lost")
-    refusal.retry_after_s = 1.0
-    return refusal
+    message = f"the outcome of {session_id} is kept here, but not yet in the store: {error}"
+    api_error = ApiError(503, "store_unavailable", message, "ask again for whether it counts; it is not lost")
+    api_error.retry_after_s = 1.0
+    return api_error

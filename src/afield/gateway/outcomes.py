@@ -29,7 +29,7 @@ from afield.wire import OutcomeRecord
 NEEDED = ("input_id", "rollout_id", "attempt")
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class GatewayLimits(Struct, frozen=True, kw_only=True):
     """What a gateway takes from its clients at most."""
 
     request_bytes: int = MAX_BODY
@@ -47,7 +47,7 @@ class Limits(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"limit {name} = {getattr(self, name)} must be at least 1")
 
 
-USUAL = Limits()
+DEFAULT_LIMITS = GatewayLimits()
 
 
 class OutcomeBody(Struct):
@@ -68,10 +68,10 @@ class _Shape(Struct):
     outcome: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class Statement(Struct, frozen=True, kw_only=True):
+class OutcomeReport(Struct, frozen=True, kw_only=True):
     """Either shape, read. `said` is it as one spelling, so that a repetition can be told from another one."""
 
-    said: bytes
+    canonical: bytes
     reward: Any
     rewards: dict[str, float]
     turn_rewards: dict[str, float]
@@ -84,29 +84,34 @@ class Statement(Struct, frozen=True, kw_only=True):
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        named = [{"reward": value, "name": name} for name, value in self.rewards.items()]
-        of_turns = [{"reward": value, "turn": turn} for turn, value in self.turn_rewards.items()]
-        of_both = [
+        by_name = [{"reward": value, "name": name} for name, value in self.rewards.items()]
+        by_turn = [{"reward": value, "turn": turn} for turn, value in self.turn_rewards.items()]
+        by_name_and_turn = [
             {"reward": value, "name": name, "turn": turn}
             for name, turns in self.named_turn_rewards.items()
             for turn, value in turns.items()
         ]
-        return named + of_turns + of_both + ([{"reward": self.reward}] if self.reward is not None else [])
+        return (
+            by_name
+            + by_turn
+            + by_name_and_turn
+            + ([{"reward": self.reward}] if self.reward is not None else [])
+        )
 
     @property
-    def given(self) -> Any:
+    def any_reward(self) -> Any:
         """A reward that is in it, in whatever way; None if it gives none."""
         several = self.rewards or self.turn_rewards or self.named_turn_rewards
         return self.reward if self.reward is not None else several or None
 
 
-def read(body: bytes, row: SessionRow, *, verdict: bool) -> Statement:
+def read(body: bytes, row: SessionRow, *, verdict: bool) -> OutcomeReport:
     """Refused when it is malformed, or the outcome of another attempt. A verdict names its rollout: its
     verifier may be the second one, and is counted on its own."""
     if json_body(body, _Shape).outcome is msgspec.UNSET:
-        asked = json_body(body, OutcomeBody)
+        outcome_body = json_body(body, OutcomeBody)
         try:
-            return _short(asked, wire.encode(asked))
+            return _short(outcome_body, wire.encode(outcome_body))
         except WireError as error:
             raise bad_request(f"the outcome {error}") from error
     try:
@@ -118,31 +123,31 @@ def read(body: bytes, row: SessionRow, *, verdict: bool) -> Statement:
     return statement
 
 
-def _read_again(said: bytes | None) -> Statement | None:
-    if said is None:
+def _read_again(stored: bytes | None) -> OutcomeReport | None:
+    if stored is None:
         return None
-    if json_body(said, _Shape).outcome is msgspec.UNSET:
-        return _short(json_body(said, OutcomeBody), said)
-    return _whole(wire.decode(said, OutcomeRecord, "a stored outcome"), said)
+    if json_body(stored, _Shape).outcome is msgspec.UNSET:
+        return _short(json_body(stored, OutcomeBody), stored)
+    return _whole(wire.decode(stored, OutcomeRecord, "a stored outcome"), stored)
 
 
-def _short(asked: OutcomeBody, said: bytes) -> Statement:
-    return Statement(
-        said=said,
-        reward=asked.reward,
-        rewards=asked.rewards,
-        turn_rewards=asked.turn_rewards,
-        named_turn_rewards=asked.named_turn_rewards,
-        metrics=asked.metrics,
-        stop_reason=asked.stop_reason or asked.status,
-        artifacts=asked.artifacts,
+def _short(body: OutcomeBody, canonical: bytes) -> OutcomeReport:
+    return OutcomeReport(
+        canonical=canonical,
+        reward=body.reward,
+        rewards=body.rewards,
+        turn_rewards=body.turn_rewards,
+        named_turn_rewards=body.named_turn_rewards,
+        metrics=body.metrics,
+        stop_reason=body.stop_reason or body.status,
+        artifacts=body.artifacts,
     )
 
 
-def _whole(record: OutcomeRecord, said: bytes) -> Statement:
+def _whole(record: OutcomeRecord, canonical: bytes) -> OutcomeReport:
     outcome = record.outcome
-    return Statement(
-        said=said,
+    return OutcomeReport(
+        canonical=canonical,
         reward=outcome.reward,
         rewards=outcome.rewards,
         turn_rewards=outcome.turn_rewards,
@@ -156,27 +161,27 @@ def _whole(record: OutcomeRecord, said: bytes) -> Statement:
 
 def _check_addressee(record: OutcomeRecord, row: SessionRow, verdict: bool) -> None:
     spec, outcome = row.spec, record.outcome
-    told = {
+    ids = {
         "exp_id": (record.exp_id, spec.exp_id),
         "input_id": (record.input_id, spec.input_id),
         "group_id": (record.group_id, spec.group_id),
         "outcome.rollout_id": (outcome.rollout_id, spec.rollout_id),
     }
     if not verdict:
-        told |= {
+        ids |= {
             "session_id": (record.session_id, row.id),
             "outcome.attempt": (outcome.attempt, spec.attempt),
         }
-    for name, (given, ours) in told.items():
-        if ours is not None and given != ours:
-            message = f"{name} is {given!r}, but session {row.id} has {ours!r}"
+    for name, (actual, expected) in ids.items():
+        if expected is not None and actual != expected:
+            message = f"{name} is {actual!r}, but session {row.id} has {expected!r}"
             raise bad_request(message, "deliver each outcome with the key of its own session")
 
 
 # --- rewards -------------------------------------------------------------------------------------
 
 
-class Turns(Struct, frozen=True, kw_only=True):
+class TurnNames(Struct, frozen=True, kw_only=True):
     """The turns a reward may name: all ids, those answered in their order, and how many calls still run."""
 
     known: dict[str, None]  # for its order, and for looking up
@@ -189,8 +194,8 @@ class Turns(Struct, frozen=True, kw_only=True):
     def check(self, session_id: str, name: str) -> None:
         """The number of a call that has not ended yet is taken on trust: who collects looks again."""
         number = call_number(name)
-        coming = number is not None and number < len(self.answered) + self.running
-        if not coming and self.named(name) is None:
+        still_running = number is not None and number < len(self.answered) + self.running
+        if not still_running and self.named(name) is None:
             has = f"it has: {listed(list(self.known))}"
             numbered = f"; calls are numbered from 0 to {len(self.answered) - 1}" if self.answered else ""
             raise bad_request(
@@ -200,7 +205,10 @@ class Turns(Struct, frozen=True, kw_only=True):
 
 
 def with_rewards(
-    row: SessionRow, entries: Sequence[dict[str, Any]], turns: Turns, limits: Limits = USUAL
+    row: SessionRow,
+    entries: Sequence[dict[str, Any]],
+    turns: TurnNames,
+    limits: GatewayLimits = DEFAULT_LIMITS,
 ) -> tuple[dict[str, Any], ...]:
     """The row's rewards and these. The same again is fine; another value for the same thing is refused."""
 
@@ -208,58 +216,60 @@ def with_rewards(
         turn = reward.get("turn")
         return reward.get("name"), turn and (turns.named(turn) or turn)
 
-    known = {about(old): old["reward"] for old in row.rewards}
-    made: list[dict[str, Any]] = []
+    existing = {about(old): old["reward"] for old in row.rewards}
+    new_rewards: list[dict[str, Any]] = []
     for entry in entries:
         value = entry["reward"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise bad_request(f"reward {value!r} is not a finite number")
-        named = {key: entry[key] for key in ("name", "turn") if entry.get(key) is not None}
-        new = {"reward": float(value), **named}
-        if about(new) not in known:
-            made.append(new)
-            _check_new(row, new, len(row.rewards) + len(made), turns, limits)
-        elif known[about(new)] != new["reward"]:
-            raise conflict(f"session {row.id} already has reward {known[about(new)]}, not {new['reward']}")
-        known[about(new)] = new["reward"]
-    return (*row.rewards, *made)
+        subject = {key: entry[key] for key in ("name", "turn") if entry.get(key) is not None}
+        new = {"reward": float(value), **subject}
+        if about(new) not in existing:
+            new_rewards.append(new)
+            _check_new(row, new, len(row.rewards) + len(new_rewards), turns, limits)
+        elif existing[about(new)] != new["reward"]:
+            raise conflict(f"session {row.id} already has reward {existing[about(new)]}, not {new['reward']}")
+        existing[about(new)] = new["reward"]
+    return (*row.rewards, *new_rewards)
 
 
-def _check_new(row: SessionRow, new: dict[str, Any], count: int, turns: Turns, limits: Limits) -> None:
+def _check_new(
+    row: SessionRow, new: dict[str, Any], count: int, turns: TurnNames, limits: GatewayLimits
+) -> None:
     if row.phase == "finalized":
         raise conflict(f"session {row.id} is finalized", "rewards come before finalize")
     if count > limits.rewards:
-        told = f"session {row.id} has {limits.rewards} rewards, and takes no more"
-        more = "give fewer, or start the gateway with --max-rewards, or a run with --set max_rewards=N"
-        raise ApiError(429, "too_many_rewards", told, more)
+        message = f"session {row.id} has {limits.rewards} rewards, and takes no more"
+        hint = "give fewer, or start the gateway with --max-rewards, or a run with --set max_rewards=N"
+        raise ApiError(429, "too_many_rewards", message, hint)
     if "turn" in new:
         turns.check(row.id, new["turn"])
 
 
 def submission(row: SessionRow) -> wire.Submission | None:
     """What the agent handed in, for its verifier to see; None while it has said nothing."""
-    said = _read_again(row.outcome)
-    if said is None or _failure(row, said, None):
+    statement = _read_again(row.outcome)
+    if statement is None or _failure(row, statement, None):
         return None
-    artifacts = said.record.extra if said.record else said.artifacts
-    return wire.Submission(metrics=said.metrics, stop_reason=said.stop_reason, artifacts=artifacts)
+    artifacts = statement.record.extra if statement.record else statement.artifacts
+    return wire.Submission(metrics=statement.metrics, stop_reason=statement.stop_reason, artifacts=artifacts)
 
 
-def failed_verdict(row: SessionRow, statement: Statement) -> FailedVerdict | None:
+def failed_verdict(row: SessionRow, statement: OutcomeReport) -> FailedVerdict | None:
     """A verdict that is only noted, because another one may follow; None if it counts.
 
     What the policy did wrong is a verdict like any other.
     """
-    said = hashlib.blake2b(statement.said, digest_size=16).hexdigest()
-    if known := next((failed for failed in row.failed_verdicts if failed.said == said), None):
-        return known
+    digest = hashlib.blake2b(statement.canonical, digest_size=16).hexdigest()
+    if recorded := next((failed for failed in row.failed_verdicts if failed.digest == digest), None):
+        return recorded
     failure = statement.failure
     if failure is None and statement.reward is None and _main(row) is None:
         failure = UNREWARDED
     last = len(row.failed_verdicts) + 1 >= row.spec.verdicts
     if failure is None or failure.kind is FailureKind.POLICY or last:
         return None
-    return FailedVerdict(said, failure)
+    return FailedVerdict(digest, failure)
 
 
 def graded(row: SessionRow) -> bool:
@@ -306,26 +316,28 @@ def due(row: SessionRow) -> bool:
     return rewarded or not judged(row.spec) or _failure(row, _read_again(row.outcome), None) is not None
 
 
-def late(row: SessionRow, statement: Statement, turns: Turns, limits: Limits) -> SessionRow | None:
+def late(
+    row: SessionRow, statement: OutcomeReport, turns: TurnNames, limits: GatewayLimits
+) -> SessionRow | None:
     """The row as it would be had an outcome come before the session's record was taken; None if it did."""
     if row.phase != "finalized" or row.outcome is not None:
         return None
     rewards = with_rewards(structs.replace(row, phase="completed"), statement.entries, turns, limits)
-    made = structs.replace(row, outcome=statement.said, rewards=rewards)
-    return made if due(made) else None
+    completed_row = structs.replace(row, outcome=statement.canonical, rewards=rewards)
+    return completed_row if due(completed_row) else None
 
 
 def record_of(row: SessionRow) -> OutcomeRecord:
     """Of a row that is `due`."""
     spec = row.spec
-    agent, judge = _read_again(row.outcome), _read_again(row.verdict)
-    statements = [statement for statement in (agent, judge) if statement is not None]
+    agent, verifier = _read_again(row.outcome), _read_again(row.verdict)
+    statements = [statement for statement in (agent, verifier) if statement is not None]
     metrics = dict(row.metrics)
     for statement in statements:
         metrics |= statement.metrics
     assert spec.exp_id is not None and spec.input_id is not None
     assert spec.rollout_id is not None and spec.attempt is not None
-    reward, failure = _main(row), _failure(row, agent, judge)
+    reward, failure = _main(row), _failure(row, agent, verifier)
     if reward is None and failure is None:
         failure = UNREWARDED
     outcome = Outcome(
@@ -340,9 +352,9 @@ def record_of(row: SessionRow) -> OutcomeRecord:
         failure=failure,
         stop_reason=next((s.stop_reason for s in statements if s.stop_reason), ""),
     )
-    whole = next((s.record for s in statements if s.record is not None), None)
-    if whole is not None:
-        return structs.replace(whole, session_id=row.id, outcome=outcome)
+    record = next((s.record for s in statements if s.record is not None), None)
+    if record is not None:
+        return structs.replace(record, session_id=row.id, outcome=outcome)
     return OutcomeRecord(
         exp_id=spec.exp_id,
         input_id=spec.input_id,
@@ -351,17 +363,17 @@ def record_of(row: SessionRow) -> OutcomeRecord:
         outcome=outcome,
         extra={name: value for s in statements for name, value in s.artifacts.items()},
         started=row.created,
-        ended=row.settled,
+        ended=row.outcome_at,
     )
 
 
 def _of_both(row: SessionRow) -> dict[str, dict[str, float]]:
     """Rewards with a name and a turn: by name, then by turn."""
-    named: dict[str, dict[str, float]] = {}
+    by_name: dict[str, dict[str, float]] = {}
     for entry in row.rewards:
         if "name" in entry and "turn" in entry:
-            named.setdefault(entry["name"], {})[entry["turn"]] = entry["reward"]
-    return named
+            by_name.setdefault(entry["name"], {})[entry["turn"]] = entry["reward"]
+    return by_name
 
 
 def _main(row: SessionRow) -> float | None:
@@ -369,9 +381,9 @@ def _main(row: SessionRow) -> float | None:
     return next((e["reward"] for e in row.rewards if "name" not in e and "turn" not in e), None)
 
 
-def _failure(row: SessionRow, agent: Statement | None, judge: Statement | None) -> Failure | None:
-    if judge and judge.failure:
-        return judge.failure
+def _failure(row: SessionRow, agent: OutcomeReport | None, verifier: OutcomeReport | None) -> Failure | None:
+    if verifier and verifier.failure:
+        return verifier.failure
     failure = agent.failure if agent else None
     if failure and judged(row.spec) and (failure.kind, failure.reason) == NO_REWARD:
         return None  # it was not the agent's to give

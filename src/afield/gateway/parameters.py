@@ -17,13 +17,13 @@ from msgspec import Struct
 
 from afield.gateway.api_error import bad_request
 
-Fate = Literal["honoured", "overridden", "refused"]
+Handling = Literal["honoured", "overridden", "refused"]
 
 
-class Parameter(Struct, frozen=True):
+class RequestParameter(Struct, frozen=True):
     name: str
     """Dotted where it stands in an object: `stream_options.include_usage`."""
-    fate: Fate
+    handling: Handling
     effect: str
     """What it does here; of a refused one, what to do instead."""
     off: tuple[Any, ...] = ()
@@ -34,19 +34,19 @@ class Parameter(Struct, frozen=True):
     """Whether an empty object asks for it."""
 
 
-Entries = list[Parameter]
+Entries = list[RequestParameter]
 
 
 def honoured(effect: str, *names: str) -> Entries:
-    return [Parameter(name, "honoured", effect) for name in names]
+    return [RequestParameter(name, "honoured", effect) for name in names]
 
 
 def overridden(effect: str, *names: str) -> Entries:
-    return [Parameter(name, "overridden", effect) for name in names]
+    return [RequestParameter(name, "overridden", effect) for name in names]
 
 
 def refused(remedy: str, names: Mapping[str, tuple[Any, ...]]) -> Entries:
-    return [Parameter(name, "refused", remedy, off) for name, off in names.items()]
+    return [RequestParameter(name, "refused", remedy, off) for name, off in names.items()]
 
 
 # --- what several dialects share -----------------------------------------------------------------
@@ -222,9 +222,9 @@ CHAT = [
     *refused(ONE_EACH, {"n": (1,)}),
     *refused("send them as tools, with tool_choice", {"functions": (), "function_call": ("auto", "none")}),
     *refused(NO_AUDIO, {"modalities": (["text"],), "audio": ()}),
-    Parameter("verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
+    RequestParameter("verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
     *refused("leave it out; nothing is moderated here", {"moderation": ()}),
-    Parameter("web_search_options", "refused", "offer a tool of your own that searches", bare=True),
+    RequestParameter("web_search_options", "refused", "offer a tool of your own that searches", bare=True),
     *VLLM_SAMPLING,
     *VLLM_SERVING,
     *VLLM_STEPS,
@@ -316,7 +316,7 @@ RESPONSES = [
             "reasoning.mode": ("standard",),
         },
     ),
-    Parameter("text.verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
+    RequestParameter("text.verbosity", "overridden", VERBOSITY, ("medium",), unread=True),
     *refused("wait for the answer, or stream it", {"background": (False,)}),
     *refused("send the items, or previous_response_id", {"conversation": ()}),
     *refused("send the text of the template as input", {"prompt": ()}),
@@ -505,13 +505,13 @@ GEMINI = [
 ]
 
 
-def _table(entries: Entries) -> dict[str, Parameter]:
+def _table(entries: Entries) -> dict[str, RequestParameter]:
     table = {entry.name: entry for entry in entries}
     assert len(table) == len(entries), "a parameter is listed twice"
     return table
 
 
-TABLE: Mapping[str, Mapping[str, Parameter]] = {
+TABLE: Mapping[str, Mapping[str, RequestParameter]] = {
     "chat": _table(CHAT),
     "completions": _table(COMPLETIONS),
     "responses": _table(RESPONSES),
@@ -527,9 +527,9 @@ def unsupported(name: str, message: str, remedy: str, *, ignore: bool) -> tuple[
     """The tag of a parameter that the session lets be ignored; otherwise the request is refused."""
     if ignore:
         return (f"ignored:{name}",)
-    refusal = bad_request(message, f"{remedy}, {IGNORE}")
-    refusal.parameter = name
-    raise refusal
+    error = bad_request(message, f"{remedy}, {IGNORE}")
+    error.parameter = name
+    raise error
 
 
 def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ...]:
@@ -541,17 +541,17 @@ def check(dialect: str, name: str, value: Any, *, ignore: bool) -> tuple[str, ..
         )
     if (value in NOTHING and not (entry.bare and value == {})) or value in entry.off:
         return ()
-    if entry.fate != "refused":
+    if entry.handling != "refused":
         return (f"overridden:{name}",) if entry.unread else ()
     return unsupported(name, f"{name}={_shown(value)} is not supported", entry.effect, ignore=ignore)
 
 
-def check_within(dialect: str, name: str, given: Mapping[str, Any], *, ignore: bool) -> tuple[str, ...]:
+def check_within(dialect: str, name: str, values: Mapping[str, Any], *, ignore: bool) -> tuple[str, ...]:
     """The same for what stands in an object."""
-    if _supported(dialect, name, tuple(given)):
+    if _supported(dialect, name, tuple(values)):
         return ()
     tags: list[str] = []
-    for key, value in given.items():
+    for key, value in values.items():
         tags += check(dialect, f"{name}.{key}", value, ignore=ignore)
     return tuple(tags)
 
@@ -559,7 +559,7 @@ def check_within(dialect: str, name: str, given: Mapping[str, Any], *, ignore: b
 @lru_cache(maxsize=256)
 def _supported(dialect: str, name: str, keys: tuple[str, ...]) -> bool:
     entries = [TABLE[dialect].get(f"{name}.{key}") for key in keys]
-    return all(entry is not None and entry.fate != "refused" and not entry.unread for entry in entries)
+    return all(entry is not None and entry.handling != "refused" and not entry.unread for entry in entries)
 
 
 def _shown(value: Any) -> str:

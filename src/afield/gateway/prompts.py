@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 from afield.chat import ChatTokenizer, Tool
 from afield.gateway.api_error import ApiError, bad_request, context_exceeded
 from afield.gateway.model_request import ModelRequest
-from afield.gateway.request_cache import Recall
+from afield.gateway.request_cache import ConversationCache
 from afield.gateway.sessions import Session
 from afield.turn_tree import TurnTree, chain
 from afield.types import Link, Message, Turn, TurnStatus
@@ -50,7 +50,7 @@ class Match(Struct, frozen=True, kw_only=True):
         return self.messages[self.depth :]
 
     @property
-    def asked(self) -> str:
+    def request_digest(self) -> str:
         return self.digests[-1]
 
 
@@ -64,7 +64,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     base_ids: tuple[int, ...] = ()
     sent_ids: tuple[int, ...] = ()
     new: tuple[Message, ...]
-    asked: str
+    request_digest: str
     tools_digest: str
     tier: str
     links: tuple[Link, ...] = ()
@@ -72,10 +72,10 @@ class Prompt(Struct, frozen=True, kw_only=True):
     """The rules by which the new messages were changed to suit the template."""
 
 
-class Clues(Struct, frozen=True, kw_only=True):
+class MatchContext(Struct, frozen=True, kw_only=True):
     """What a session knows that tells turns with the same words apart."""
 
-    recall: Recall
+    cache: ConversationCache
     missed: frozenset[str] = frozenset()
     """Turns whose client never got their end: nothing continues one of them by chance."""
     again: frozenset[str] = frozenset()
@@ -84,32 +84,36 @@ class Clues(Struct, frozen=True, kw_only=True):
     """The client's own name for the conversation that a turn was asked in."""
 
 
-def find_parent(forest: TurnTree, tokens: ChatTokenizer, request: ModelRequest, clues: Clues) -> Match:
-    spot = _locate(forest, tokens, request, None, clues)
-    if len(rest := _without_empty(spot.new)) < len(spot.new):
+def find_parent(
+    tree: TurnTree, tokenizer: ChatTokenizer, request: ModelRequest, context: MatchContext
+) -> Match:
+    match = _match(tree, tokenizer, request, None, context)
+    if len(rest := _without_empty(match.new)) < len(match.new):
         # Some clients put an empty turn that nobody sampled before the one that was. Where leaving it out
         # leads to no other turn, it was said.
-        said = _without_empty(spot.messages)
-        without = _locate(forest, tokens, request, said, clues) if said else spot
-        return without if len(without.new) < len(rest) else spot
-    return spot
+        messages = _without_empty(match.messages)
+        without = _match(tree, tokenizer, request, messages, context) if messages else match
+        return without if len(without.new) < len(rest) else match
+    return match
 
 
-def _locate(
-    forest: TurnTree,
-    tokens: ChatTokenizer,
+def _match(
+    tree: TurnTree,
+    tokenizer: ChatTokenizer,
     request: ModelRequest,
     messages: tuple[Message, ...] | None,
-    clues: Clues,
+    context: MatchContext,
 ) -> Match:
-    root, tools_digest = _heads.of(tokens, request.tools)
+    root, tools_digest = _heads.of(tokenizer, request.tools)
     if messages is None:
-        messages, digests = clues.recall.read(forest, root, request.messages)
+        messages, digests = context.cache.read(tree, root, request.messages)
     else:
         digests = chain(root, messages)
-    named = hints(forest, request, messages)
-    apart = _apart(request.thread, clues)
-    depth, parent = forest.find(digests, named, clues.missed, messages, apart, clues.again) or (0, None)
+    named_turns = hints(tree, request, messages)
+    other_thread = _apart(request.thread, context)
+    depth, parent = tree.find(
+        digests, named_turns, context.missed, messages, other_thread, context.again
+    ) or (0, None)
     return Match(
         root=root,
         messages=messages,
@@ -120,8 +124,8 @@ def _locate(
     )
 
 
-def _apart(thread: str, clues: Clues) -> Callable[[str], bool]:
-    return lambda turn_id: clues.thread_of(turn_id) != thread
+def _apart(thread: str, context: MatchContext) -> Callable[[str], bool]:
+    return lambda turn_id: context.thread_of(turn_id) != thread
 
 
 def _without_empty(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -141,24 +145,24 @@ class _Heads:
             OrderedDict()
         )
 
-    def of(self, tokens: ChatTokenizer, tools: Sequence[Tool]) -> tuple[str, str]:
-        key = (id(tokens), id(tools))  # both are held below, so an id is not used again
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = (tokens, tools, tokens.root_key(tools), digest_of(tools))
+    def of(self, tokenizer: ChatTokenizer, tools: Sequence[Tool]) -> tuple[str, str]:
+        key = (id(tokenizer), id(tools))  # both are held below, so an id is not used again
+        if (cached := self._known.get(key)) is None:
+            cached = self._known[key] = (tokenizer, tools, tokenizer.root_key(tools), digest_of(tools))
             if len(self._known) > self._size:
                 self._known.popitem(last=False)
-        return known[2:]
+        return cached[2:]
 
 
 _heads = _Heads(256)
 
 
-def hints(forest: TurnTree, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
+def hints(tree: TurnTree, request: ModelRequest, messages: Sequence[Message]) -> Iterator[str]:
     """Turns the client names: by the marks it echoed, and by the ids of their tool calls."""
-    yield from (hint for hint in request.hints if hint in forest)
+    yield from (hint for hint in request.hints if hint in tree)
     for message in messages:
         for call_id in (*(call.id for call in message.tool_calls), message.tool_call_id):
-            if call_id and (turn := forest.caller(call_id)):
+            if call_id and (turn := tree.caller(call_id)):
                 yield turn.id
 
 
@@ -171,35 +175,35 @@ class Rendered(Struct, frozen=True):
     """The rules by which the new messages were changed to suit the template."""
 
 
-def render(tokens: ChatTokenizer, spot: Match, tools: Sequence[Tool]) -> Rendered:
+def render(tokenizer: ChatTokenizer, match: Match, tools: Sequence[Tool]) -> Rendered:
     """The cost is that of the new messages, unless they need T3 or T4. Touches nothing that changes, so
     that it may run in a thread."""
-    if spot.parent is not None and spot.new:
-        followed = _follow(tokens, spot, tools)
+    if match.parent is not None and match.new:
+        followed = _follow(tokenizer, match, tools)
         if followed is not None:
             tier, delta = followed
-            return Rendered(tier, tuple(delta), tokens.rules_applied(spot.new))
-    ids, rules = tokens.render_by_rules(spot.messages, tools)
+            return Rendered(tier, tuple(delta), tokenizer.rules_applied(match.new))
+    ids, rules = tokenizer.render_by_rules(match.messages, tools)
     return Rendered("full", tuple(ids), rules)
 
 
-def build_prompt(forest: TurnTree, spot: Match, rendered: Rendered, request: ModelRequest) -> Prompt:
-    links = _links(forest, spot, request)
+def build_prompt(tree: TurnTree, match: Match, rendered: Rendered, request: ModelRequest) -> Prompt:
+    links = _links(tree, match, request)
     if rendered.tier == "full":
-        if spot.parent is not None and not links:
-            links = (Link("fork", spot.parent.id),)
-        return _place(spot, None, rendered, rendered.ids, spot.messages, links)
-    assert spot.parent is not None
-    parent = spot.parent.id
-    prompt = forest.ids(parent, rendered.ids)
-    made = _place(spot, parent, rendered, prompt, spot.new, links)
-    if request.images or forest.pictured:
-        return structs.replace(made, sent_ids=(*forest.sent(parent), *rendered.ids))
-    return structs.replace(made, base_ids=forest.kept(parent))
+        if match.parent is not None and not links:
+            links = (Link("fork", match.parent.id),)
+        return _prompt(match, None, rendered, rendered.ids, match.messages, links)
+    assert match.parent is not None
+    parent = match.parent.id
+    prompt_ids = tree.ids(parent, rendered.ids)
+    built = _prompt(match, parent, rendered, prompt_ids, match.new, links)
+    if request.images or tree.pictured:
+        return structs.replace(built, sent_ids=(*tree.sent(parent), *rendered.ids))
+    return structs.replace(built, base_ids=tree.kept(parent))
 
 
-def _place(
-    spot: Match,
+def _prompt(
+    match: Match,
     parent: str | None,
     rendered: Rendered,
     prompt: tuple[int, ...],
@@ -207,115 +211,115 @@ def _place(
     links: tuple[Link, ...],
 ) -> Prompt:
     return Prompt(
-        root=spot.root,
+        root=match.root,
         parent=parent,
         delta_ids=rendered.ids,
         prompt_ids=prompt,
         new=new,
-        asked=spot.asked,
-        tools_digest=spot.tools_digest,
+        request_digest=match.request_digest,
+        tools_digest=match.tools_digest,
         tier=rendered.tier,
         links=links,
         rules=rendered.rules,
     )
 
 
-def _follow(tokens: ChatTokenizer, spot: Match, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
+def _follow(tokenizer: ChatTokenizer, match: Match, tools: Sequence[Tool]) -> tuple[str, list[int]] | None:
     """The ids of the new messages behind the parent's turn, and the tier that gave them."""
-    assert spot.parent is not None
-    sampled = spot.parent.token_ids
-    truncated = not sampled or sampled[-1] not in tokens.turn_ends
-    if all(message.role != "assistant" for message in spot.new):
+    assert match.parent is not None
+    sampled = match.parent.token_ids
+    truncated = not sampled or sampled[-1] not in tokenizer.turn_ends
+    if all(message.role != "assistant" for message in match.new):
         stop = None if truncated else sampled[-1]
-        new = _named(spot) if tokens.certificate.named else spot.new
-        appended = tokens.append(new, truncated=truncated, tools=tools, stop=stop)
+        new = _named(match) if tokenizer.certificate.named else match.new
+        appended = tokenizer.append(new, truncated=truncated, tools=tools, stop=stop)
         if appended is not None:
             return appended
-    history = spot.messages[: spot.depth]
-    spliced = tokens.splice(history, spot.new, truncated=truncated, tools=tools)
+    history = match.messages[: match.depth]
+    spliced = tokenizer.splice(history, match.new, truncated=truncated, tools=tools)
     return ("splice", spliced) if spliced is not None else None
 
 
-def _named(spot: Match) -> list[Message]:
+def _named(match: Match) -> list[Message]:
     """Results with the names of the tools they come from, for templates that want them."""
-    names = {call.id: call.name for message in spot.messages for call in message.tool_calls}
+    names = {call.id: call.name for message in match.messages for call in message.tool_calls}
     return [
         structs.replace(message, name=message.name or names.get(message.tool_call_id, ""))
         if message.role == "tool"
         else message
-        for message in spot.new
+        for message in match.new
     ]
 
 
 # --- links ---------------------------------------------------------------------------------------
 
 
-def _links(forest: TurnTree, spot: Match, request: ModelRequest) -> tuple[Link, ...]:
-    if not len(forest):
+def _links(tree: TurnTree, match: Match, request: ModelRequest) -> tuple[Link, ...]:
+    if not len(tree):
         return ()
-    if gone := [t for t in forest.asked(spot.asked) if t.status is TurnStatus.ABORTED]:
-        return (Link("retry", gone[-1].id),)
-    if edited := _edited(forest, spot):
+    if aborted := [t for t in tree.asked(match.request_digest) if t.status is TurnStatus.ABORTED]:
+        return (Link("retry", aborted[-1].id),)
+    if edited := _edited(tree, match):
         return (Link("edit", edited.id),)
-    if spot.parent is not None:
-        return (Link("fork", spot.parent.id),) if forest.has_children(spot.parent.id) else ()
-    if summary := _compacted(forest, spot):
+    if match.parent is not None:
+        return (Link("fork", match.parent.id),) if tree.has_children(match.parent.id) else ()
+    if summary := _compacted(tree, match):
         return (Link("compaction", summary.id),)
-    if repeated := _repeated(forest, spot):
+    if repeated := _repeated(tree, match):
         return (Link("fork", repeated.id),)
-    caller = _waiting(forest, spot)
-    if caller is not None and (request.thread or _other_head(forest, spot)):
+    caller = _waiting(tree, match)
+    if caller is not None and (request.thread or _other_head(tree, match)):
         return (Link("sub-agent", caller.id),)
     return ()
 
 
-def _edited(forest: TurnTree, spot: Match) -> Turn | None:
+def _edited(tree: TurnTree, match: Match) -> Turn | None:
     """The turn whose place an assistant message takes that nobody sampled."""
-    for at in range(len(spot.messages) - 1, max(spot.depth, 1) - 1, -1):
-        if spot.messages[at].role == "assistant":
-            answered = [t for t in forest.asked(spot.digests[at - 1]) if t.status is TurnStatus.COMMITTED]
+    for index in range(len(match.messages) - 1, max(match.depth, 1) - 1, -1):
+        if match.messages[index].role == "assistant":
+            answered = [t for t in tree.asked(match.digests[index - 1]) if t.status is TurnStatus.COMMITTED]
             if answered:
                 return answered[-1]
     return None
 
 
-def _compacted(forest: TurnTree, spot: Match) -> Turn | None:
+def _compacted(tree: TurnTree, match: Match) -> Turn | None:
     """The turn whose reply, usually a summary, somebody else's message quotes."""
-    texts = [message.content for message in spot.messages if message.role in ("user", "tool", "developer")]
-    return next((turn for turn, said in _replies(forest) if any(said in text for text in texts)), None)
+    texts = [message.content for message in match.messages if message.role in ("user", "tool", "developer")]
+    return next((turn for turn, reply in _replies(tree) if any(reply in text for text in texts)), None)
 
 
-def _repeated(forest: TurnTree, spot: Match) -> Turn | None:
+def _repeated(tree: TurnTree, match: Match) -> Turn | None:
     """The turn whose reply stands in a conversation under another head: other tools, another beginning."""
-    texts = {message.content.strip() for message in spot.messages if message.role == "assistant"}
-    return next((turn for turn, said in _replies(forest) if said in texts), None)
+    texts = {message.content.strip() for message in match.messages if message.role == "assistant"}
+    return next((turn for turn, reply in _replies(tree) if reply in texts), None)
 
 
-def _replies(forest: TurnTree) -> Iterator[tuple[Turn, str]]:
+def _replies(tree: TurnTree) -> Iterator[tuple[Turn, str]]:
     """The latest ones that are long enough to be known again."""
-    for turn in forest.latest(_LATEST):
+    for turn in tree.latest(_LATEST):
         if turn.status is TurnStatus.COMMITTED and turn.messages:
-            said = turn.messages[-1].content.strip()
-            if len(said) >= _QUOTED:
-                yield turn, said
+            reply = turn.messages[-1].content.strip()
+            if len(reply) >= _QUOTED:
+                yield turn, reply
 
 
-def _waiting(forest: TurnTree, spot: Match) -> Turn | None:
+def _waiting(tree: TurnTree, match: Match) -> Turn | None:
     """The latest turn whose tool calls have had no results yet: a sub-agent runs inside one of them."""
-    answered = {message.tool_call_id for message in spot.messages}
-    for turn in forest.latest(_LATEST):
+    answered = {message.tool_call_id for message in match.messages}
+    for turn in tree.latest(_LATEST):
         if turn.messages and answered & {call.id for call in turn.messages[-1].tool_calls}:
             continue
         committed = turn.status is TurnStatus.COMMITTED and turn.messages
-        if committed and turn.messages[-1].tool_calls and not forest.has_children(turn.id):
+        if committed and turn.messages[-1].tool_calls and not tree.has_children(turn.id):
             return turn
     return None
 
 
-def _other_head(forest: TurnTree, spot: Match) -> bool:
+def _other_head(tree: TurnTree, match: Match) -> bool:
     """Whether tools or system message are other than those of every conversation so far."""
-    head = _system(spot.messages)
-    return all(turn.root != spot.root or _system(turn.messages) != head for turn in forest.roots)
+    head = _system(match.messages)
+    return all(turn.root != match.root or _system(turn.messages) != head for turn in tree.roots)
 
 
 def _system(messages: Sequence[Message]) -> str:
@@ -333,60 +337,62 @@ class RawMatch(Struct, frozen=True):
     rest: str | tuple[int, ...]
 
 
-def find_raw_parent(forest: TurnTree, tokens: ChatTokenizer, prompt: str | tuple[int, ...]) -> RawMatch:
-    root = hashlib.blake2b(f"{RAW}/{tokens.root_key(())}".encode(), digest_size=16).hexdigest()
-    turns = [t for t in forest.turns if t.root == root and t.status is TurnStatus.COMMITTED]
-    turns.sort(key=lambda turn: forest.length(turn.id), reverse=True)
+def find_raw_parent(tree: TurnTree, tokenizer: ChatTokenizer, prompt: str | tuple[int, ...]) -> RawMatch:
+    root = hashlib.blake2b(f"{RAW}/{tokenizer.root_key(())}".encode(), digest_size=16).hexdigest()
+    turns = [t for t in tree.turns if t.root == root and t.status is TurnStatus.COMMITTED]
+    turns.sort(key=lambda turn: tree.length(turn.id), reverse=True)
     for turn in turns:
-        known = forest.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(forest, tokens, turn)
-        if len(known) < len(prompt) and prompt[: len(known)] == known:
-            rest = prompt[len(known) :]
-            if isinstance(rest, tuple) or _spells_the_end(tokens, turn, rest):
+        turn_prompt = tree.ids(turn.id) if isinstance(prompt, tuple) else _raw_text(tree, tokenizer, turn)
+        if len(turn_prompt) < len(prompt) and prompt[: len(turn_prompt)] == turn_prompt:
+            rest = prompt[len(turn_prompt) :]
+            if isinstance(rest, tuple) or _spells_the_end(tokenizer, turn, rest):
                 return RawMatch(root, turn, rest)
     return RawMatch(root, None, prompt)
 
 
-def _spells_the_end(tokens: ChatTokenizer, turn: Turn, rest: str) -> bool:
+def _spells_the_end(tokenizer: ChatTokenizer, turn: Turn, rest: str) -> bool:
     """Whether a text goes on behind all that a turn sampled. Clients are not shown how a turn ended: a prompt
     that does not spell its end has none, and is another one than that which the turn belongs to."""
     last = turn.token_ids[-1:]
-    return not last or last[0] not in tokens.stop_ids or rest.startswith(tokens.decode(last))
+    return not last or last[0] not in tokenizer.stop_ids or rest.startswith(tokenizer.decode(last))
 
 
-def render_raw(tokens: ChatTokenizer, spot: RawMatch) -> tuple[str, tuple[int, ...]]:
+def render_raw(tokenizer: ChatTokenizer, match: RawMatch) -> tuple[str, tuple[int, ...]]:
     """What is new, as text and as ids."""
-    if isinstance(spot.rest, str):
-        ids = tuple(tokens.encode_raw(spot.rest))
+    if isinstance(match.rest, str):
+        ids = tuple(tokenizer.encode_raw(match.rest))
         # A prompt that spells the end of the turn before it means the one that was sampled.
-        last = spot.parent.token_ids[-1:] if spot.parent else ()
-        spelled = bool(last) and last[0] in tokens.stop_ids and ids[:1] == last
-        return spot.rest, ids[1:] if spelled else ids
-    return tokens.decode(spot.rest), spot.rest
+        last = match.parent.token_ids[-1:] if match.parent else ()
+        spelled = bool(last) and last[0] in tokenizer.stop_ids and ids[:1] == last
+        return match.rest, ids[1:] if spelled else ids
+    return tokenizer.decode(match.rest), match.rest
 
 
-def build_raw_prompt(forest: TurnTree, spot: RawMatch, text: str, delta: tuple[int, ...]) -> Prompt:
-    whole = forest.ids(spot.parent.id, delta) if spot.parent else delta
+def build_raw_prompt(tree: TurnTree, match: RawMatch, text: str, delta: tuple[int, ...]) -> Prompt:
+    prompt_ids = tree.ids(match.parent.id, delta) if match.parent else delta
     return Prompt(
-        root=spot.root,
-        parent=spot.parent.id if spot.parent else None,
+        root=match.root,
+        parent=match.parent.id if match.parent else None,
         delta_ids=delta,
-        prompt_ids=whole,
+        prompt_ids=prompt_ids,
         new=(Message(role="user", content=text),),
-        asked=hashlib.blake2b(array("q", whole).tobytes(), digest_size=16, key=RAW.encode()).hexdigest(),
+        request_digest=hashlib.blake2b(
+            array("q", prompt_ids).tobytes(), digest_size=16, key=RAW.encode()
+        ).hexdigest(),
         tools_digest="",
         tier=RAW,
     )
 
 
-def _raw_text(forest: TurnTree, tokens: ChatTokenizer, turn: Turn) -> str:
-    path = forest.path(turn.id)
-    return "".join(t.messages[0].content + _text_of(tokens, t.token_ids) for t in path)
+def _raw_text(tree: TurnTree, tokenizer: ChatTokenizer, turn: Turn) -> str:
+    path = tree.path(turn.id)
+    return "".join(t.messages[0].content + _text_of(tokenizer, t.token_ids) for t in path)
 
 
 @lru_cache(maxsize=4096)
-def _text_of(tokens: ChatTokenizer, ids: tuple[int, ...]) -> str:
+def _text_of(tokenizer: ChatTokenizer, ids: tuple[int, ...]) -> str:
     """All that a reply says, also what a stop string kept from its client."""
-    parser = tokens.plain_parser()
+    parser = tokenizer.plain_parser()
     parser.feed(ids)
     parser.finish()
     return parser.reply.content
@@ -405,40 +411,42 @@ R = TypeVar("R")
 
 
 async def build_limited_prompt(
-    session: Session, tokens: ChatTokenizer, request: ModelRequest, most: int
+    session: Session, tokenizer: ChatTokenizer, request: ModelRequest, max_context: int
 ) -> Prompt:
-    """`most` is how long a conversation the engine takes."""
-    forest = session.forest
+    """`max_context` is how long a conversation the engine takes."""
+    tree = session.tree
     try:
         if request.prompt is not None:
-            raw = find_raw_parent(forest, tokens, request.prompt)
+            raw = find_raw_parent(tree, tokenizer, request.prompt)
             if isinstance(raw.rest, str):
-                _check_size(_context(session, most), tokens, len(raw.rest))
-            text, delta = await off_loop(len(raw.rest), render_raw, tokens, raw)
-            return build_raw_prompt(forest, raw, text, delta)
+                _check_size(_context(session, max_context), tokenizer, len(raw.rest))
+            text, delta = await off_loop(len(raw.rest), render_raw, tokenizer, raw)
+            return build_raw_prompt(tree, raw, text, delta)
         if request.after is not None:
             request = _with_history(session, request)
         missed = frozenset(session.undelivered)
-        again = missed | session.unsure | session.keyed(request.idempotency_key)
-        clues = Clues(recall=session.recall, missed=missed, again=again, thread_of=session.thread_of)
-        spot = find_parent(forest, tokens, request, clues)
-        size = sum(map(_size, spot.new if spot.parent else spot.messages))
-        if not spot.parent:
+        repeatable = missed | session.maybe_undelivered | session.keyed(request.idempotency_key)
+        context = MatchContext(
+            cache=session.conversation_cache, missed=missed, again=repeatable, thread_of=session.thread_of
+        )
+        match = find_parent(tree, tokenizer, request, context)
+        size = sum(map(_size, match.new if match.parent else match.messages))
+        if not match.parent:
             size += sum(len(msgspec.json.encode(tool.raw)) for tool in request.tools)
-        _check_size(_context(session, most), tokens, size)
-        rendered = await off_loop(size, render, tokens, spot, request.tools)
-        return build_prompt(forest, spot, rendered, request)
+        _check_size(_context(session, max_context), tokenizer, size)
+        rendered = await off_loop(size, render, tokenizer, match, request.tools)
+        return build_prompt(tree, match, rendered, request)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the chat template refuses these messages: {error}") from error
 
 
-def limit(session: Session, request: ModelRequest, place: Prompt, most: int) -> int:
+def token_limit(session: Session, request: ModelRequest, prompt: Prompt, max_context: int) -> int:
     """How many tokens the call may sample: what context, session and client allow."""
     spec = session.row.spec
-    context = _context(session, most)
-    room = context - len(place.prompt_ids)
+    context = _context(session, max_context)
+    room = context - len(prompt.prompt_ids)
     if room < 1:
-        raise context_exceeded(len(place.prompt_ids), context)
+        raise context_exceeded(len(prompt.prompt_ids), context)
     bounds = (room, request.max_tokens, spec.sampling.max_tokens)
     return min(bound for bound in bounds if bound is not None)
 
@@ -453,11 +461,11 @@ async def off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.k
 def _with_history(session: Session, request: ModelRequest) -> ModelRequest:
     """The conversation a client left to us to remember."""
     after = request.after
-    turn = session.forest[after] if after is not None and after in session.forest else None
+    turn = session.tree[after] if after is not None and after in session.tree else None
     if turn is None or turn.status is not TurnStatus.COMMITTED or after in session.row.deleted_responses:
         name = f"previous response of turn {after!r}"
         raise ApiError(400, "previous_response_not_found", f"{name} is not of this session")
-    history = [m for step in session.forest.path(turn.id) for m in step.messages]
+    history = [m for step in session.tree.path(turn.id) for m in step.messages]
     new = request.messages
     if new and new[0].role == "system":  # instructions are not inherited
         history = [m for m in history[:1] if m.role != "system"] + history[1:]
@@ -465,13 +473,13 @@ def _with_history(session: Session, request: ModelRequest) -> ModelRequest:
     return structs.replace(request, messages=(*history, *new), hints=request.hints | {turn.id})
 
 
-def _context(session: Session, most: int) -> int:
-    return min(most, session.row.spec.budget.context or most)
+def _context(session: Session, max_context: int) -> int:
+    return min(max_context, session.row.spec.budget.context or max_context)
 
 
-def _check_size(context: int, tokens: ChatTokenizer, characters: int) -> None:
+def _check_size(context: int, tokenizer: ChatTokenizer, characters: int) -> None:
     """A text that cannot fit is not tokenised to find that out."""
-    at_least = characters // tokens.longest_token
+    at_least = characters // tokenizer.longest_token
     if at_least > context:
         raise context_exceeded(at_least, context)
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 
 from afield.errors import AfieldError
-from afield.gateway.workers import Worker
+from afield.gateway.workers import EngineWorker
 from afield.interfaces import Queueing
 
 
-class _Place:
+class _SessionWait:
     __slots__ = ("since", "total", "until", "waiting")
 
     def __init__(self) -> None:
@@ -35,37 +35,37 @@ class _Place:
 class QueueTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._places: dict[str, _Place] = {}
+        self._sessions: dict[str, _SessionWait] = {}
 
     def enter(self, session_id: str, call: Hashable) -> None:
         """Repeating is harmless, as is leaving twice."""
-        place = self._places.setdefault(session_id, _Place())
-        if not place.waiting:
-            place.since = self._clock()
-        place.waiting.add(call)
+        wait = self._sessions.setdefault(session_id, _SessionWait())
+        if not wait.waiting:
+            wait.since = self._clock()
+        wait.waiting.add(call)
 
     def leave(self, session_id: str, call: Hashable) -> None:
-        place = self._places.get(session_id)
-        if place is None or call not in place.waiting:
+        wait = self._sessions.get(session_id)
+        if wait is None or call not in wait.waiting:
             return
-        place.waiting.discard(call)
-        if not place.waiting:
-            place.count(place.since, self._clock())
+        wait.waiting.discard(call)
+        if not wait.waiting:
+            wait.count(wait.since, self._clock())
 
-    def stood(self, session_id: str, start: float, end: float) -> None:
+    def add(self, session_id: str, start: float, end: float) -> None:
         """A wait that is known only when it is over."""
         if end > start:
-            self._places.setdefault(session_id, _Place()).count(start, end)
+            self._sessions.setdefault(session_id, _SessionWait()).count(start, end)
 
     def waited_s(self, session_id: str) -> float:
-        place = self._places.get(session_id)
-        if place is None:
+        wait = self._sessions.get(session_id)
+        if wait is None:
             return 0.0
-        now = max(0.0, self._clock() - max(place.since, place.until)) if place.waiting else 0.0
-        return place.total + now
+        now = max(0.0, self._clock() - max(wait.since, wait.until)) if wait.waiting else 0.0
+        return wait.total + now
 
     def forget(self, session_id: str) -> None:
-        self._places.pop(session_id, None)
+        self._sessions.pop(session_id, None)
 
 
 log = logging.getLogger("afield.gateway")
@@ -76,8 +76,8 @@ ANSWER_S = 5.0
 class QueueWatch:
     """`run` goes on until it is cancelled; `look` is one look at all workers."""
 
-    def __init__(self, line: QueueTime, workers: Callable[[], Iterable[Worker]]) -> None:
-        self._line = line
+    def __init__(self, queue_time: QueueTime, workers: Callable[[], Iterable[EngineWorker]]) -> None:
+        self._line = queue_time
         self._workers = workers
 
     async def run(self) -> None:
@@ -88,19 +88,19 @@ class QueueWatch:
     async def look(self, after_s: float = LOOK_S) -> None:
         now = time.monotonic()
         for worker in list(self._workers()):
-            silent = [f for f in worker.flights if f.silent and not f.streams]
-            if worker.frozen or not any(now - flight.boarded >= after_s for flight in silent):
+            silent = [f for f in worker.running_calls if f.silent and not f.streams]
+            if worker.frozen or not any(now - call.started_at >= after_s for call in silent):
                 continue
             waiting = await self._waiting(worker)
             if waiting is None:
                 continue
-            silent = sorted((f for f in silent if f.silent), key=lambda flight: -flight.boarded)
-            for flight in silent[:waiting]:
-                self._line.enter(flight.session_id, flight)
-            for flight in silent[waiting:]:
-                self._line.leave(flight.session_id, flight)
+            silent = sorted((f for f in silent if f.silent), key=lambda call: -call.started_at)
+            for call in silent[:waiting]:
+                self._line.enter(call.session_id, call)
+            for call in silent[waiting:]:
+                self._line.leave(call.session_id, call)
 
-    async def _waiting(self, worker: Worker) -> int | None:
+    async def _waiting(self, worker: EngineWorker) -> int | None:
         if not isinstance(worker.engine, Queueing):
             return None
         try:

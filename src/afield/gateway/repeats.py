@@ -26,21 +26,21 @@ RETRY = "retry"  # tag of a turn whose client said that it asks again
 
 
 def excluded(
-    forest: TurnTree, policy: AbandonedAnswers = "exclude", recorded: Container[str] = ()
+    tree: TurnTree, policy: AbandonedAnswers = "exclude", recorded: Container[str] = ()
 ) -> dict[str, str]:
     """The turns to keep out of the loss, and why. With `train` only those that are superseded. Those that are
     `recorded` as missed by their client are nobody's answers."""
     answers: dict[tuple[str, str | None, Constraint | None], list[Turn]] = {}
-    for turn in forest.turns:
+    for turn in tree.turns:
         if turn.status is TurnStatus.COMMITTED and turn.id not in recorded:
             answers.setdefault((turn.asked, turn.parent, turn.constraint), []).append(turn)
     repeated = [group for group in answers.values() if len(group) > 1]
     if not repeated:
         return {}
-    linked = {link.to for turn in forest.turns for link in turn.links}
+    linked = {link.to for turn in tree.turns for link in turn.links}
     reasons: dict[str, str] = {}
     for group in repeated:
-        unused = _unused(forest, group, linked)
+        unused = _unused(tree, group, linked)
         for turn in unused:
             if _cut_off(turn, group):
                 reasons[turn.id] = ExclusionReason.SUPERSEDED
@@ -62,23 +62,21 @@ def _cut_off(turn: Turn, group: Sequence[Turn]) -> bool:
     return any((later.sampling.max_tokens or 0) > room for later in group[group.index(turn) + 1 :])
 
 
-def _unused(forest: TurnTree, group: Sequence[Turn], linked: set[str]) -> list[Turn]:
-    used = [turn for turn in group if forest.has_children(turn.id) or turn.id in linked]
+def _unused(tree: TurnTree, group: Sequence[Turn], linked: set[str]) -> list[Turn]:
+    used = [turn for turn in group if tree.has_children(turn.id) or turn.id in linked]
     texts = {_text(turn) for turn in used}
-    return [
-        turn for turn in group if turn not in used and (_text(turn) in texts or not _quoted(forest, turn))
-    ]
+    return [turn for turn in group if turn not in used and (_text(turn) in texts or not _quoted(tree, turn))]
 
 
 def _text(turn: Turn) -> str:
     return turn.messages[-1].content.strip() if turn.messages else ""
 
 
-def _quoted(forest: TurnTree, turn: Turn) -> bool:
-    said = _text(turn)
-    if len(said) < QUOTED:
+def _quoted(tree: TurnTree, turn: Turn) -> bool:
+    text = _text(turn)
+    if len(text) < QUOTED:
         return False
-    turns = forest.turns
+    turns = tree.turns
     later = turns[turns.index(turn) + 1 :]
     messages = (message for turn in later for message in turn.messages)
-    return any(message.role != "assistant" and said in message.content for message in messages)
+    return any(message.role != "assistant" and text in message.content for message in messages)

@@ -20,7 +20,7 @@ from afield.types import Message
 CONVERSATIONS = 3  # a harness and its sub-agents take turns
 
 
-class Read(Struct, frozen=True):
+class ReadConversation(Struct, frozen=True):
     """A conversation: as it came, as it was understood, and a digest for each of its prefixes."""
 
     root: str
@@ -29,52 +29,52 @@ class Read(Struct, frozen=True):
     digests: list[str]
 
 
-class Recall:
+class ConversationCache:
     def __init__(self) -> None:
-        self._read: deque[Read] = deque(maxlen=CONVERSATIONS)
+        self._read: deque[ReadConversation] = deque(maxlen=CONVERSATIONS)
 
     def read(
-        self, forest: TurnTree, root: str, came: tuple[Message, ...]
+        self, tree: TurnTree, root: str, messages_in: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], Sequence[str]]:
         """The messages with our own turns recognised, and their digests."""
-        shares = [(_shared(forest, read, root, came), read) for read in self._read]
-        shared, known = max(shares, key=lambda pair: pair[0], default=(0, None))
-        if known is None or not shared:
-            messages, digests = match_replies(forest, root, recognised(forest, came))
-            read = Read(root, came, messages, digests)
+        shares = [(_shared(tree, read, root, messages_in), read) for read in self._read]
+        shared, cached = max(shares, key=lambda pair: pair[0], default=(0, None))
+        if cached is None or not shared:
+            messages, digests = match_replies(tree, root, recognised(tree, messages_in))
+            read = ReadConversation(root, messages_in, messages, digests)
         else:
-            digests = known.digests[:shared]
-            new, more = match_replies(forest, digests[-1], recognised(forest, came[shared:]))
-            read = Read(root, came, known.messages[:shared] + new, digests + more)
-            self._read.remove(known)
+            digests = cached.digests[:shared]
+            new, more = match_replies(tree, digests[-1], recognised(tree, messages_in[shared:]))
+            read = ReadConversation(root, messages_in, cached.messages[:shared] + new, digests + more)
+            self._read.remove(cached)
         self._read.append(read)
         return read.messages, read.digests
 
 
-def _shared(forest: TurnTree, read: Read, root: str, came: tuple[Message, ...]) -> int:
+def _shared(tree: TurnTree, read: ReadConversation, root: str, messages: tuple[Message, ...]) -> int:
     """How many messages at the beginning can be taken from a conversation that was read before."""
     if read.root != root or len(read.came) != len(read.messages):
         return 0
-    length = min(len(came), len(read.came))
-    if came[:length] != read.came[:length]:
-        pairs = enumerate(zip(came, read.came, strict=False))
-        length = next(n for n, (mine, theirs) in pairs if mine is not theirs and mine != theirs)
+    length = min(len(messages), len(read.came))
+    if messages[:length] != read.came[:length]:
+        pairs = enumerate(zip(messages, read.came, strict=False))
+        length = next(n for n, (new, old) in pairs if new is not old and new != old)
     # Results are put in order with the turn that asked for them, so the two are not taken apart.
-    while length and length < len(came) and came[length].role == "tool":
+    while length and length < len(messages) and messages[length].role == "tool":
         length -= 1
-    if length == len(came):
+    if length == len(messages):
         return length
-    return length if came[length].role != "assistant" or _begins(forest, came, length) else 0
+    return length if messages[length].role != "assistant" or _begins(tree, messages, length) else 0
 
 
-def _begins(forest: TurnTree, came: tuple[Message, ...], at: int) -> bool:
+def _begins(tree: TurnTree, messages: tuple[Message, ...], index: int) -> bool:
     """Whether an assistant message is the first of its turn."""
-    if at == 0 or came[at - 1].role != "tool":
-        return at == 0 or came[at - 1].role != "assistant"
-    before = next((m for m in reversed(came[:at]) if m.role == "assistant"), None)
-    turn, owner = turn_of(forest, came[at]), before and turn_of(forest, before)
+    if index == 0 or messages[index - 1].role != "tool":
+        return index == 0 or messages[index - 1].role != "assistant"
+    before = next((m for m in reversed(messages[:index]) if m.role == "assistant"), None)
+    turn, owner = turn_of(tree, messages[index]), before and turn_of(tree, before)
     if owner is not None and turn is None:
-        return not moved(forest, owner, came[at])
+        return not moved(tree, owner, messages[index])
     return turn is None or owner is not turn
 
 
@@ -82,16 +82,16 @@ COMMA = ord(",")
 Messages = tuple[Message, ...]
 
 
-class Memo:
+class MessageCache:
     def __init__(self) -> None:
         self._read: deque[tuple[bytes, Messages]] = deque(maxlen=CONVERSATIONS)
 
     def read(self, raw: bytes, decode: Callable[[bytes, int], Messages]) -> Messages:
         """The messages of a JSON array; `decode` is told how many came before those it is given."""
         for entry in self._read:
-            known, messages = entry
-            if len(raw) > len(known) and raw[len(known) - 1] == COMMA and raw.startswith(known[:-1]):
-                messages += decode(b"[" + raw[len(known) :], len(messages))
+            cached, messages = entry
+            if len(raw) > len(cached) and raw[len(cached) - 1] == COMMA and raw.startswith(cached[:-1]):
+                messages += decode(b"[" + raw[len(cached) :], len(messages))
                 self._read.remove(entry)
                 break
         else:

@@ -25,26 +25,26 @@ KEEPALIVE_S = 10.0
 TOLD_IN_STREAM = {("responses", "context_length_exceeded")}
 
 
-class Answering:
+class Responder:
     def __init__(self, gateway: LocalGateway, *, keepalive_s: float = KEEPALIVE_S) -> None:
         self._gateway = gateway
         self._keepalive_s = keepalive_s
 
-    async def answer(
+    async def respond(
         self,
         session: Session,
         dialect: Dialect,
         request: ModelRequest,
-        wish: ResponseOptions,
+        options: ResponseOptions,
         receive: Receive,
         send: Send,
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
-        session.enters(task)
+        session.request_started(task)
         out = ByteStream(send)
         watch = asyncio.create_task(_cancel_when_gone(receive, task, out))
-        view: StreamEncoder | None = None
+        encoder: StreamEncoder | None = None
         started: CallStarted | None = None
         try:
             async with aclosing(self._gateway.calls.run(session, request)) as items:
@@ -52,64 +52,64 @@ class Answering:
                 assert isinstance(first, CallStarted)
                 started = first
                 if request.stream:
-                    view = dialect.view(first, wish)
-                    out.content_type = view.content_type
-                    await self._stream(items, view, out)
+                    encoder = dialect.stream(first, options)
+                    out.content_type = encoder.content_type
+                    await self._stream(items, encoder, out)
                 else:
-                    done = await _last(items)
-                    await send_json(send, 200, dialect.answer(first, done, wish))
+                    finished = await _last(items)
+                    await send_json(send, 200, dialect.response(first, finished, options))
                     out.delivered = True
-        except ApiError as refusal:
-            if out.started or not request.stream or (dialect.name, refusal.code) not in TOLD_IN_STREAM:
+        except ApiError as error:
+            if out.started or not request.stream or (dialect.name, error.code) not in TOLD_IN_STREAM:
                 raise
             nothing = CallStarted(session.id, "t0", (), time.time())
-            await out.close(dialect.view(nothing, wish).failing(refusal))
+            await out.close(dialect.stream(nothing, options).error(error))
         except asyncio.CancelledError:
             if out.delivered:
                 return
-            if started and started.owed and started.turn_id in session.forest:
-                await asyncio.shield(self._gateway.sessions.withhold(session, started.turn_id))
+            if started and started.must_deliver and started.turn_id in session.tree:
+                await asyncio.shield(self._gateway.sessions.exclude_turn(session, started.turn_id))
             if watch.done():
                 raise
-            await _tell_the_end(_why_ended(session), view, out)
+            await _tell_the_end(_why_ended(session), encoder, out)
         finally:
-            session.leaves(task)
+            session.request_ended(task)
             watch.cancel()
 
-    async def _stream(self, items: AsyncIterator[Item], view: StreamEncoder, out: ByteStream) -> None:
-        pinging = asyncio.create_task(self._keep_alive(view, out))
+    async def _stream(self, items: AsyncIterator[Item], encoder: StreamEncoder, out: ByteStream) -> None:
+        pinging = asyncio.create_task(self._keep_alive(encoder, out))
         opened = False
         try:
             async for item in items:
-                opening = b"" if opened else view.opening()
+                opening = b"" if opened else encoder.begin()
                 opened = True
                 if isinstance(item, CallDelta):
-                    await out.emit(opening + view.piece(item))
+                    await out.emit(opening + encoder.delta(item))
                 elif isinstance(item, CallFinished):
-                    await out.close(opening + view.closing(item))
+                    await out.close(opening + encoder.end(item))
                     out.delivered = True
-        except ApiError as refusal:
+        except ApiError as error:
             if not out.started:
                 raise
-            await out.close(view.failing(refusal))
+            await out.close(encoder.error(error))
         finally:
             pinging.cancel()
 
-    async def _keep_alive(self, view: StreamEncoder, out: ByteStream) -> None:
+    async def _keep_alive(self, encoder: StreamEncoder, out: ByteStream) -> None:
         while True:
             seen = out.sent
             # Silence may begin right after a look, and is then as long as two of them.
             await asyncio.sleep(self._keepalive_s / 2)
             if out.sent == seen:
-                await out.emit(view.keepalive())
+                await out.emit(encoder.keepalive())
 
 
 async def _last(items: AsyncIterator[Item]) -> CallFinished:
-    done: Item | None = None
+    finished: Item | None = None
     async for item in items:
-        done = item
-    assert isinstance(done, CallFinished)
-    return done
+        finished = item
+    assert isinstance(finished, CallFinished)
+    return finished
 
 
 def _why_ended(session: Session) -> ApiError:
@@ -118,12 +118,12 @@ def _why_ended(session: Session) -> ApiError:
     return engine_down("the gateway is being stopped")
 
 
-async def _tell_the_end(ended: ApiError, view: StreamEncoder | None, out: ByteStream) -> None:
-    if view is None or not out.started:
+async def _tell_the_end(ended: ApiError, encoder: StreamEncoder | None, out: ByteStream) -> None:
+    if encoder is None or not out.started:
         raise ended from None
     with suppress(TimeoutError):  # a client that no longer reads is not waited for
         async with asyncio.timeout(1):
-            await out.close(view.failing(ended))
+            await out.close(encoder.error(ended))
 
 
 async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any], out: ByteStream) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 MAX_CHARACTERS = 1 << 17
 MAX_DEPTH = 48
-MOST = 100_000  # of what is repeated
+MAX_REPEATS = 100_000  # of what is repeated
 
 Schema = dict[str, Any]
 
@@ -23,9 +23,9 @@ Schema = dict[str, Any]
 class Unenforceable(ValueError):
     """A keyword that cannot be enforced, and where it stands."""
 
-    def __init__(self, keyword: str, path: str, why: str = "") -> None:
+    def __init__(self, keyword: str, path: str, reason: str = "") -> None:
         super().__init__(
-            f"the JSON schema keyword {keyword!r} at {path or 'the top'} cannot be enforced{why}"
+            f"the JSON schema keyword {keyword!r} at {path or 'the top'} cannot be enforced{reason}"
         )
         self.keyword = keyword
 
@@ -53,14 +53,14 @@ FORMATS = {
     *("email", "date", "time", "date-time", "duration", "ipv6", "hostname", "uuid", "uri", "uri-reference"),
     *("uri-template", "json-pointer", "relative-json-pointer"),
 }
-TOLD_ONLY = {"password", "enum", "int32", "int64", "float", "double"}  # formats that bound nothing
+ANNOTATION_FORMATS = {"password", "enum", "int32", "int64", "float", "double"}  # formats that bound nothing
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"^{_BYTE}(\.{_BYTE}){{3}}$"
 # Characters that a JSON string has as they are, but for half surrogates, which no text has.
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 _UNREAD = re.compile(r"\(\?(?!:)|\\[bBkpPux1-9]")
 _ESCAPED = re.compile(r'"|\\\\')  # what JSON writes in another way than it is
-MOST_COUNTED = 64  # properties of an object that has a least or a most number of them
+MAX_COUNTED_PROPERTIES = 64  # properties of an object that has a least or a most number of them
 _MAY_BE_NULL = ("const", "enum", "default")
 
 
@@ -111,37 +111,37 @@ SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What a keyword has to be, whether or not it can be enforced."""
 
 
-def enforceable(schema: Any, *, what: str = "the JSON schema") -> Any:
+def enforceable(schema: Any, *, name: str = "the JSON schema") -> Any:
     """The schema as it is given to the grammar. ValueError for one that cannot be enforced."""
     try:
         if len(json.dumps(schema)) > MAX_CHARACTERS:
-            raise ValueError(f"{what} has more than {MAX_CHARACTERS} characters")
+            raise ValueError(f"{name} has more than {MAX_CHARACTERS} characters")
     except RecursionError as error:
-        raise ValueError(f"{what} is nested too deeply") from error
+        raise ValueError(f"{name} is nested too deeply") from error
     if not isinstance(schema, dict | bool):
-        raise ValueError(f"{what} must be an object, or true")
+        raise ValueError(f"{name} must be an object, or true")
     try:
-        return _Reader(schema).read(schema, "")
+        return _SchemaRewriter(schema).read(schema, "")
     except RecursionError as error:
-        raise ValueError(f"{what} is nested too deeply") from error
+        raise ValueError(f"{name} is nested too deeply") from error
 
 
 def _well_formed(node: Schema, path: str) -> Schema:
     """The keywords that say something: null is as good as none. ValueError for one that no schema has so."""
-    given = {key: value for key, value in node.items() if value is not None or key in _MAY_BE_NULL}
-    for keyword, value in given.items():
+    keywords = {key: value for key, value in node.items() if value is not None or key in _MAY_BE_NULL}
+    for keyword, value in keywords.items():
         if keyword in SHAPES and not SHAPES[keyword][0](value):
             raise ValueError(
                 f"the JSON schema keyword {keyword!r} at {path or 'the top'} must be {SHAPES[keyword][1]}"
             )
-    return given
+    return keywords
 
 
 def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
     """Refuse a regular expression with parts that would be read in another way; of one that is a `keyword` of
     a schema, what stands in JSON strings otherwise than it is."""
-    if found := _UNREAD.search(pattern) or (_ESCAPED.search(pattern) if keyword != "regex" else None):
-        raise Unenforceable(keyword, path, f": its part {found[0]!r}")
+    if match := _UNREAD.search(pattern) or (_ESCAPED.search(pattern) if keyword != "regex" else None):
+        raise Unenforceable(keyword, path, f": its part {match[0]!r}")
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -149,7 +149,7 @@ def check_pattern(pattern: str, keyword: str, path: str = "") -> str:
     return pattern
 
 
-class _Reader:
+class _SchemaRewriter:
     def __init__(self, root: Any) -> None:
         self._root = root
 
@@ -161,13 +161,13 @@ class _Reader:
         if not isinstance(node, dict):
             raise Unenforceable(json.dumps(node), path)
         node = _well_formed(node, path)
-        kept = self._definitions(node, path)
-        given = {k: v for k, v in node.items() if k not in ANNOTATIONS and not k.startswith("x-")}
+        definitions = self._definitions(node, path)
+        keywords = {k: v for k, v in node.items() if k not in ANNOTATIONS and not k.startswith("x-")}
         if order := node.get("propertyOrdering"):
-            given = _ordered(given, order)
-        if given.pop("nullable", False):
-            return {"anyOf": [self._one(given, path), {"type": "null"}], **kept}
-        return {**self._one(given, path), **kept}
+            keywords = _ordered(keywords, order)
+        if keywords.pop("nullable", False):
+            return {"anyOf": [self._one(keywords, path), {"type": "null"}], **definitions}
+        return {**self._one(keywords, path), **definitions}
 
     def _definitions(self, node: Schema, path: str) -> Schema:
         return {
@@ -205,13 +205,13 @@ class _Reader:
         return node
 
     def _found(self, name: str, path: str) -> Any:
-        found: Any = self._root
+        target: Any = self._root
         for step in name.removeprefix("#").split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or step not in found:
+            if not isinstance(target, dict) or step not in target:
                 raise Unenforceable("$ref", path, f": there is no {name!r}")
-            found = found[step]
-        return found
+            target = target[step]
+        return target
 
     def _all(self, node: Schema, path: str) -> Schema:
         parts = node["allOf"]
@@ -281,24 +281,24 @@ class _Reader:
 
     def _guessed(self, node: Schema) -> list[str]:
         """The type that keywords without one are about."""
-        found = [
+        kinds = [
             kind
             for kind, keywords in FAMILIES.items()
             if kind != "integer" and keywords and node.keys() & (keywords - {"format"})
         ]
-        return ["string"] if not found and "format" in node else found
+        return ["string"] if not kinds and "format" in node else kinds
 
     def _of_kind(self, kind: str, node: Schema, path: str) -> Schema:
         if kind not in FAMILIES:
             raise Unenforceable("type", path, f": {kind!r}")
-        mine = {key: value for key, value in node.items() if key in FAMILIES[kind]}
+        own = {key: value for key, value in node.items() if key in FAMILIES[kind]}
         read = {"string": self._string, "array": self._array, "object": self._object}
         if kind in read:
-            return read[kind](mine, path)
-        return self._number(kind, mine, path)
+            return read[kind](own, path)
+        return self._number(kind, own, path)
 
     def _number(self, kind: str, node: Schema, path: str) -> Schema:
-        if node.pop("format", None) not in {None, *TOLD_ONLY}:
+        if node.pop("format", None) not in {None, *ANNOTATION_FORMATS}:
             raise Unenforceable("format", path)
         if "multipleOf" in node:
             if node.pop("multipleOf") != 1:
@@ -307,7 +307,7 @@ class _Reader:
         return {"type": kind, **node}
 
     def _string(self, node: Schema, path: str) -> Schema:
-        if node.get("format") in TOLD_ONLY:
+        if node.get("format") in ANNOTATION_FORMATS:
             del node["format"]
         if "format" in node:
             if others := sorted(node.keys() - {"format"}):
@@ -346,21 +346,23 @@ class _Reader:
         if "patternProperties" in node or "propertyNames" in node:
             return self._open(node, path)
         properties = node.get("properties", {})
-        made = {name: self.read(value, f"{path}/properties/{name}") for name, value in properties.items()}
+        properties_out = {
+            name: self.read(value, f"{path}/properties/{name}") for name, value in properties.items()
+        }
         required = node.get("required", [])
         more = node.get("additionalProperties", "properties" not in node and not required)
         for name in required:
-            if name not in made:
+            if name not in properties_out:
                 if node.get("additionalProperties") is False:
                     raise Unenforceable("required", path, f": additionalProperties excludes {name!r}")
-                made[name] = self.read(more, path) if isinstance(more, dict) else {}
+                properties_out[name] = self.read(more, path) if isinstance(more, dict) else {}
         if isinstance(more, dict):
             more = self.read(more, f"{path}/additionalProperties")
         rest = {k: v for k, v in node.items() if k in ("minProperties", "maxProperties")}
-        if rest and len(made) > MOST_COUNTED:
-            raise Unenforceable(min(rest), path, f" with more than {MOST_COUNTED} properties")
-        kept = {"properties": made} if made else {}
-        return {"type": "object", **kept, "required": required, "additionalProperties": more, **rest}
+        if rest and len(properties_out) > MAX_COUNTED_PROPERTIES:
+            raise Unenforceable(min(rest), path, f" with more than {MAX_COUNTED_PROPERTIES} properties")
+        fields = {"properties": properties_out} if properties_out else {}
+        return {"type": "object", **fields, "required": required, "additionalProperties": more, **rest}
 
     def _open(self, node: Schema, path: str) -> Schema:
         """Objects by the names of their keys, and nothing else beside."""
@@ -381,12 +383,12 @@ class _Reader:
 
 
 def _bounds(node: Schema, low: str, high: str, path: str) -> tuple[int, int | None]:
-    least, most = node.get(low, 0), node.get(high)
-    if least > MOST or (most is not None and most < least):
-        raise Unenforceable(low, path, f": {least}")
-    if most is not None and most > MOST:
-        most = node[high] = MOST
-    return least, most
+    minimum, maximum = node.get(low, 0), node.get(high)
+    if minimum > MAX_REPEATS or (maximum is not None and maximum < minimum):
+        raise Unenforceable(low, path, f": {minimum}")
+    if maximum is not None and maximum > MAX_REPEATS:
+        maximum = node[high] = MAX_REPEATS
+    return minimum, maximum
 
 
 def _ordered(node: Schema, order: Any) -> Schema:
@@ -399,10 +401,10 @@ def _ordered(node: Schema, order: Any) -> Schema:
 
 
 def _types(node: Any) -> set[str]:
-    given = node.get("type") if isinstance(node, dict) else None
-    names = given if isinstance(given, list) else [given]
-    found = {name.lower() for name in names if isinstance(name, str)}
-    return found - {"integer"} if "number" in found else found
+    value = node.get("type") if isinstance(node, dict) else None
+    names = value if isinstance(value, list) else [value]
+    kinds = {name.lower() for name in names if isinstance(name, str)}
+    return kinds - {"integer"} if "number" in kinds else kinds
 
 
 def _of_types(option: Any, types: set[str], path: str) -> Any:

@@ -23,7 +23,7 @@ from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from afield.gateway.api_error import ApiError
-from afield.gateway.app import App
+from afield.gateway.app import GatewayApp
 from afield.gateway.front import receive_connections
 from afield.gateway.service import LocalGateway
 from afield.gateway.shards import PASSED
@@ -94,7 +94,7 @@ class LimitedHttp(HttpToolsProtocol):
             part = "body" if self._in_body else "head"
             message = f"the {part} of the request did not come within {self.allowed_s():g} s"
             log.info("connection from %s closed: %s", self._address, message)
-            self._say(ApiError(408, "request_timeout", message, "send it faster"))
+            self._write_error(ApiError(408, "request_timeout", message, "send it faster"))
         self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -105,11 +105,11 @@ class LimitedHttp(HttpToolsProtocol):
         self._all.open.add(self)
         self._address = self.client[0]
         self._all.by_address[self._address] += 1
-        most = self._all.limits.per_address
-        if self._all.by_address[self._address] > most:
-            message = f"{self._address} has {most} connections, the most allowed"
+        limit = self._all.limits.per_address
+        if self._all.by_address[self._address] > limit:
+            message = f"{self._address} has {limit} connections, the most allowed"
             log.warning("connection refused: %s", message)
-            self._say(ApiError(503, "too_many_connections", message, "close some, or try again"))
+            self._write_error(ApiError(503, "too_many_connections", message, "close some, or try again"))
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -146,17 +146,17 @@ class LimitedHttp(HttpToolsProtocol):
         self.waits = self._address is not None and not answers_next
         super().on_response_complete()
 
-    def _say(self, refusal: ApiError) -> None:
+    def _write_error(self, error: ApiError) -> None:
         body = msgspec.json.encode(
-            {"error": {"type": refusal.code, "message": refusal.message, "hint": refusal.hint}}
+            {"error": {"type": error.code, "message": error.message, "hint": error.hint}}
         )
-        reason = HTTPStatus(refusal.status).phrase.encode()
+        reason = HTTPStatus(error.status).phrase.encode()
         head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
         length = b"content-length: %d\r\n\r\n" % len(body)
-        self.transport.write(head % (refusal.status, reason) + length + body)
+        self.transport.write(head % (error.status, reason) + length + body)
 
 
-class _Server(uvicorn.Server):
+class _GatewayServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Signals are for whoever runs the event loop; a gateway that is cancelled stops in good order."""
@@ -172,8 +172,9 @@ class _Server(uvicorn.Server):
 
     async def _connect(self, connection: socket.socket) -> None:
         def protocol() -> asyncio.Protocol:
-            made = self.config.http_protocol_class
-            return made(config=self.config, server_state=self.server_state, app_state={PASSED: True})  # pyright: ignore[reportCallIssue]
+            protocol_class = self.config.http_protocol_class
+            state = {PASSED: True}
+            return protocol_class(config=self.config, server_state=self.server_state, app_state=state)  # pyright: ignore[reportCallIssue]
 
         await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
 
@@ -189,7 +190,7 @@ async def serve(
     """Until cancelled. With `link`, connections also come from the front, through that descriptor."""
     limited = Connections(connections or ConnectionLimits())
     config = uvicorn.Config(
-        App(gateway),
+        GatewayApp(gateway),
         http=partial(LimitedHttp, limited),  # pyright: ignore[reportArgumentType]
         log_config=None,
         log_level="warning",
@@ -202,7 +203,7 @@ async def serve(
         timeout_graceful_shutdown=5,
         timeout_keep_alive=30,
     )
-    server = _Server(config)
+    server = _GatewayServer(config)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.01)

@@ -20,14 +20,14 @@ from afield.gateway import outcomes
 from afield.gateway.api_error import bad_request
 from afield.gateway.calls import Calls
 from afield.gateway.engine_pool import EnginePool
-from afield.gateway.header_keys import HeaderKeyRow, HeaderKeys, HeaderKeyTicket
+from afield.gateway.header_keys import HeaderKeyCredentials, HeaderKeyRow, HeaderKeys
 from afield.gateway.metrics import Metrics, Snapshot, exposition
 from afield.gateway.outcome_delivery import OutcomeDelivery
-from afield.gateway.outcomes import USUAL, Limits, Statement
-from afield.gateway.session_keys import Keys, Scope, SecretPlace, signing_secret
-from afield.gateway.sessions import ENDING_S, Phase, Session, Sessions, turns_of
+from afield.gateway.outcomes import DEFAULT_LIMITS, GatewayLimits, OutcomeReport
+from afield.gateway.session_keys import KeyScope, SecretPlace, SessionKeys, signing_secret
+from afield.gateway.sessions import ENDING_S, Session, SessionManager, SessionPhase, turns_of
 from afield.gateway.shards import Shard
-from afield.gateway.store import Published, SessionRow, Store
+from afield.gateway.store import GatewayStore, PublishedPolicy, SessionRow
 from afield.gateway.stored_responses import StoredResponses
 from afield.interfaces import SessionCredentials, SessionRecord, SessionSpec, SessionState, Transport
 from afield.types import Exclusion, Image, Policy, Trajectory, Turn, TurnStatus
@@ -50,7 +50,7 @@ class LocalGateway:
     def __init__(
         self,
         *,
-        tokens: ChatTokenizer,
+        tokenizer: ChatTokenizer,
         engine: EnginePool,
         store: Path,
         admin_key: str,
@@ -59,13 +59,13 @@ class LocalGateway:
         keep_sessions_s: float = 0.0,
         shard: Shard | None = None,
         outlet: Transport | None = None,
-        limits: Limits = USUAL,
+        limits: GatewayLimits = DEFAULT_LIMITS,
         ending_s: float = ENDING_S,
         path_keys: bool = False,
         secret: SecretPlace = SecretPlace(),  # noqa: B008 - frozen
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.tokens = tokens
+        self.tokenizer = tokenizer
         self.engine = engine
         self.public_url = public_url.rstrip("/")
         self._store_path = store
@@ -83,17 +83,17 @@ class LocalGateway:
         self._outbox: OutcomeDelivery | None = None
 
     async def __aenter__(self) -> Self:
-        store = Store(self._store_path / "gateway.sqlite", durable=self._durable)
+        store = GatewayStore(self._store_path / "gateway.sqlite", durable=self._durable)
         self._store = await self._stack.enter_async_context(store)
         secret = await asyncio.to_thread(self._signing_secret, store)
-        self.keys = Keys(secret, self._admin_key)
+        self.keys = SessionKeys(secret, self._admin_key)
         self.metrics = Metrics()
         delivers = self._outlet is not None
-        self.sessions = Sessions(
+        self.sessions = SessionManager(
             *(store, self._clock, self.shard),
             delivers=delivers,
             left=self._forget,
-            waited_s=self.engine.line.waited_s,
+            waited_s=self.engine.queue_time.waited_s,
             limits=self.limits,
             ending_s=self._ending_s,
         )
@@ -106,11 +106,11 @@ class LocalGateway:
             sessions=self.sessions,
             engine=self.engine,
             info=await self.engine.info(),
-            tokens=self.tokens,
+            tokenizer=self.tokenizer,
             metrics=self.metrics,
             clock=self._clock,
         )
-        self.responses = StoredResponses(store, self.sessions, self.tokens)
+        self.responses = StoredResponses(store, self.sessions, self.tokenizer)
         await self._serve_published()
         if self._outlet is not None:
             outbox = OutcomeDelivery(self._outlet, store, self.sessions, self._invocation, owns)
@@ -121,7 +121,7 @@ class LocalGateway:
         self._stack.push_async_callback(_end, chores)
         return self
 
-    def _signing_secret(self, store: Store) -> bytes:
+    def _signing_secret(self, store: GatewayStore) -> bytes:
         return signing_secret(self._secret_place, store.id, self._store_path, sessions=not store.empty)
 
     async def __aexit__(self, *exc: object) -> None:
@@ -129,10 +129,10 @@ class LocalGateway:
         await self._stack.aclose()
 
     async def open(self, spec: SessionSpec) -> SessionCredentials:
-        session, _ = await self.enter(spec)
-        return self.ticket(session)
+        session, _ = await self.open_session(spec)
+        return self.credentials(session)
 
-    async def enter(self, spec: SessionSpec) -> tuple[Session, bool]:
+    async def open_session(self, spec: SessionSpec) -> tuple[Session, bool]:
         """The session, and whether it is new."""
         if self._outlet is not None:
             outcomes.check_address(spec, spec.id or "")
@@ -143,16 +143,16 @@ class LocalGateway:
         self.keys.forget(session_id)
         self.engine.forget(session_id)
 
-    def ticket(self, session: Session) -> SessionCredentials:
+    def credentials(self, session: Session) -> SessionCredentials:
         spec = session.row.spec
         judged = spec.reward_from == "verifier"
-        scopes = {Scope(scope) for scope in spec.scope} | {Scope.OUTCOME}
+        scopes = {KeyScope(scope) for scope in spec.scope} | {KeyScope.OUTCOME}
 
-        def issue(scopes: frozenset[Scope]) -> str:
+        def issue(scopes: frozenset[KeyScope]) -> str:
             return self.keys.issue(session.id, scopes, session.row.nonce)
 
-        verifier = frozenset({Scope.REWARD, Scope.OUTCOME, Scope.READ})
-        key = issue(frozenset(scopes - {Scope.REWARD} if judged else scopes))
+        verifier = frozenset({KeyScope.REWARD, KeyScope.OUTCOME, KeyScope.READ})
+        key = issue(frozenset(scopes - {KeyScope.REWARD} if judged else scopes))
         base = f"{self.public_url}/k/{key}" if self.path_keys else f"{self.public_url}/s/{session.id}"
         return SessionCredentials(
             id=session.id,
@@ -162,10 +162,10 @@ class LocalGateway:
             verifier_key=issue(verifier) if judged else None,
         )
 
-    def header_key_ticket(self, row: HeaderKeyRow) -> HeaderKeyTicket:
+    def header_key_credentials(self, row: HeaderKeyRow) -> HeaderKeyCredentials:
         key = self.header_keys.token(row)
         base = f"{self.public_url}/k/{key}" if self.path_keys else self.public_url
-        return HeaderKeyTicket(
+        return HeaderKeyCredentials(
             id=row.id,
             api_key=key,
             base_url=base,
@@ -178,9 +178,9 @@ class LocalGateway:
         info = await self.engine.info()
         ready = sum(worker["ready"] for worker in self.engine.stats()["workers"].values())
         status = "ok" if ready else "no engine is up"
-        told = {"status": status, "version": info.version, "engine": info.kind, "workers": ready}
-        told |= {"dtype": info.dtype, "context": info.max_context, "outcomes": self._outlet is not None}
-        return (200 if ready else 503), told
+        fields = {"status": status, "version": info.version, "engine": info.kind, "workers": ready}
+        fields |= {"dtype": info.dtype, "context": info.max_context, "outcomes": self._outlet is not None}
+        return (200 if ready else 503), fields
 
     async def exposition(self) -> str:
         """The numbers of all processes that serve together."""
@@ -248,7 +248,9 @@ class LocalGateway:
             states |= msgspec.json.decode(answer, type=dict[str, dict[str, SessionState]])["sessions"]
         return states
 
-    async def listed(self, phase: str | None, limit: int, after: str, key_id: str = "") -> list[SessionState]:
+    async def list_sessions(
+        self, phase: str | None, limit: int, after: str, key_id: str = ""
+    ) -> list[SessionState]:
         """Of all processes, by id; with `key_id` those that this header key named."""
         states = await self.states(self._store.session_ids(phase, limit, after, key_id))
         return [states[session_id] for session_id in sorted(states)]
@@ -261,11 +263,11 @@ class LocalGateway:
 
     async def finalize(self, session_id: str) -> SessionRecord:
         session = self.sessions.get(session_id)
-        first = session.phase is not Phase.FINALIZED
+        first = session.phase is not SessionPhase.FINALIZED
         await self.sessions.finalize(session)
         if first:
             # In two steps: `+=` reads the sum before it waits, and loses what others add meanwhile.
-            drifted = await asyncio.to_thread(self._drifted, session.forest.turns)
+            drifted = await asyncio.to_thread(self._drifted, session.tree.turns)
             self.metrics.drift += drifted
             self.metrics.excluded_from(session.excluded)
         return self.record(session)
@@ -276,11 +278,11 @@ class LocalGateway:
     def _drifted(self, turns: list[Turn]) -> int:
         """How many turns would have become other ids by way of their text."""
         committed = [turn.token_ids for turn in turns if turn.status is TurnStatus.COMMITTED]
-        spelled = ((ids, self.tokens.decode(ids)) for ids in committed)
-        return sum(tuple(self.tokens.encode_raw(text)) != ids for ids, text in spelled)
+        spelled = ((ids, self.tokenizer.decode(ids)) for ids in committed)
+        return sum(tuple(self.tokenizer.encode_raw(text)) != ids for ids, text in spelled)
 
     def record(self, session: Session) -> SessionRecord:
-        assembled = trajectories.linear(session.forest, self.excluded(session))
+        assembled = trajectories.linear(session.tree, self.excluded(session))
         turns = [row.turn for row in sorted(session.rows.values(), key=lambda row: (row.seq, row.n))]
         return SessionRecord(
             trajectories=assembled.trajectories,
@@ -307,28 +309,28 @@ class LocalGateway:
 
     async def publish(self, policy: Policy, path: str) -> None:
         await self.engine.load(policy.version, path)
-        await self._store.put_policy(Published(self.tokens.name, policy.version, path))
+        await self._store.put_policy(PublishedPolicy(self.tokenizer.name, policy.version, path))
 
     async def _serve_published(self) -> None:
         """After a restart an engine may have other weights than those that were published last."""
         published = self._store.policy
         if published is None or published.version == await self.version():
             return
-        if published.model != self.tokens.name:
-            told = "version %d of %s was published here before; %s is another model and starts as it is"
-            log.warning(told, published.version, published.model, self.tokens.name)
+        if published.model != self.tokenizer.name:
+            message = "version %d of %s was published here before; %s is another model and starts as it is"
+            log.warning(message, published.version, published.model, self.tokenizer.name)
             return
         try:
             await self.engine.load(published.version, published.path)
         except (UsageError, Unavailable, Conflict) as error:
-            told = "version %d, published before from %s, is not loaded again: %s; version %d is served"
-            log.error(told, published.version, published.path, error, await self.version())
+            message = "version %d, published before from %s, is not loaded again: %s; version %d is served"
+            log.error(message, published.version, published.path, error, await self.version())
         else:
             log.info("version %d is loaded again from %s", published.version, published.path)
 
     # --- outcomes ---------------------------------------------------------------------------------
 
-    async def record_outcome(self, session: Session, statement: Statement, *, verdict: bool) -> None:
+    async def record_outcome(self, session: Session, statement: OutcomeReport, *, verdict: bool) -> None:
         """Durable here first, then in the store of outcomes, where it stands or is refused."""
         if self._outbox is None and statement.record is not None and session.row.spec.exp_id is not None:
             raise bad_request("this gateway passes no outcomes on", "start it with --outcomes")
@@ -357,17 +359,17 @@ class LocalGateway:
             group_id=spec.group_id or spec.rollout_id,
             session_id=row.id,
             base_url=base,
-            api_key=self.keys.issue(row.id, frozenset({Scope.OUTCOME}), row.nonce),
-            model_id=self.tokens.name,
+            api_key=self.keys.issue(row.id, frozenset({KeyScope.OUTCOME}), row.nonce),
+            model_id=self.tokenizer.name,
             outcome_url=f"{base}/outcome",
         )
 
     async def wait(self, session_id: str, deadline: Callable[[], float]) -> SessionState:
         """Until the session is no longer open, or no time is left."""
         session = self.sessions.get(session_id)
-        while session.phase is Phase.OPEN and (left := deadline()) > 0:
+        while session.phase is SessionPhase.OPEN and (timeout := deadline()) > 0:
             try:
-                await asyncio.wait_for(session.changed.wait(), left)
+                await asyncio.wait_for(session.changed.wait(), timeout)
             except TimeoutError:
                 break
         return session.state()

@@ -28,7 +28,7 @@ SHOWN = 40  # characters of a header's value that are shown in an id which canno
 REMEMBERED = 8192
 
 
-class Scope(StrEnum):
+class KeyScope(StrEnum):
     """`outcome` is the right to say that the work is done, without a word on its reward."""
 
     INFER = "infer"
@@ -41,7 +41,7 @@ class Grant(Struct, frozen=True):
     """`nonce` is the session's own: another session of the same id has another one."""
 
     session_id: str
-    scopes: frozenset[Scope]
+    scopes: frozenset[KeyScope]
     nonce: str
 
 
@@ -75,26 +75,26 @@ def header_session_id(key_id: str, value: str) -> str:
     return f"{key_id}.{value}"
 
 
-class Keys:
+class SessionKeys:
     def __init__(self, secret: bytes, admin_key: str) -> None:
         self._secret = secret
         self._admin_key = admin_key
         self._known: dict[str, dict[str, Grant]] = {}  # keys that were good once are good for ever
 
-    def issue(self, session_id: str, scopes: frozenset[Scope], nonce: str) -> str:
+    def issue(self, session_id: str, scopes: frozenset[KeyScope], nonce: str) -> str:
         body = f"{session_id}~{'.'.join(sorted(scopes))}~{nonce}"
         return f"{PREFIX}{body}~{self._mac(body)}"
 
     def check(self, key: str) -> Grant | None:
         """What a key opens; None for a key that is not ours."""
-        named = session_named_by(key) or ""
-        if (known := self._known.get(named, {}).get(key)) is not None:
-            return known
+        session_id_in_key = session_named_by(key) or ""
+        if (cached := self._known.get(session_id_in_key, {}).get(key)) is not None:
+            return cached
         body, _, mac = key.removeprefix(PREFIX).rpartition("~")
         if not key.startswith(PREFIX) or not hmac.compare_digest(mac.encode(), self._mac(body).encode()):
             return None
         session_id, scopes, nonce = body.split("~")
-        grant = Grant(session_id, frozenset(Scope(s) for s in scopes.split(".") if s), nonce)
+        grant = Grant(session_id, frozenset(KeyScope(s) for s in scopes.split(".") if s), nonce)
         if len(self._known) >= REMEMBERED:
             self._known.clear()
         self._known.setdefault(session_id, {})[key] = grant

@@ -25,10 +25,18 @@ from afield.errors import Conflict, NotFound
 from afield.exclusions import ExclusionReason
 from afield.gateway import constraints, outcomes, repeats, side_calls
 from afield.gateway.api_error import ApiError, budget_exhausted, conflict
-from afield.gateway.outcomes import USUAL, Limits, Statement, Turns
-from afield.gateway.request_cache import Memo, Recall
+from afield.gateway.outcomes import DEFAULT_LIMITS, GatewayLimits, OutcomeReport, TurnNames
+from afield.gateway.request_cache import ConversationCache, MessageCache
 from afield.gateway.shards import Shard
-from afield.gateway.store import Delivery, FailedVerdict, SessionRow, Store, Tally, TurnRow, shield_and_wait
+from afield.gateway.store import (
+    Delivery,
+    FailedVerdict,
+    GatewayStore,
+    SessionRow,
+    SessionTotals,
+    TurnRow,
+    shield_and_wait,
+)
 from afield.interfaces import SessionSpec, SessionState
 from afield.turn_tree import TurnTree
 from afield.types import Turn, TurnStatus, check_id
@@ -37,7 +45,7 @@ UNDELIVERED = ExclusionReason.UNDELIVERED
 ENGINE_FAILED = "engine-failed"  # tag of a call that the engine broke: it is not held against the budget
 
 
-class Phase(StrEnum):
+class SessionPhase(StrEnum):
     OPEN = "open"
     COMPLETED = "completed"
     ABORTED = "aborted"
@@ -47,7 +55,7 @@ class Phase(StrEnum):
 class Session:
     """One session in memory, the same object for everyone who asks.
 
-    What is stored changes under `lock` (see `Sessions`); the rest only on the event loop, in one go.
+    What is stored changes under `lock` (see `SessionManager`); the rest only on the event loop, in one go.
     `closed` comes before the phase that is stored: from then on no call is taken. `sealed` comes before its
     record is taken: from then on nothing that goes into the record is written.
     """
@@ -63,19 +71,19 @@ class Session:
         self._clock = clock
         self._waited_s = waited_s
         self.lock = asyncio.Lock()
-        self.closed = row.phase != Phase.OPEN
+        self.closed = row.phase != SessionPhase.OPEN
         self.deleted = False
         self.rows = {r.n: r for r in rows}
-        self.forest = TurnTree(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
+        self.tree = TurnTree(r.turn for r in rows if r.turn.status is not TurnStatus.DANGLING)
         self.calls = max(self.rows, default=0)
         self.charged = sum(ENGINE_FAILED not in r.turn.tags for r in rows)
         self.commits = max((r.seq for r in rows if r.turn.status is not TurnStatus.DANGLING), default=0)
-        self.unsupported = row.tally.unsupported if row.tally else ""
+        self.unsupported = row.totals.unsupported if row.totals else ""
         self.last_activity = max([row.created, *(r.turn.ended or r.turn.started for r in rows)])
         # Before a restart, nobody knows whether these reached their clients; who asks again gets them.
-        self.unsure = {turn.id for turn in self.forest.leaves if turn.status is TurnStatus.COMMITTED}
-        self.recall = Recall()
-        self.memo = Memo()
+        self.maybe_undelivered = {turn.id for turn in self.tree.leaves if turn.status is TurnStatus.COMMITTED}
+        self.conversation_cache = ConversationCache()
+        self.message_cache = MessageCache()
         self.images: set[str] = set()  # digests of those that the store has for sure
         self.texts: set[str] = set()  # digests of shared texts that are stored
         self.in_flight: set[asyncio.Task[Any]] = set()
@@ -85,20 +93,20 @@ class Session:
         # Not before we looked: while no gateway ran, nobody could call.
         self._quiet_since = clock()
         self._seen: float | None = None
-        self.flights: dict[str, asyncio.Future[None]] = {}
+        self.keyed_calls: dict[str, asyncio.Future[None]] = {}
         self._keys = {r.turn.id: r.idempotency_key for r in rows if r.idempotency_key}
         self._threads = {r.turn.id: r.thread for r in rows if r.thread}
         self.changed = asyncio.Event()
-        self.prompt_tokens = sum(_prompt_length(self.forest, t) for t in self.forest.turns)
+        self.prompt_tokens = sum(_prompt_length(self.tree, t) for t in self.tree.turns)
         self.sampled_tokens = sum(len(r.turn.token_ids) for r in rows)
         self._reserved = 0  # tokens that running calls may still sample
         self._released = asyncio.Event()
-        self.sealed = row.phase == Phase.FINALIZED
+        self.sealed = row.phase == SessionPhase.FINALIZED
         self._writes = 0
         self._written = asyncio.Event()
         self._versions: tuple[int, int] | None = None
         self._excluded: tuple[int, dict[str, str] | None, dict[str, int]] = 0, None, {}
-        for turn in self.forest.turns:
+        for turn in self.tree.turns:
             self._widen(turn)
 
     @property
@@ -106,8 +114,8 @@ class Session:
         return self.row.id
 
     @property
-    def phase(self) -> Phase:
-        return Phase(self.row.phase)
+    def phase(self) -> SessionPhase:
+        return SessionPhase(self.row.phase)
 
     @property
     def dangling(self) -> int:
@@ -116,34 +124,34 @@ class Session:
 
     @property
     def undelivered(self) -> list[str]:
-        return [turn for turn, reason in self.row.withheld.items() if reason == UNDELIVERED]
+        return [turn for turn, reason in self.row.excluded.items() if reason == UNDELIVERED]
 
     def excluded_turns(self, row: SessionRow | None = None) -> dict[str, str]:
         """Committed turns that are not trained, and why: side calls, and what the record shows."""
         row = row or self.row
-        unused = repeats.excluded(self.forest, row.spec.abandoned_answers, row.withheld)
-        held = constraints.excluded(self.forest.turns) if row.spec.constrained_turns == "exclude" else {}
-        recorded = held | unused | row.withheld
-        return side_calls.excluded_turns(self.forest.turns, recorded, row.spec.side_calls) | recorded
+        unused = repeats.excluded(self.tree, row.spec.abandoned_answers, row.excluded)
+        constrained = constraints.excluded(self.tree.turns) if row.spec.constrained_turns == "exclude" else {}
+        recorded = constrained | unused | row.excluded
+        return side_calls.excluded_turns(self.tree.turns, recorded, row.spec.side_calls) | recorded
 
     @property
     def excluded(self) -> dict[str, int]:
         """Tokens kept out of the loss, by reason; counted anew when a call or a reason has come since."""
-        turns, withheld, counts = self._excluded
-        if turns != len(self.forest) or withheld is not self.row.withheld:
+        turns, excluded, counts = self._excluded
+        if turns != len(self.tree) or excluded is not self.row.excluded:
             counts = self.excluded_in(self.row)
-            self._excluded = len(self.forest), self.row.withheld, counts
+            self._excluded = len(self.tree), self.row.excluded, counts
         return counts
 
     def excluded_in(self, row: SessionRow) -> dict[str, int]:
         """The same as it is, or will be, with this row."""
         tokens: Counter[str] = Counter()
-        for exclusion in trajectories.exclusions(self.forest, self.excluded_turns(row)):
+        for exclusion in trajectories.exclusions(self.tree, self.excluded_turns(row)):
             tokens[exclusion.reason] += exclusion.tokens
         return dict(+tokens)
 
     @property
-    def quiet_s(self) -> float:
+    def idle_s(self) -> float:
         """How long no call has run; time in which no gateway ran does not count."""
         return 0.0 if self.in_flight else max(0.0, self._clock() - self._quiet_since)
 
@@ -151,16 +159,16 @@ class Session:
         """The agent's SDK gave a sign of life."""
         self._seen = self._clock()
 
-    def enters(self, task: asyncio.Task[Any]) -> None:
+    def request_started(self, task: asyncio.Task[Any]) -> None:
         """A request for a model call is being answered from now on, by this task."""
         self.in_flight.add(task)
-        self._stirs()
+        self._touch()
 
-    def leaves(self, task: asyncio.Task[Any]) -> None:
+    def request_ended(self, task: asyncio.Task[Any]) -> None:
         self.in_flight.discard(task)
-        self._stirs()
+        self._touch()
 
-    def _stirs(self) -> None:
+    def _touch(self) -> None:
         self._quiet_since = now = self._clock()
         if self._seen is not None:
             self._seen = now
@@ -176,17 +184,17 @@ class Session:
     def thread_of(self, turn_id: str) -> str:
         return self._threads.get(turn_id, "")
 
-    def takes_off(self, key: str) -> asyncio.Future[None] | None:
+    def begin_keyed_call(self, key: str) -> asyncio.Future[None] | None:
         """A call begins. Whoever repeats it, by its idempotency key, may wait for it to land."""
-        return self.flights.setdefault(key, asyncio.get_running_loop().create_future()) if key else None
+        return self.keyed_calls.setdefault(key, asyncio.get_running_loop().create_future()) if key else None
 
-    def lands(self, key: str, flight: asyncio.Future[None] | None) -> None:
-        if flight is None:
+    def end_keyed_call(self, key: str, future: asyncio.Future[None] | None) -> None:
+        if future is None:
             return
-        if not flight.done():
-            flight.set_result(None)
-        if self.flights.get(key) is flight:
-            del self.flights[key]
+        if not future.done():
+            future.set_result(None)
+        if self.keyed_calls.get(key) is future:
+            del self.keyed_calls[key]
 
     def expired(self, now: float) -> bool:
         ttl = self.row.spec.ttl_s
@@ -194,7 +202,7 @@ class Session:
 
     def check_open(self, now: float) -> None:
         if self.closed:
-            phase = self.phase if self.phase is not Phase.OPEN else "being closed"
+            phase = self.phase if self.phase is not SessionPhase.OPEN else "being closed"
             raise conflict(f"session {self.id} is {phase}", "open a new session for another attempt")
         if self.expired(now):
             raise conflict(f"session {self.id} has expired after {self.row.spec.ttl_s} s", "open a new one")
@@ -206,10 +214,10 @@ class Session:
         if limit is None:
             return tokens
         while True:
-            left = limit - self.sampled_tokens
-            room = min(tokens, left)
-            if self._reserved + room <= left or not self._reserved:
-                return room
+            remaining = limit - self.sampled_tokens
+            granted = min(tokens, remaining)
+            if self._reserved + granted <= remaining or not self._reserved:
+                return granted
             self._released.clear()
             await self._released.wait()
             self.check_open(clock())
@@ -262,7 +270,7 @@ class Session:
 
     def record(self, row: TurnRow) -> None:
         """A call has ended and is durable."""
-        self.forest.add(row.turn)
+        self.tree.add(row.turn)
         self.rows[row.n] = row
         if row.idempotency_key:
             self._keys[row.turn.id] = row.idempotency_key
@@ -270,7 +278,7 @@ class Session:
             self._threads[row.turn.id] = row.thread
         self._begun.discard(row.n)
         self._widen(row.turn)
-        self.prompt_tokens += _prompt_length(self.forest, row.turn)
+        self.prompt_tokens += _prompt_length(self.tree, row.turn)
         self.last_activity = row.turn.ended or self.last_activity
 
     @contextmanager
@@ -286,8 +294,8 @@ class Session:
 
     def check_unsealed(self) -> None:
         if self.sealed:
-            why = "its turn is not recorded: the record of the session has been taken"
-            raise conflict(f"session {self.id} was finalized while this call ran", why)
+            hint = "its turn is not recorded: the record of the session has been taken"
+            raise conflict(f"session {self.id} was finalized while this call ran", hint)
 
     async def seal(self) -> None:
         """What is written from now on comes too late for the record, and is refused."""
@@ -301,17 +309,17 @@ class Session:
             low, high = self._versions or (span.low, span.high)
             self._versions = min(low, span.low), max(high, span.high)
 
-    def tally(self) -> Tally | None:
+    def totals(self) -> SessionTotals | None:
         """What was done in it, once nothing more can be; None while a call may still end."""
         if not self.closed or self.in_flight or self.running:
             return None
-        return self._tally()
+        return self._totals()
 
-    def _tally(self) -> Tally:
-        return Tally(
+    def _totals(self) -> SessionTotals:
+        return SessionTotals(
             calls=self.calls,
-            turns=len(self.forest),
-            branches=self.forest.branches,
+            turns=len(self.tree),
+            branches=self.tree.branches,
             prompt=self.prompt_tokens,
             sampled=self.sampled_tokens,
             dangling=self.dangling,
@@ -325,7 +333,7 @@ class Session:
         now = self._clock()
         return state_of(
             self.row,
-            self._tally(),
+            self._totals(),
             in_flight=len(self.in_flight),
             idle_s=0.0 if self.in_flight else max(0.0, now - self._quiet_since),
             unseen_s=None if self._seen is None else max(0.0, now - self._seen),
@@ -373,22 +381,20 @@ class BodyBytes:
         self._session.body_bytes -= self._held
 
     def take(self, size: int) -> None:
-        held = self._session.body_bytes + size
-        if held > self._limit:
+        total = self._session.body_bytes + size
+        if total > self._limit:
             message = (
-                f"the requests of session {self._session.id} in flight have {held} bytes;"
+                f"the requests of session {self._session.id} in flight have {total} bytes;"
                 f" {self._limit} are allowed at once"
             )
-            refusal = ApiError(
-                429, "too_many_bytes_in_flight", message, "send fewer large requests at a time"
-            )
-            refusal.retry_after_s = BODY_RETRY_S
-            raise refusal
-        self._session.body_bytes = held
+            error = ApiError(429, "too_many_bytes_in_flight", message, "send fewer large requests at a time")
+            error.retry_after_s = BODY_RETRY_S
+            raise error
+        self._session.body_bytes = total
         self._held += size
 
 
-def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
+def state_of(row: SessionRow, totals: SessionTotals, **now: Any) -> SessionState:
     spec = row.spec
     return SessionState(
         id=row.id,
@@ -396,25 +402,25 @@ def state_of(row: SessionRow, tally: Tally, **now: Any) -> SessionState:
         rollout_id=spec.rollout_id,
         attempt=spec.attempt,
         group_id=spec.group_id,
-        calls=tally.calls,
-        turns=tally.turns,
-        branches=tally.branches,
-        tokens={"prompt": tally.prompt, "sampled": tally.sampled},
-        excluded=tally.excluded,
-        dangling=tally.dangling,
-        versions=tally.versions,
+        calls=totals.calls,
+        turns=totals.turns,
+        branches=totals.branches,
+        tokens={"prompt": totals.prompt, "sampled": totals.sampled},
+        excluded=totals.excluded,
+        dangling=totals.dangling,
+        versions=totals.versions,
         rewards=list(row.rewards),
         graded=outcomes.graded(row),
         failed_verdicts=tuple(failed.failure for failed in row.failed_verdicts),
         created=row.created,
-        last_activity=tally.last_activity,
-        unsupported=tally.unsupported,
+        last_activity=totals.last_activity,
+        unsupported=totals.unsupported,
         **now,
     )
 
 
-def _prompt_length(forest: TurnTree, turn: Turn) -> int:
-    return forest.length(turn.id) - len(turn.token_ids)
+def _prompt_length(tree: TurnTree, turn: Turn) -> int:
+    return tree.length(turn.id) - len(turn.token_ids)
 
 
 RESERVED = "states"
@@ -428,29 +434,29 @@ def _new_id() -> str:
     return f"s-{uuid.uuid4().hex}"
 
 
-def turns_of(session: Session) -> Turns:
+def turns_of(session: Session) -> TurnNames:
     rows = sorted(session.rows.values(), key=lambda row: (row.seq, row.n))
     answered = (row.turn.id for row in rows if row.turn.status is TurnStatus.COMMITTED)
-    return Turns(
+    return TurnNames(
         known=dict.fromkeys(row.turn.id for row in rows),
         answered=tuple(answered),
         running=len(session.running),
     )
 
 
-class Sessions:
+class SessionManager:
     """All sessions of a store."""
 
     def __init__(
         self,
-        store: Store,
+        store: GatewayStore,
         clock: Callable[[], float],
         shard: Shard | None = None,
         *,
         delivers: bool = False,
         left: Callable[[str], None] = lambda _: None,
         waited_s: Callable[[str], float] = lambda _: 0.0,
-        limits: Limits = USUAL,
+        limits: GatewayLimits = DEFAULT_LIMITS,
         ending_s: float = ENDING_S,
     ) -> None:
         """`delivers`: outcomes go on to a store of outcomes, and are marked as due for that.
@@ -482,15 +488,18 @@ class Sessions:
             raise ValueError(f"session id {session_id!r} is the name of a route; choose another")
         while session_id in self._opening:
             await asyncio.wait([self._opening[session_id]])
-        known = self.find(session_id)
-        if known is not None:
-            if (known.row.spec, known.row.opened_by) != (structs.replace(spec, id=session_id), opened_by):
+        existing = self.find(session_id)
+        if existing is not None:
+            if (existing.row.spec, existing.row.opened_by) != (
+                structs.replace(spec, id=session_id),
+                opened_by,
+            ):
                 raise Conflict(f"session {session_id} exists with another specification")
-            return known, False
+            return existing, False
         row = SessionRow(
             id=session_id,
             spec=structs.replace(spec, id=session_id),
-            phase=Phase.OPEN,
+            phase=SessionPhase.OPEN,
             created=self._clock(),
             nonce=secrets.token_hex(4),
             opened_by=opened_by,
@@ -521,9 +530,9 @@ class Sessions:
         for session_id in session_ids:
             session = self._known.get(session_id)
             row = None if session else self._store.session(session_id)
-            if row and row.tally:
-                idle_s = max(0.0, now - row.tally.last_activity)
-                states[session_id] = state_of(row, row.tally, idle_s=idle_s)
+            if row and row.totals:
+                idle_s = max(0.0, now - row.totals.last_activity)
+                states[session_id] = state_of(row, row.totals, idle_s=idle_s)
             elif session or row:
                 states[session_id] = self.get(session_id).state()
         return states
@@ -550,25 +559,31 @@ class Sessions:
                 await self._save(session, rewards=rewards)
 
     async def complete(self, session: Session, metrics: dict[str, float]) -> None:
-        if session.phase is Phase.ABORTED:
+        if session.phase is SessionPhase.ABORTED:
             raise conflict(f"session {session.id} is aborted")
         session.closed = True
         async with session.lock:
-            if session.phase is Phase.OPEN:
-                await self._save(session, phase=Phase.COMPLETED, metrics=metrics, tally=session.tally())
+            if session.phase is SessionPhase.OPEN:
+                await self._save(
+                    session, phase=SessionPhase.COMPLETED, metrics=metrics, totals=session.totals()
+                )
         self._leave(session)
 
     async def abort(self, session: Session, reason: str) -> None:
         """No more calls; those in flight end now and leave their partials."""
         session.closed = True
         async with session.lock:
-            if session.phase is Phase.OPEN:
-                changes = {"reason": reason, "tally": session.tally()}
-                await self._save(session, phase=Phase.ABORTED, **changes)
+            if session.phase is SessionPhase.OPEN:
+                changes = {"reason": reason, "totals": session.totals()}
+                await self._save(session, phase=SessionPhase.ABORTED, **changes)
         await self._end_calls(session)
-        if session.phase is Phase.ABORTED and session.row.tally is None and (tally := session.tally()):
+        if (
+            session.phase is SessionPhase.ABORTED
+            and session.row.totals is None
+            and (totals := session.totals())
+        ):
             async with session.lock:
-                await self._save(session, tally=tally)
+                await self._save(session, totals=totals)
         self._leave(session)
 
     async def finalize(self, session: Session) -> None:
@@ -578,8 +593,8 @@ class Sessions:
         await self._end_calls(session)
         await session.seal()
         async with session.lock:
-            if session.phase is not Phase.FINALIZED:
-                await self._save(session, phase=Phase.FINALIZED, tally=session.tally())
+            if session.phase is not SessionPhase.FINALIZED:
+                await self._save(session, phase=SessionPhase.FINALIZED, totals=session.totals())
         self._leave(session)
 
     async def delete(self, session: Session) -> None:
@@ -589,12 +604,12 @@ class Sessions:
             session.deleted = True
             self._known.pop(session.id, None)  # not before: whoever asks meanwhile would load it again
 
-    async def withhold(self, session: Session, turn_id: str, reason: str = UNDELIVERED) -> None:
+    async def exclude_turn(self, session: Session, turn_id: str, reason: str = UNDELIVERED) -> None:
         """Keep a turn out of the loss: its client left before it got the end of it, for one."""
         async with session.lock:
-            committed = session.forest[turn_id].status is TurnStatus.COMMITTED
-            if committed and not session.sealed and turn_id not in session.row.withheld:
-                await self._save(session, withheld={**session.row.withheld, turn_id: reason})
+            committed = session.tree[turn_id].status is TurnStatus.COMMITTED
+            if committed and not session.sealed and turn_id not in session.row.excluded:
+                await self._save(session, excluded={**session.row.excluded, turn_id: reason})
 
     async def delete_response(self, session: Session, turn_id: str) -> None:
         """Show it to the client no more. The turn stays in the record."""
@@ -605,45 +620,47 @@ class Sessions:
 
     async def redeliver(self, session: Session, turn_id: str) -> bool:
         """Whether this caller is the one to hand out a turn that its client missed."""
-        if session.row.withheld.get(turn_id) != UNDELIVERED:
+        if session.row.excluded.get(turn_id) != UNDELIVERED:
             return False
         async with session.lock:
-            if session.sealed or session.row.withheld.get(turn_id) != UNDELIVERED:
+            if session.sealed or session.row.excluded.get(turn_id) != UNDELIVERED:
                 return False
-            before = session.row.withheld
+            before = session.row.excluded
             try:
-                await self._save(session, withheld={i: why for i, why in before.items() if i != turn_id})
+                await self._save(
+                    session, excluded={i: reason for i, reason in before.items() if i != turn_id}
+                )
             except asyncio.CancelledError:
-                await self._save(session, withheld=before)
+                await self._save(session, excluded=before)
                 raise
             return True
 
-    async def record_outcome(self, session: Session, statement: Statement, *, verdict: bool) -> None:
+    async def record_outcome(self, session: Session, statement: OutcomeReport, *, verdict: bool) -> None:
         """What the agent, or its verifier, says came of the work. The same again is fine; another is refused.
 
         Rewards, outcome and the end of the session are one write, with the mark that the outcome is due.
         """
-        what = "verdict" if verdict else "outcome"
+        field = "verdict" if verdict else "outcome"
         async with session.lock:
-            known = getattr(session.row, what)
-            if known not in (None, statement.said):
-                raise conflict(f"session {session.id} already has another {what}", "the first one counts")
-            failed = outcomes.failed_verdict(session.row, statement) if verdict and known is None else None
+            recorded = getattr(session.row, field)
+            if recorded not in (None, statement.canonical):
+                raise conflict(f"session {session.id} already has another {field}", "the first one counts")
+            failed = outcomes.failed_verdict(session.row, statement) if verdict and recorded is None else None
             if failed:
                 await self._note_failed(session, failed)
                 return
-            if known is None:
-                self._check_settles(session, what)
+            if recorded is None:
+                self._check_settles(session, field)
                 rewards = outcomes.with_rewards(
                     session.row, statement.entries, turns_of(session), self._limits
                 )
                 session.closed = True
-                changes: dict[str, Any] = {what: statement.said, "settled": self._clock()}
-                if session.phase is Phase.OPEN:
+                changes: dict[str, Any] = {field: statement.canonical, "outcome_at": self._clock()}
+                if session.phase is SessionPhase.OPEN:
                     changes |= {
-                        "phase": Phase.COMPLETED,
+                        "phase": SessionPhase.COMPLETED,
                         "metrics": statement.metrics,
-                        "tally": session.tally(),
+                        "totals": session.totals(),
                     }
                 await self._save(session, rewards=rewards, **changes)
         self._leave(session)
@@ -655,10 +672,10 @@ class Sessions:
             self._check_settles(session, "verdict")
             await self._save(session, failed_verdicts=(*before, failed))
 
-    def _check_settles(self, session: Session, what: str) -> None:
-        if session.phase is Phase.FINALIZED:
-            raise conflict(f"session {session.id} is finalized", f"an {what} comes before finalize")
-        if session.phase is Phase.ABORTED and not (self._delivers and outcomes.addressed(session.row)):
+    def _check_settles(self, session: Session, field: str) -> None:
+        if session.phase is SessionPhase.FINALIZED:
+            raise conflict(f"session {session.id} is finalized", f"an {field} comes before finalize")
+        if session.phase is SessionPhase.ABORTED and not (self._delivers and outcomes.addressed(session.row)):
             raise conflict(f"session {session.id} is aborted")
         if session.row.delivery:
             raise conflict(f"session {session.id} already has an outcome", "the first one counts")
@@ -703,18 +720,18 @@ class Sessions:
         for task in tasks:
             task.cancel()
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=self._ending_s)
-            if left:
-                told = "session %s: %d calls do not end within %g s"
-                log.error(told, session.id, len(left), self._ending_s)
+            _, pending = await asyncio.wait(tasks, timeout=self._ending_s)
+            if pending:
+                message = "session %s: %d calls do not end within %g s"
+                log.error(message, session.id, len(pending), self._ending_s)
 
     async def _save(self, session: Session, **changes: Any) -> None:
         """Under the session's lock: what is stored and what is in memory change together."""
         if session.deleted:
             raise NotFound(f"session {session.id} was deleted")
         row = structs.replace(session.row, **changes)
-        if row.tally is not None and "withheld" in changes:
-            row = structs.replace(row, tally=structs.replace(row.tally, excluded=session.excluded_in(row)))
+        if row.totals is not None and "excluded" in changes:
+            row = structs.replace(row, totals=structs.replace(row.totals, excluded=session.excluded_in(row)))
         if self._delivers and not row.delivery and outcomes.due(row):
             row = structs.replace(row, delivery=Delivery.DUE)
         await shield_and_wait(self._put(session, row))

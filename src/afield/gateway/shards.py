@@ -44,9 +44,9 @@ def owner(session_id: str, count: int) -> int:
 
 def session_of(path: str, scope: Scope, key: str) -> str | None:
     """The session a request is about, by its path, its key, or the header that its key names."""
-    found = _SESSION.match(path)
-    if found or not (parts := split_header_key(key)):
-        return found[1] if found else session_named_by(key)
+    match = _SESSION.match(path)
+    if match or not (parts := split_header_key(key)):
+        return match[1] if match else session_named_by(key)
     value = header(scope, parts.header.encode("latin-1", "replace"))
     return header_session_id(parts.id, value) if value else None
 
@@ -83,9 +83,9 @@ class Shard:
 
     def own_id(self, make: Callable[[], str]) -> str:
         """A new session id of this process."""
-        while not self.owns(made := make()):
+        while not self.owns(session_id := make()):
             pass
-        return made
+        return session_id
 
     async def elsewhere(
         self, scope: Scope, receive: Receive, send: Send, admits: Callable[[str], bool]
@@ -199,19 +199,19 @@ def _passed(scope: Scope) -> bool:
 
 def _id_in(body: bytes) -> str | None:
     try:
-        asked = msgspec.json.decode(body or b"{}")
+        fields = msgspec.json.decode(body or b"{}")
     except msgspec.MsgspecError:
         return None
-    found = asked.get("id") if isinstance(asked, dict) else None
-    return found if isinstance(found, str) else None
+    session_id = fields.get("id") if isinstance(fields, dict) else None
+    return session_id if isinstance(session_id, str) else None
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
     """A body that was read, to be read once more."""
-    left = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def once_more() -> Any:
-        return left.pop() if left else await receive()
+        return messages.pop() if messages else await receive()
 
     return once_more
 

@@ -29,11 +29,11 @@ class StopStrings:
         self._sent = 0
         self._calls = 0
         self._after = 0
-        self.found: str | None = None
+        self.matched: str | None = None
 
     @property
     def hit(self) -> bool:
-        return self.found is not None
+        return self.matched is not None
 
     def feed(self, ids: Sequence[int]) -> tuple[int, list[Event]]:
         """How many of these ids belong to the reply, and what they tell. 0 or less: earlier ones go, too."""
@@ -60,9 +60,9 @@ class StopStrings:
         """How many of the last of all ids come after the stop string: several where text was told late."""
         if not self.hit:
             return 0
-        left, count = self._after, 0
-        while count < len(ids) and left >= (size := self._parser.size(ids[-1 - count])):
-            left -= size
+        bytes_left, count = self._after, 0
+        while count < len(ids) and bytes_left >= (size := self._parser.size(ids[-1 - count])):
+            bytes_left -= size
             count += 1
         return count
 
@@ -73,27 +73,27 @@ class StopStrings:
         return structs.replace(reply, content=self._text, tool_calls=reply.tool_calls[: self._calls])
 
     def _filter(self, events: list[Event]) -> list[Event]:
-        kept: list[Event] = []
+        passed: list[Event] = []
         for event in events:
             if self.hit:
                 self._after += len(event.text.encode()) if isinstance(event, TextDelta) else 0
             elif isinstance(event, TextDelta):
                 self._text += event.text
                 self._find("")
-                kept += self._release(len(self._text) - (0 if self.hit else self._hold))
+                passed += self._release(len(self._text) - (0 if self.hit else self._hold))
             else:
-                kept += [*self._release(len(self._text)), event]
+                passed += [*self._release(len(self._text)), event]
                 self._calls += isinstance(event, ToolEnd)
-        return kept
+        return passed
 
     def _find(self, held: str) -> None:
         """The stop string that ends first, in the text and what is held behind it."""
         text = self._text + held if held else self._text
         start = max(0, self._looked - self._hold)
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
         self._looked = len(self._text)
-        if found:
-            end, at, self.found = min(found)
+        if matches:
+            end, at, self.matched = min(matches)
             self._after = len(text[end:].encode("utf-8", "replace"))
             self._text = text[:at]
 
@@ -121,12 +121,12 @@ async def sampled(engine: Engine, call: GenerateRequest, stops: StopStrings) -> 
             yield structs.replace(chunk, finish=None)
     if last is None or stops.hit:
         return
-    left = call.max_tokens - len(ids)
-    if left < 1:
+    remaining = call.max_tokens - len(ids)
+    if remaining < 1:
         last = structs.replace(last, token_ids=(), logprobs=(), top_logprobs=(), prompt_logprobs=None)
         yield structs.replace(last, finish=FinishReason.LENGTH)
         return
-    rest = structs.replace(call, prompt_ids=(*call.prompt_ids, *ids), max_tokens=left, stop=())
+    rest = structs.replace(call, prompt_ids=(*call.prompt_ids, *ids), max_tokens=remaining, stop=())
     rest = structs.replace(rest, prompt_logprobs=None)
     async with aclosing(engine.generate(rest)) as chunks:
         async for chunk in chunks:
@@ -135,9 +135,9 @@ async def sampled(engine: Engine, call: GenerateRequest, stops: StopStrings) -> 
 
 
 def _joined(
-    before: tuple[VersionSpan, ...] | None, spans: tuple[VersionSpan, ...] | None, start: int
+    earlier: tuple[VersionSpan, ...] | None, spans: tuple[VersionSpan, ...] | None, start: int
 ) -> tuple[VersionSpan, ...] | None:
-    if before is None or spans is None:
+    if earlier is None or spans is None:
         return None
     moved = (VersionSpan(s.start + start, s.end + start, s.low, s.high) for s in spans)
-    return (*before, *moved)
+    return (*earlier, *moved)

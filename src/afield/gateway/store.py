@@ -51,7 +51,7 @@ FORMAT = "4"
 log = logging.getLogger("afield.gateway")
 
 
-class Tally(Struct, frozen=True, kw_only=True):
+class SessionTotals(Struct, frozen=True, kw_only=True):
     """What was done in a session, added up when nothing more could be."""
 
     calls: int
@@ -73,14 +73,14 @@ class Delivery(StrEnum):
 
     NONE = ""
     DUE = "due"
-    STOOD = "stood"
+    ACCEPTED = "accepted"
     REFUSED = "refused"
 
 
 class FailedVerdict(Struct, frozen=True):
     """A verifier that could not grade, before the one that counts; `said` is a digest of its words."""
 
-    said: str
+    digest: str
     failure: Failure
 
 
@@ -103,15 +103,15 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     outcome: bytes | None = None
     verdict: bytes | None = None
     failed_verdicts: tuple[FailedVerdict, ...] = ()
-    settled: float = 0.0
+    outcome_at: float = 0.0
     delivery: Delivery = Delivery.NONE
-    withheld: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     deleted_responses: tuple[str, ...] = ()
     """Turns that are not shown to the client any more, because it deleted the response."""
-    tally: Tally | None = None
+    totals: SessionTotals | None = None
 
 
-class Published(Struct, frozen=True):
+class PublishedPolicy(Struct, frozen=True):
     """Weights of a model, and where they were read from."""
 
     model: str
@@ -133,7 +133,7 @@ class TurnRow(Struct, frozen=True):
     """The client's own name for the conversation, where it has several."""
     scores: Scores | None = None
     """Log-probabilities of other tokens that the client asked for."""
-    shown: bytes = b""
+    stored_options: bytes = b""
     """What the dialect needs to show the answer again, where the client may fetch it later."""
 
 
@@ -142,7 +142,7 @@ Statement = tuple[str, Sequence[Any]]
 Writing = tuple[list[Statement], asyncio.Future[None]]
 
 
-class Store:
+class GatewayStore:
     def __init__(self, path: Path, *, durable: bool = False) -> None:
         self._path = path
         self._durable = durable
@@ -194,14 +194,14 @@ class Store:
         except sqlite3.Error as error:
             raise Unavailable(f"cannot read {self._path}: {error}") from error
 
-    async def put_policy(self, policy: Published) -> None:
+    async def put_policy(self, policy: PublishedPolicy) -> None:
         body = msgspec.msgpack.encode(policy)
         await self._write([("INSERT OR REPLACE INTO meta VALUES ('policy',?)", (body,))])
 
     @property
-    def policy(self) -> Published | None:
+    def policy(self) -> PublishedPolicy | None:
         """The weights that were last published."""
-        rows = self._read("SELECT value FROM meta WHERE key=?", ("policy",), Published)
+        rows = self._read("SELECT value FROM meta WHERE key=?", ("policy",), PublishedPolicy)
         return rows[0] if rows else None
 
     def put_turn(self, session_id: str, row: TurnRow) -> Awaitable[None]:
@@ -241,8 +241,8 @@ class Store:
         ]
         tables.append("DELETE FROM sessions WHERE id=?")
         for first in range(0, len(session_ids), DELETED_AT_ONCE):
-            some = session_ids[first : first + DELETED_AT_ONCE]
-            await self._write([(sql, (session_id,)) for sql in tables for session_id in some])
+            batch = session_ids[first : first + DELETED_AT_ONCE]
+            await self._write([(sql, (session_id,)) for sql in tables for session_id in batch])
 
     def ended_before(self, created: float, limit: int) -> list[str]:
         """Sessions that are over, with nothing due elsewhere, oldest first."""
@@ -310,9 +310,9 @@ class Store:
         """Settled when they are written; cancelling it cancels nothing but the waiting."""
         if self._closed:
             raise Unavailable(f"{self._path} is closed: the gateway is stopping")
-        done = self._loop.create_future()
-        self._queue.put((statements, done))
-        return done
+        finished = self._loop.create_future()
+        self._queue.put((statements, finished))
+        return finished
 
     def _write_groups(self) -> None:
         connection = self._connect()
@@ -326,7 +326,7 @@ class Store:
                 group.append(item)
             error = self._commit(connection, [row for statements, _ in group for row in statements])
             with suppress(RuntimeError):  # a loop that is closed has nobody left to tell
-                self._loop.call_soon_threadsafe(_settle, [done for _, done in group], error)
+                self._loop.call_soon_threadsafe(_settle, [finished for _, finished in group], error)
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, statements: list[Statement]) -> Unavailable | None:
@@ -353,13 +353,15 @@ class Store:
                 connection.execute("INSERT OR IGNORE INTO meta VALUES (?,?)", (key, value))
             self._drop_secret(connection)
             connection.commit()
-            found = connection.execute("SELECT value FROM meta WHERE key='format'").fetchone()[0].decode()
+            stored_format = (
+                connection.execute("SELECT value FROM meta WHERE key='format'").fetchone()[0].decode()
+            )
             connection.close()
         except (sqlite3.Error, OSError) as error:
             raise UsageError(f"cannot use {self._path} as the gateway's store: {error}") from error
-        if found != FORMAT:
+        if stored_format != FORMAT:
             raise UsageError(
-                f"{self._path} has format {found}, this afield writes {FORMAT}: use a new directory"
+                f"{self._path} has format {stored_format}, this afield writes {FORMAT}: use a new directory"
             )
 
     def _drop_secret(self, connection: sqlite3.Connection) -> None:
@@ -416,10 +418,10 @@ async def shield_and_wait(work: Awaitable[T]) -> T:
 
 
 def _settle(waiting: list[asyncio.Future[None]], error: Exception | None) -> None:
-    for done in waiting:
-        if done.done():  # whoever waited for it was cancelled
+    for finished in waiting:
+        if finished.done():  # whoever waited for it was cancelled
             continue
         if error:
-            done.set_exception(error)
+            finished.set_exception(error)
         else:
-            done.set_result(None)
+            finished.set_result(None)

@@ -21,17 +21,17 @@ from afield.gateway.dialects.responses import InputItems, Items, Responses, imag
 from afield.gateway.dialects.responses_request import (
     ASK,
     COMPACTION,
-    KEPT,
     LOGPROBS,
-    Shown,
-    shown_again,
+    STORED_OPTIONS,
+    EchoedOptions,
+    restore_options,
     summary_of,
 )
 from afield.gateway.http import Scope
 from afield.gateway.model_request import CallFinished, CallStarted, ModelRequest
 from afield.gateway.prompts import off_loop
-from afield.gateway.sessions import Session, Sessions
-from afield.gateway.store import Store, TurnRow
+from afield.gateway.sessions import Session, SessionManager
+from afield.gateway.store import GatewayStore, TurnRow
 from afield.gateway.turn_ids import item_id, response_id, seal_summary, turn_of_response
 from afield.types import Message, Turn, TurnStatus
 
@@ -44,18 +44,18 @@ class Compaction(Responses):
 
     def __init__(
         self,
-        tokens: ChatTokenizer,
+        tokenizer: ChatTokenizer,
         path: Callable[[str], list[Turn]],
         tools: Callable[[str], tuple[Tool, ...]],
         image: Callable[[str], str | None],
     ) -> None:
-        super().__init__(tokens)
+        super().__init__(tokenizer)
         self._path = path
         self._tools = tools
         self._image = image
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-        request, wish = super().decode(asked)
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+        request, options = super().decode(raw)
         if not request.model:
             raise bad_request("a compaction needs a model", "name it in model")
         if request.stream:
@@ -74,34 +74,36 @@ class Compaction(Responses):
             shown=b"",
             shared=None,
         )
-        return request, wish
+        return request, options
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
-        if not done.reply.content:
+    def response(
+        self, started: CallStarted, finished: CallFinished, options: ResponseOptions
+    ) -> dict[str, Any]:
+        if not finished.reply.content:
             raise ApiError(
                 502, "no_summary", "the model wrote no summary", "try again, or leave it more room"
             )
 
         def items(_: Turn) -> Items:
-            return Items(started, wish, TokenText(self._tokens, wish))
+            return Items(started, options, TokenText(self._tokenizer, options))
 
-        made = InputItems(items, self._image)
-        path = self._path(done.turn.id)
+        input_items = InputItems(items, self._image)
+        path = self._path(finished.turn.id)
         sent = [(message, turn) for turn in path for message in turn.messages]
         kept = [
             item
             for message, turn in sent
             if message.role == "user" and message.content != ASK and summary_of(message) is None
-            for item in made.message(message, turn)
+            for item in input_items.message(message, turn)
         ]
-        sealed = seal_summary(done.turn.id, done.reply.content)
-        summary = {"type": "compaction", "id": item_id("cmp", done.turn.id), "encrypted_content": sealed}
+        sealed = seal_summary(finished.turn.id, finished.reply.content)
+        summary = {"type": "compaction", "id": item_id("cmp", finished.turn.id), "encrypted_content": sealed}
         return {
             "id": response_id(started.session_id, started.turn_id),
             "object": "response.compaction",
             "created_at": int(started.created),
             "output": [*kept, summary],
-            "usage": usage(done),
+            "usage": usage(finished),
         }
 
 
@@ -109,24 +111,24 @@ Json = dict[str, Any]
 _ROUTE = re.compile(r"/v1/responses/(?P<id>[^/]+)(?P<rest>/input_items|/cancel)?")
 ROUTES = (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"))
 SEALED, IMAGES = "reasoning.encrypted_content", "message.input_image.image_url"
-MOST, USUAL = 100, 20  # items of a page
+MOST, DEFAULT_LIMITS = 100, 20  # items of a page
 
 
 def match(method: str, path: str) -> Mapping[str, str | None] | None:
-    found = _ROUTE.fullmatch(path)
-    return found.groupdict() if found and (method, found["rest"] or "") in ROUTES else None
+    match = _ROUTE.fullmatch(path)
+    return match.groupdict() if match and (method, match["rest"] or "") in ROUTES else None
 
 
 class StoredResponses:
-    def __init__(self, store: Store, sessions: Sessions, tokens: ChatTokenizer) -> None:
+    def __init__(self, store: GatewayStore, sessions: SessionManager, tokenizer: ChatTokenizer) -> None:
         self._store = store
         self._sessions = sessions
-        self._tokens = tokens
+        self._tokenizer = tokenizer
 
     def compaction(self, session: Session) -> Compaction:
         return Compaction(
-            self._tokens,
-            session.forest.path,
+            self._tokenizer,
+            session.tree.path,
             lambda turn_id: self._tools(session, turn_id),
             lambda digest: self._image(session, digest),
         )
@@ -134,10 +136,10 @@ class StoredResponses:
     def _tools(self, session: Session, turn_id: str) -> tuple[Tool, ...]:
         """Those that a response was asked with, where it is stored."""
         row = session.rows.get(int(turn_id[1:]))
-        return self._shown(session, row, [])[0].toolbox.tools if row and row.shown else ()
+        return self._options(session, row, [])[0].toolbox.tools if row and row.stored_options else ()
 
     async def serve(self, session: Session, scope: Scope, parts: Mapping[str, str | None]) -> Json:
-        asked = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
+        params = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
         row = self._row(session, parts["id"] or "")
         if parts["rest"] == "/cancel":
             raise bad_request(
@@ -147,17 +149,17 @@ class StoredResponses:
         if scope["method"] == "DELETE":
             await self._sessions.delete_response(session, row.turn.id)
             return {"id": parts["id"], "object": "response", "deleted": True}
-        include = [value for name, value in asked if name in ("include", "include[]")]
+        include = [value for name, value in params if name in ("include", "include[]")]
         if parts["rest"]:
-            return self._input_items(session, row, dict(asked), include)
-        if dict(asked).get("stream") == "true":
+            return self._input_items(session, row, dict(params), include)
+        if dict(params).get("stream") == "true":
             raise bad_request("a stored response is not streamed again", "fetch it without stream")
         return await self._response(session, row, include)
 
     def _row(self, session: Session, response_id: str) -> TurnRow:
         turn_id = turn_of_response(response_id, session.id)
         row = session.rows.get(int(turn_id[1:])) if turn_id else None
-        there = row is not None and row.turn.status is TurnStatus.COMMITTED and row.shown
+        there = row is not None and row.turn.status is TurnStatus.COMMITTED and row.stored_options
         if row is None or not there or row.turn.id in session.row.deleted_responses:
             raise not_found(
                 f"response {response_id[:80]!r} is not stored in this session",
@@ -165,54 +167,56 @@ class StoredResponses:
             )
         return row
 
-    def _shown(self, session: Session, row: TurnRow, include: list[str]) -> tuple[Shown, ResponseOptions]:
-        kept = KEPT.decode(row.shown)
-        shown = shown_again(kept, self._store.text(session.id, kept.shared))
+    def _options(
+        self, session: Session, row: TurnRow, include: list[str]
+    ) -> tuple[EchoedOptions, ResponseOptions]:
+        stored = STORED_OPTIONS.decode(row.stored_options)
+        shown = restore_options(stored, self._store.text(session.id, stored.shared))
         if SEALED in include:
             shown = structs.replace(shown, sealed=True)
         logprobs, count = LOGPROBS in include, int(shown.fields.get("top_logprobs") or 0)
         return shown, ResponseOptions(
-            model=kept.model, logprobs=logprobs, top_logprobs=count, echo={"shown": shown}
+            model=stored.model, logprobs=logprobs, top_logprobs=count, echo={"shown": shown}
         )
 
     async def _response(self, session: Session, row: TurnRow, include: list[str]) -> Json:
-        _, wish = self._shown(session, row, include)
+        _, options = self._options(session, row, include)
         turn, reply = row.turn, row.turn.messages[-1]
         thought = 0
         if reply.reasoning:
-            parser = self._tokens.parser(tools=())
+            parser = self._tokenizer.parser(tools=())
             thought = await off_loop(len(reply.reasoning), parser.thought, turn.token_ids)
-        prompt = session.forest.length(turn.id) - len(turn.token_ids)
-        done = CallFinished(turn, reply, prompt, thought=thought, scores=row.scores)
-        items = self._items(session, turn, wish)
-        return items.ended(done, output_of(items, done))
+        prompt = session.tree.length(turn.id) - len(turn.token_ids)
+        finished = CallFinished(turn, reply, prompt, reasoning_tokens=thought, scores=row.scores)
+        items = self._items(session, turn, options)
+        return items.ended(finished, output_of(items, finished))
 
-    def _items(self, session: Session, turn: Turn, wish: ResponseOptions) -> Items:
+    def _items(self, session: Session, turn: Turn, options: ResponseOptions) -> Items:
         started = CallStarted(session.id, turn.id, (), turn.started, sampling=turn.sampling)
-        return Items(started, wish, TokenText(self._tokens, wish))
+        return Items(started, options, TokenText(self._tokenizer, options))
 
     def _image(self, session: Session, digest: str) -> str | None:
         return image_url(self._store.image(session.id, digest))
 
     def _input_items(
-        self, session: Session, row: TurnRow, asked: Mapping[str, str], include: list[str]
+        self, session: Session, row: TurnRow, params: Mapping[str, str], include: list[str]
     ) -> Json:
-        shown, wish = self._shown(session, row, include)
+        shown, options = self._options(session, row, include)
         images = (lambda digest: self._image(session, digest)) if IMAGES in include else (lambda _: None)
-        made = InputItems(lambda turn: self._items(session, turn, wish), images)
-        items = made.of(session.forest.path(row.turn.id), shown.fields["instructions"])
-        return _page(items, asked)
+        input_items = InputItems(lambda turn: self._items(session, turn, options), images)
+        items = input_items.of(session.tree.path(row.turn.id), shown.fields["instructions"])
+        return _page(items, params)
 
 
-def _page(items: list[Json], asked: Mapping[str, str]) -> Json:
-    order, limit = asked.get("order", "desc"), asked.get("limit", str(USUAL))
+def _page(items: list[Json], params: Mapping[str, str]) -> Json:
+    order, limit = params.get("order", "desc"), params.get("limit", str(DEFAULT_LIMITS))
     if order not in ("asc", "desc"):
         raise bad_request(f"order={order!r} is unknown", "choose one of: asc, desc")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MOST:
         raise bad_request(f"limit={limit[:20]!r} must be between 1 and {MOST}")
     if order == "desc":
         items = items[::-1]
-    if (after := asked.get("after")) is not None:
+    if (after := params.get("after")) is not None:
         places = [n for n, item in enumerate(items) if item["id"] == after]
         if not places:
             raise bad_request(f"after={after!r} is no item of this list")

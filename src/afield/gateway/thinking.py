@@ -64,20 +64,20 @@ class AskedReasoning:
         self._once("budget", name, self._budget is None)
         self._budget = value
 
-    def _once(self, what: str, name: str, agrees: bool) -> None:
+    def _once(self, field: str, name: str, agrees: bool) -> None:
         if not agrees:
             raise bad_request(
-                f"{self._names[what]} and {name} both say how much to think", "send one of them"
+                f"{self._names[field]} and {name} both say how much to think", "send one of them"
             )
-        self._names[what] = name
+        self._names[field] = name
 
-    def kwargs(self, given: Mapping[str, Any] | None) -> None:
+    def kwargs(self, values: Mapping[str, Any] | None) -> None:
         """`chat_template_kwargs`: those by which templates turn thinking on and off."""
-        if not given:
+        if not values:
             return
         for key in ("enable_thinking", "thinking"):
-            self.switch(given.get(key), f"chat_template_kwargs.{key}")
-        self.effort(given.get("reasoning_effort"), "chat_template_kwargs.reasoning_effort")
+            self.switch(values.get(key), f"chat_template_kwargs.{key}")
+        self.effort(values.get("reasoning_effort"), "chat_template_kwargs.reasoning_effort")
 
 
 EFFORT = "reasoning_effort"
@@ -85,39 +85,39 @@ WORDS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 def template_arguments(
-    tokens: ChatTokenizer, request: ModelRequest, *, ignore: bool
+    tokenizer: ChatTokenizer, request: ModelRequest, *, ignore: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """What the template is told beside the trainer's arguments, and the tags of the turn."""
-    asked, switches, fixed = request.reasoning, tokens.switches, tokens.arguments
+    reasoning, switches, fixed = request.reasoning, tokenizer.switches, tokenizer.arguments
     arguments: dict[str, Any] = {}
     tags: list[str] = []
-    if asked.enabled is not None:
-        arguments, more = _switched(tokens, asked.enabled, request.names["reasoning"], ignore)
+    if reasoning.enabled is not None:
+        arguments, more = _switched(tokenizer, reasoning.enabled, request.names["reasoning"], ignore)
         tags += more
-    if asked.effort:
-        word = WORDS.get(asked.effort, asked.effort)
+    if reasoning.effort:
+        word = WORDS.get(reasoning.effort, reasoning.effort)
         if switches.effort and EFFORT not in fixed:
             arguments[EFFORT] = word
-        if not switches.effort or fixed.get(EFFORT, word) != asked.effort or word != asked.effort:
+        if not switches.effort or fixed.get(EFFORT, word) != reasoning.effort or word != reasoning.effort:
             tags.append(f"overridden:{request.names['effort']}")
-    if asked.budget is not None:
+    if reasoning.budget is not None:
         tags.append(f"overridden:{request.names['budget']}")
     return arguments, tuple(tags)
 
 
 def _switched(
-    tokens: ChatTokenizer, enabled: bool, name: str, ignore: bool
+    tokenizer: ChatTokenizer, enabled: bool, name: str, ignore: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    switches = tokens.switches
+    switches = tokenizer.switches
     if switches.name is not None:
-        fixed = tokens.arguments.get(switches.name)
+        fixed = tokenizer.arguments.get(switches.name)
         if fixed is not None:
             return {}, () if bool(fixed) == enabled else (f"overridden:{name}",)
         return {} if enabled == switches.default else {switches.name: enabled}, ()
-    thinks = tokens.certificate.reasoning is not None
+    thinks = tokenizer.certificate.reasoning is not None
     if enabled:
         return {}, () if thinks else (f"overridden:{name}",)
     if not thinks:
         return {}, ()
-    message = f"{name}: the chat template of {tokens.name!r} cannot turn thinking off"
+    message = f"{name}: the chat template of {tokenizer.name!r} cannot turn thinking off"
     return {}, unsupported(name, message, "leave it out, or use a model whose template can", ignore=ignore)

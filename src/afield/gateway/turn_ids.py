@@ -45,8 +45,8 @@ def _tag(session_id: str) -> str:
 
 
 def turn_of_id(id: str) -> str | None:
-    found = _ID.fullmatch(id)
-    return found[1] if found else None
+    match = _ID.fullmatch(id)
+    return match[1] if match else None
 
 
 def seal(turn_id: str) -> str:

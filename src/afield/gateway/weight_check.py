@@ -28,33 +28,35 @@ async def witness_of(path: str) -> WeightProbe | None:
     return await asyncio.to_thread(read_witness, Path(path)) if path else None
 
 
-async def check_heard(engine: Engine, version: int, new: WeightProbe | None, old: WeightProbe | None) -> None:
+async def check_weights_match(
+    engine: Engine, version: int, new: WeightProbe | None, old: WeightProbe | None
+) -> None:
     """Unavailable when the engine does not answer with `version`; `old` is the version before, if known."""
     if new is None:
         return
     try:
         async with asyncio.timeout(PATIENCE_S):
-            told = await asyncio.gather(*(_hear(engine, new.prompt_ids[:n]) for n in new.lengths))
+            logprobs = await asyncio.gather(*(_hear(engine, new.prompt_ids[:n]) for n in new.lengths))
     except TimeoutError:
         log.warning("version %d was not heard within %g s: the engine is busy", version, PATIENCE_S)
         return
-    far = _distance(told, new)
+    distance = _distance(logprobs, new)
     same_questions = old is not None and (old.prompt_ids, old.lengths) == (new.prompt_ids, new.lengths)
-    before = _distance(told, old) if old is not None and same_questions else None
-    if before is not None and far > CLOSER * before + NOISE:
+    old_distance = _distance(logprobs, old) if old is not None and same_questions else None
+    if old_distance is not None and distance > CLOSER * old_distance + NOISE:
         raise Unavailable(
             f"the engine took version {version} but answers as the weights before it (log-probabilities are"
-            f" off by {far:.2g} from the new ones, by {before:.2g} from the old ones); restart it"
+            f" off by {distance:.2g} from the new ones, by {old_distance:.2g} from the old ones); restart it"
         )
-    if far > FAR:
+    if distance > FAR:
         raise Unavailable(
             f"the engine took version {version} but does not answer with it (log-probabilities are off by"
-            f" {far:.2g}); restart it"
+            f" {distance:.2g}); restart it"
         )
 
 
-def _distance(told: list[float], witness: WeightProbe) -> float:
-    return max(abs(p - q) for p, q in zip(told, witness.logprobs, strict=True))
+def _distance(logprobs: list[float], witness: WeightProbe) -> float:
+    return max(abs(p - q) for p, q in zip(logprobs, witness.logprobs, strict=True))
 
 
 async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
@@ -67,7 +69,7 @@ async def _hear(engine: Engine, prompt_ids: tuple[int, ...]) -> float:
         stop_ids=(),
     )
     async with aclosing(engine.generate(call)) as chunks:
-        drawn = [p async for chunk in chunks for p in chunk.logprobs]
-    if len(drawn) != 1:
-        raise Unavailable(f"the engine gave {len(drawn)} log-probabilities where one token was asked for")
-    return drawn[0]
+        logprobs = [p async for chunk in chunks for p in chunk.logprobs]
+    if len(logprobs) != 1:
+        raise Unavailable(f"the engine gave {len(logprobs)} log-probabilities where one token was asked for")
+    return logprobs[0]

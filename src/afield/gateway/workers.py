@@ -11,14 +11,14 @@ from msgspec import Struct, structs
 
 from afield.errors import AfieldError, Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.failover import ResumableCall
-from afield.gateway.weight_check import check_heard, witness_of
+from afield.gateway.weight_check import check_weights_match, witness_of
 from afield.interfaces import Engine, EngineInfo, Image, Pausable
 from afield.interfaces.weight_probe import WeightProbe
 
 
 class WorkerHealth(StrEnum):
     READY = "ready"
-    ASIDE = "aside"  # broke, or lacks the weights; looked at again and again
+    UNHEALTHY = "unhealthy"  # broke, or lacks the weights; looked at again and again
     LEAVING = "leaving"
 
 
@@ -28,7 +28,7 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     id: str
     kind: str
     url: str
-    standing: WorkerHealth
+    health: WorkerHealth
     reason: str
     version: int | None
     in_flight: int
@@ -37,37 +37,37 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class Worker:
+class EngineWorker:
     def __init__(self, id: str, engine: Engine, *, kind: str = "", url: str = "") -> None:
         self.id, self.engine, self.kind, self.url = id, engine, kind, url
-        self.standing = WorkerHealth.ASIDE
+        self.health = WorkerHealth.UNHEALTHY
         self.reason = "not looked at yet"
         self.entered = False
         self.frozen = False
-        self.thawing = False  # it was told to go on, and may not have heard
-        self.tended = False
-        self.unheard = False  # it got weights while it stood still
+        self.resuming = False  # it was told to go on, and may not have heard
+        self.recovering = False
+        self.unchecked = False  # it got weights while it stood still
         self.facts: EngineInfo | None = None
-        self.flights: set[ResumableCall] = set()
+        self.running_calls: set[ResumableCall] = set()
         self.sessions = 0
         self.calls = 0
         self.failures = 0
 
     @property
     def ready(self) -> bool:
-        return self.standing is WorkerHealth.READY
+        return self.health is WorkerHealth.READY
 
     @property
     def load(self) -> tuple[int, int]:
-        return len(self.flights), self.sessions
+        return len(self.running_calls), self.sessions
 
     def takes(self, images: tuple[Image, ...]) -> bool:
         return self.ready and (not images or (self.facts is not None and self.facts.images))
 
     async def resume(self) -> None:
-        if self.thawing and isinstance(self.engine, Pausable):
+        if self.resuming and isinstance(self.engine, Pausable):
             await self.engine.resume()
-        self.thawing = False
+        self.resuming = False
 
     async def leave(self) -> None:
         if self.entered:
@@ -81,10 +81,10 @@ class Worker:
             id=self.id,
             kind=facts.kind if facts else self.kind,
             url=self.url,
-            standing=self.standing,
+            health=self.health,
             reason="" if self.ready else self.reason,
             version=facts.version if facts else None,
-            in_flight=len(self.flights),
+            in_flight=len(self.running_calls),
             calls=self.calls,
             failures=self.failures,
             notes=facts.notes if facts else (),
@@ -103,7 +103,7 @@ class WorkerRegistry:
     def __init__(
         self, workers: Mapping[str, Engine], check: Callable[[Engine], Awaitable[EngineInfo]]
     ) -> None:
-        self.workers = {name: Worker(name, e, url=getattr(e, "url", "")) for name, e in workers.items()}
+        self.workers = {name: EngineWorker(name, e, url=getattr(e, "url", "")) for name, e in workers.items()}
         self.version = 0
         self.running = False
         self.changed = asyncio.Condition()
@@ -123,7 +123,7 @@ class WorkerRegistry:
         self.running = True
         loop = asyncio.get_running_loop()
         begin = loop.time()
-        told = -TELL_EVERY_S
+        last_report = -TELL_EVERY_S
         while True:
             errors = await asyncio.gather(*map(self._try_first, self.workers.values()))
             failed = {
@@ -136,10 +136,10 @@ class WorkerRegistry:
             none_up = bool(failed) and len(failed) == len(self.workers)
             if unfit or not none_up or waited >= timeout_s:
                 break
-            if waited - told >= TELL_EVERY_S:
-                told = waited
-                line = "waiting for an engine: none answers after %.0f s of %g s: %s"
-                log.warning(line, waited, timeout_s, _reasons(failed))
+            if waited - last_report >= TELL_EVERY_S:
+                last_report = waited
+                message = "waiting for an engine: none answers after %.0f s of %g s: %s"
+                log.warning(message, waited, timeout_s, _reasons(failed))
             await asyncio.sleep(min(START_PAUSE_S, max(0.0, timeout_s - waited)))
         if unfit or none_up:
             await self.stop()
@@ -148,7 +148,7 @@ class WorkerRegistry:
                 " start the engine, check its address, or raise --engine-start-timeout"
             )
         for worker, error in failed.items():
-            self.set_aside(worker, str(error))
+            self.mark_unhealthy(worker, str(error))
 
     async def stop(self) -> None:
         self.running = False
@@ -157,7 +157,7 @@ class WorkerRegistry:
         await asyncio.gather(*self._tending, return_exceptions=True)
         for worker in self.workers.values():
             await worker.leave()
-            self.set_aside(worker, "the pool was closed")
+            self.mark_unhealthy(worker, "the pool was closed")
         await self.tell()
 
     async def tell(self) -> None:
@@ -166,17 +166,17 @@ class WorkerRegistry:
 
     # --- membership -------------------------------------------------------------------------------
 
-    def at(self, url: str) -> Worker | None:
+    def at(self, url: str) -> EngineWorker | None:
         return next((worker for worker in self.workers.values() if worker.url and worker.url == url), None)
 
-    def named(self, name: str) -> Worker:
+    def named(self, name: str) -> EngineWorker:
         worker = self.workers.get(name)
         if worker is None:
             raise NotFound(f"there is no worker {name!r}; there are: {', '.join(self.workers) or 'none'}")
         return worker
 
-    async def add(self, kind: str, url: str, engine: Engine) -> Worker:
-        worker = Worker(self._new_name(kind), engine, kind=kind, url=url)
+    async def add(self, kind: str, url: str, engine: Engine) -> EngineWorker:
+        worker = EngineWorker(self._new_name(kind), engine, kind=kind, url=url)
         self.workers[worker.id] = worker
         try:
             await self._admit(worker)
@@ -187,7 +187,7 @@ class WorkerRegistry:
         await self.tell()
         return worker
 
-    async def drop(self, worker: Worker) -> None:
+    async def drop(self, worker: EngineWorker) -> None:
         self.workers.pop(worker.id, None)
         await worker.leave()
 
@@ -198,14 +198,14 @@ class WorkerRegistry:
 
     # --- health -----------------------------------------------------------------------------------
 
-    async def _try_first(self, worker: Worker) -> AfieldError | None:
+    async def _try_first(self, worker: EngineWorker) -> AfieldError | None:
         try:
             await self._admit(worker)
         except REFUSALS as error:
             return error
         return None
 
-    async def _admit(self, worker: Worker) -> None:
+    async def _admit(self, worker: EngineWorker) -> None:
         """Enter, check, bring to the present weights; only then is it ready."""
         try:
             if not worker.entered:
@@ -215,14 +215,14 @@ class WorkerRegistry:
             async with asyncio.timeout(CHECK_S):
                 facts = await self._check(worker.engine)
         except (ValueError, OSError, RuntimeError) as error:  # a server that calls our questions bad ones
-            told = f"it cannot be looked at: {type(error).__name__}: {error}"
-            raise Unavailable(told) from error
+            message = f"it cannot be looked at: {type(error).__name__}: {error}"
+            raise Unavailable(message) from error
         async with self._changing:
             facts = await self._with_weights(worker, facts)
-            if worker.standing is not WorkerHealth.LEAVING:
-                worker.facts, worker.standing, worker.reason = facts, WorkerHealth.READY, ""
+            if worker.health is not WorkerHealth.LEAVING:
+                worker.facts, worker.health, worker.reason = facts, WorkerHealth.READY, ""
 
-    async def _with_weights(self, worker: Worker, facts: EngineInfo) -> EngineInfo:
+    async def _with_weights(self, worker: EngineWorker, facts: EngineInfo) -> EngineInfo:
         if self._weights is None:
             self.version = max(self.version, facts.version)
         if facts.version > self.version:
@@ -236,24 +236,24 @@ class WorkerRegistry:
                     " load the same weights there first"
                 )
             await worker.engine.load(*self._weights)
-        await check_heard(worker.engine, self.version, self._witness, self._witness_before)
+        await check_weights_match(worker.engine, self.version, self._witness, self._witness_before)
         return structs.replace(facts, version=self.version)
 
-    def set_aside(self, worker: Worker, reason: str) -> None:
+    def mark_unhealthy(self, worker: EngineWorker, reason: str) -> None:
         worker.reason = reason
-        if worker.standing is not WorkerHealth.LEAVING:
-            worker.standing = WorkerHealth.ASIDE
-        if self.running and not worker.tended:
+        if worker.health is not WorkerHealth.LEAVING:
+            worker.health = WorkerHealth.UNHEALTHY
+        if self.running and not worker.recovering:
             log.error("worker %s is set aside: %s", worker.id, reason)
-            worker.tended = True
+            worker.recovering = True
             task = asyncio.create_task(self._tend(worker))
             self._tending.add(task)
             task.add_done_callback(self._tending.discard)
 
-    async def _tend(self, worker: Worker) -> None:
+    async def _tend(self, worker: EngineWorker) -> None:
         pause = 0.0
         try:
-            while worker.standing is WorkerHealth.ASIDE:
+            while worker.health is WorkerHealth.UNHEALTHY:
                 await asyncio.sleep(pause)
                 pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
                 try:
@@ -264,7 +264,7 @@ class WorkerRegistry:
                 except Exception as error:  # it is looked at again, whatever it said
                     log.warning("worker %s: %s: %s", worker.id, type(error).__name__, error)
         finally:
-            worker.tended = False
+            worker.recovering = False
         await self.tell()
 
     # --- weights ----------------------------------------------------------------------------------
@@ -289,23 +289,23 @@ class WorkerRegistry:
             ready = [worker for worker in self.workers.values() if worker.ready]
             errors = await asyncio.gather(*(self._load(worker, version, path) for worker in ready))
             failed = [(worker, error) for worker, error in zip(ready, errors, strict=True) if error]
-            told = "; ".join(f"{worker.id}: {error}" for worker, error in failed)
+            reasons = "; ".join(f"{worker.id}: {error}" for worker, error in failed)
             if failed and len(failed) == len(ready) and all(isinstance(e, UsageError) for _, e in failed):
                 self.version, self._weights, self._witness, self._witness_before = before
-                raise UsageError(f"version {version} cannot be loaded: {told}")
+                raise UsageError(f"version {version} cannot be loaded: {reasons}")
             for worker, error in failed:
                 worker.failures += 1
-                self.set_aside(worker, f"version {version} was not loaded: {error}")
+                self.mark_unhealthy(worker, f"version {version} was not loaded: {error}")
             if len(failed) == len(ready):
-                raise Unavailable(f"no worker has loaded version {version} yet: {told or 'none is up'}")
+                raise Unavailable(f"no worker has loaded version {version} yet: {reasons or 'none is up'}")
 
     def _check_served(self) -> None:
         """Who asks again, because the first answer was bad or got lost, hears no better one."""
         if self.workers and not any(worker.ready for worker in self.workers.values()):
-            told = "; ".join(f"{worker.id}: {worker.reason}" for worker in self.workers.values())
-            raise Unavailable(f"no worker has loaded version {self.version} yet: {told}")
+            reasons = "; ".join(f"{worker.id}: {worker.reason}" for worker in self.workers.values())
+            raise Unavailable(f"no worker has loaded version {self.version} yet: {reasons}")
 
-    async def _load(self, worker: Worker, version: int, path: str) -> AfieldError | None:
+    async def _load(self, worker: EngineWorker, version: int, path: str) -> AfieldError | None:
         try:
             await worker.engine.load(version, path)
             await self.check_weights(worker)
@@ -317,12 +317,12 @@ class WorkerRegistry:
             worker.facts = structs.replace(worker.facts, version=version)
         return None
 
-    async def check_weights(self, worker: Worker) -> None:
+    async def check_weights(self, worker: EngineWorker) -> None:
         """One that stands still answers nothing, and is heard when it goes on."""
-        worker.unheard = worker.frozen
+        worker.unchecked = worker.frozen
         if not worker.frozen:
-            await check_heard(worker.engine, self.version, self._witness, self._witness_before)
+            await check_weights_match(worker.engine, self.version, self._witness, self._witness_before)
 
 
-def _reasons(failed: Mapping[Worker, AfieldError]) -> str:
+def _reasons(failed: Mapping[EngineWorker, AfieldError]) -> str:
     return "; ".join(f"{worker.id}: {error}" for worker, error in failed.items())

@@ -90,10 +90,10 @@ def echoed(content: Any) -> Message:
 
 @given(REPLIES, st.lists(st.integers(1, 5), min_size=1, max_size=3))
 def test_what_comes_back_of_an_answer_or_of_its_stream_is_the_reply(reply: Message, sizes: list[int]) -> None:
-    view = DIALECT.view(STARTED, ResponseOptions(model="m"))
-    stream = view.opening() + b"".join([view.piece(piece) for piece in pieces(reply, sizes)])
-    stream += view.closing(done(reply))
-    answer = json.loads(encode(DIALECT.answer(STARTED, done(reply), ResponseOptions(model="m"))))
+    view = DIALECT.stream(STARTED, ResponseOptions(model="m"))
+    stream = view.begin() + b"".join([view.delta(piece) for piece in pieces(reply, sizes)])
+    stream += view.end(done(reply))
+    answer = json.loads(encode(DIALECT.response(STARTED, done(reply), ResponseOptions(model="m"))))
     for content in (answer["content"], folded(events_of(stream))):
         back = echoed(content)
         assert canonical(back) == canonical(reply)
@@ -108,9 +108,9 @@ def test_what_comes_back_of_an_answer_or_of_its_stream_is_the_reply(reply: Messa
 
 def test_a_call_without_arguments_has_an_empty_input() -> None:
     reply = Message(role="assistant", tool_calls=(ToolCall("call_t7_0", "bash", ""),))
-    view = DIALECT.view(STARTED, ResponseOptions())
-    stream = b"".join([view.piece(piece) for piece in pieces(reply, [1])])
-    answer = json.loads(encode(DIALECT.answer(STARTED, done(reply), ResponseOptions())))
+    view = DIALECT.stream(STARTED, ResponseOptions())
+    stream = b"".join([view.delta(piece) for piece in pieces(reply, [1])])
+    answer = json.loads(encode(DIALECT.response(STARTED, done(reply), ResponseOptions())))
     assert answer["content"] == folded(events_of(stream))
     assert answer["content"][0]["input"] == {}
 
@@ -118,24 +118,24 @@ def test_a_call_without_arguments_has_an_empty_input() -> None:
 def test_why_an_answer_ended() -> None:
     reply = Message(role="assistant", content="x")
     reasons = [
-        DIALECT.answer(STARTED, finished, ResponseOptions())["stop_reason"]
+        DIALECT.response(STARTED, finished, ResponseOptions())["stop_reason"]
         for finished in (done(reply), done(reply, FinishReason.LENGTH), done(reply, stop="END"))
     ]
     assert reasons == ["end_turn", "max_tokens", "stop_sequence"]
-    assert DIALECT.answer(STARTED, done(reply, stop="END"), ResponseOptions())["stop_sequence"] == "END"
+    assert DIALECT.response(STARTED, done(reply, stop="END"), ResponseOptions())["stop_sequence"] == "END"
 
 
 def test_errors_have_the_types_that_clients_act_on() -> None:
-    assert DIALECT.error(context_exceeded(20, 10))["error"] == {
+    assert DIALECT.encode_error(context_exceeded(20, 10))["error"] == {
         "type": "invalid_request_error",
         "message": "prompt is too long: 20 tokens > 10 maximum",
     }
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: None}
     for status, kind in kinds.items():
-        shown = DIALECT.error(ApiError(status, "x", "y"))
+        shown = DIALECT.encode_error(ApiError(status, "x", "y"))
         assert shown["error"]["type"] == (kind or "invalid_request_error")
-    assert DIALECT.error(engine_down("gone"))["error"]["type"] == "overloaded_error"
-    assert DIALECT.error(ApiError(500, "x", "y"))["error"]["type"] == "api_error"
+    assert DIALECT.encode_error(engine_down("gone"))["error"]["type"] == "overloaded_error"
+    assert DIALECT.encode_error(ApiError(500, "x", "y"))["error"]["type"] == "api_error"
 
 
 # --- the official client -------------------------------------------------------------------------

@@ -152,8 +152,8 @@ def test_what_has_no_meaning_here_is_refused(body: dict[str, Any], named: str) -
 def test_the_stream_folds_to_the_answer(text: str, cuts: list[int]) -> None:
     reply = Message(role="assistant", content=text)
     _, wish = DIALECT.decode(asked({"model": "m", "prompt": "Hi", "echo": True}))
-    view = DIALECT.view(STARTED, wish)
-    stream = view.opening() + b"".join(map(view.piece, pieces(reply, cuts))) + view.closing(done(reply))
-    (choice,) = DIALECT.answer(STARTED, done(reply), wish)["choices"]
+    view = DIALECT.stream(STARTED, wish)
+    stream = view.begin() + b"".join(map(view.piece, pieces(reply, cuts))) + view.end(done(reply))
+    (choice,) = DIALECT.response(STARTED, done(reply), wish)["choices"]
     told = "".join(event["choices"][0]["text"] for event in read_events(stream))
     assert told == choice["text"] == "Hi" + text

@@ -243,11 +243,11 @@ def test_a_request_nested_too_deeply_is_refused_or_read(depth: int) -> None:
 
 
 def streamed(reply: Message, sizes: list[int], sse: bool) -> list[dict[str, Any]]:
-    view = DIALECT.view(STARTED, ResponseOptions(model="m", echo={"sse": sse}))
-    stream = view.keepalive() + view.opening()
+    view = DIALECT.stream(STARTED, ResponseOptions(model="m", echo={"sse": sse}))
+    stream = view.keepalive() + view.begin()
     for piece in pieces(reply, sizes):
-        stream += view.piece(piece) + view.keepalive()
-    stream += view.closing(done(reply))
+        stream += view.delta(piece) + view.keepalive()
+    stream += view.end(done(reply))
     if not sse:
         return json.loads(stream)
     return [json.loads(line.removeprefix("data: ")) for line in stream.decode().split("\n") if line]
@@ -257,7 +257,7 @@ def streamed(reply: Message, sizes: list[int], sse: bool) -> list[dict[str, Any]
 def test_what_comes_back_of_an_answer_or_of_its_stream_is_the_reply(
     reply: Message, sizes: list[int], sse: bool
 ) -> None:
-    answer = json.loads(encode(DIALECT.answer(STARTED, done(reply), ResponseOptions(model="m"))))
+    answer = json.loads(encode(DIALECT.response(STARTED, done(reply), ResponseOptions(model="m"))))
     chunks = streamed(reply, sizes, sse)
     for given_back in ([answer], chunks):
         contents = [chunk["candidates"][0]["content"] for chunk in given_back]
@@ -274,19 +274,19 @@ def test_why_an_answer_ended() -> None:
     reply = Message(role="assistant", content="x")
     ends = (done(reply), done(reply, FinishReason.LENGTH), done(reply, stop="END"))
     reasons = [
-        DIALECT.answer(STARTED, end, ResponseOptions())["candidates"][0]["finishReason"] for end in ends
+        DIALECT.response(STARTED, end, ResponseOptions())["candidates"][0]["finishReason"] for end in ends
     ]
     assert reasons == ["STOP", "MAX_TOKENS", "STOP"]
 
 
 def test_errors_have_the_status_that_clients_act_on() -> None:
-    over = DIALECT.error(context_exceeded(20, 10))["error"]
+    over = DIALECT.encode_error(context_exceeded(20, 10))["error"]
     assert over["message"] == "The input token count (20) exceeds the maximum number of tokens allowed (10)."
     assert (over["code"], over["status"]) == (400, "INVALID_ARGUMENT")
-    assert DIALECT.error(engine_down("gone"))["error"]["status"] == "UNAVAILABLE"
-    assert DIALECT.error(ApiError(401, "x", "y"))["error"]["status"] == "UNAUTHENTICATED"
-    view = DIALECT.view(STARTED, ResponseOptions())
-    stream = view.opening() + view.failing(engine_down("gone"))
+    assert DIALECT.encode_error(engine_down("gone"))["error"]["status"] == "UNAVAILABLE"
+    assert DIALECT.encode_error(ApiError(401, "x", "y"))["error"]["status"] == "UNAUTHENTICATED"
+    view = DIALECT.stream(STARTED, ResponseOptions())
+    stream = view.begin() + view.error(engine_down("gone"))
     assert json.loads(stream)[0]["error"]["code"] == 503
 
 

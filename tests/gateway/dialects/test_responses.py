@@ -264,9 +264,9 @@ def replies(draw: st.DrawFn) -> Message:
 def shown(reply: Message, cuts: list[int], **body: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, and the answer without one."""
     _, wish = DIALECT.decode(asked({"model": "m", "input": "Hi", "tools": TOOLS, **body}))
-    view = DIALECT.view(STARTED, wish)
-    stream = view.opening() + b"".join(map(view.piece, pieces(reply, cuts))) + view.closing(done(reply))
-    answer = msgspec.json.encode(DIALECT.answer(STARTED, done(reply), wish))
+    view = DIALECT.stream(STARTED, wish)
+    stream = view.begin() + b"".join(map(view.piece, pieces(reply, cuts))) + view.end(done(reply))
+    answer = msgspec.json.encode(DIALECT.response(STARTED, done(reply), wish))
     return read_events(stream), json.loads(answer)
 
 
@@ -350,11 +350,11 @@ def test_reasoning_is_shown_as_the_client_asked() -> None:
 def test_a_stream_that_is_kept_alive_or_fails_early_is_opened_first() -> None:
     pretty = json.dumps({"model": "m", "input": "Hi", "tools": TOOLS}, indent=2).encode()
     _, wish = DIALECT.decode(asked(pretty))
-    view = DIALECT.view(STARTED, wish)
-    stream = view.keepalive() + view.keepalive() + view.opening()
+    view = DIALECT.stream(STARTED, wish)
+    stream = view.keepalive() + view.keepalive() + view.begin()
     kinds = [event["type"] for event in read_events(stream)]
     assert kinds == ["response.created", "response.in_progress", "response.in_progress"]
-    refused = read_events(DIALECT.view(STARTED, wish).failing(context_exceeded(9, 8)))
+    refused = read_events(DIALECT.stream(STARTED, wish).error(context_exceeded(9, 8)))
     assert [event["type"] for event in refused][::2] == ["response.created", "response.failed"]
     assert refused[-1]["response"]["error"]["code"] == "context_length_exceeded"
 
@@ -362,8 +362,8 @@ def test_a_stream_that_is_kept_alive_or_fails_early_is_opened_first() -> None:
 def test_an_answer_that_was_cut_is_incomplete() -> None:
     _, wish = DIALECT.decode(asked({"model": "m", "input": "Hi"}))
     ended = done(Message(role="assistant", content="Hel"), FinishReason.LENGTH)
-    answer = DIALECT.answer(STARTED, ended, wish)
+    answer = DIALECT.response(STARTED, ended, wish)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["status"] == "incomplete"
-    (last,) = read_events(DIALECT.view(STARTED, wish).closing(ended))[-1:]
+    (last,) = read_events(DIALECT.stream(STARTED, wish).end(ended))[-1:]
     assert last["type"] == "response.incomplete"

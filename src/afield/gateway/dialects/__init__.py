@@ -36,7 +36,7 @@ ROUTES: list[Route] = [
 ]
 
 
-class Match(Struct, frozen=True):
+class RouteMatch(Struct, frozen=True):
     verb: str
     dialect: Dialect
     parts: Mapping[str, str]
@@ -45,14 +45,20 @@ class Match(Struct, frozen=True):
 class Dialects:
     """All of them, for one model."""
 
-    def __init__(self, tokens: ChatTokenizer) -> None:
-        made = (Chat(tokens), Completions(tokens), Responses(tokens), Anthropic(), Gemini(tokens))
-        self._by_name: dict[str, Dialect] = {dialect.name: dialect for dialect in made}
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        dialects = (
+            Chat(tokenizer),
+            Completions(tokenizer),
+            Responses(tokenizer),
+            Anthropic(),
+            Gemini(tokenizer),
+        )
+        self._by_name: dict[str, Dialect] = {dialect.name: dialect for dialect in dialects}
 
-    def match(self, path: str) -> Match | None:
+    def match(self, path: str) -> RouteMatch | None:
         for verb, pattern, name in ROUTES:
-            if found := pattern.fullmatch(path):
-                return Match(verb, self._by_name[name], found.groupdict())
+            if match := pattern.fullmatch(path):
+                return RouteMatch(verb, self._by_name[name], match.groupdict())
         return None
 
     def of_path(self, path: str) -> Dialect:
@@ -71,15 +77,15 @@ def models(
     name: str, path: str, headers: Mapping[str, str], query: Mapping[str, str]
 ) -> dict[str, Any] | None:
     """The answer for a path; None for a path that asks for something else."""
-    kind, _, asked = path.removeprefix("/v1").removeprefix("beta").removeprefix("/").partition("/")
+    kind, _, requested = path.removeprefix("/v1").removeprefix("beta").removeprefix("/").partition("/")
     if kind != "models":
         return None
     if path.startswith("/v1beta/") or _from_google(headers, query):
-        return _gemini(asked or name) if asked else {"models": [_gemini(name)]}
-    if asked:
-        return _model(asked)
-    listed = [_model(name)]
-    return {"object": "list", "data": listed, "has_more": False, "first_id": name, "last_id": name}
+        return _gemini(requested or name) if requested else {"models": [_gemini(name)]}
+    if requested:
+        return _model(requested)
+    entries = [_model(name)]
+    return {"object": "list", "data": entries, "has_more": False, "first_id": name, "last_id": name}
 
 
 def _from_google(headers: Mapping[str, str], query: Mapping[str, str]) -> bool:

@@ -22,8 +22,8 @@ from afield.gateway.dialects.base import (
     EVENTS,
     STRICT,
     TOOLS_TAG,
+    BodyReader,
     RawRequest,
-    Reading,
     ResponseOptions,
     as_arguments,
     as_object,
@@ -42,7 +42,7 @@ from afield.gateway.model_request import (
     OutputFormat,
     Reasoning,
     RequestedSampling,
-    wishes,
+    requested_sampling,
 )
 from afield.gateway.parameters import check, check_within
 from afield.gateway.thinking import AskedReasoning
@@ -64,18 +64,18 @@ AS_TEXT = "send its text as a text block"
 # --- the wire ------------------------------------------------------------------------------------
 
 
-class Source(Struct):
+class AnthropicSource(Struct):
     type: str = ""
     media_type: str = ""
     data: str = ""
     url: str = ""
-    content: str | list[Block] | None = None
+    content: str | list[AnthropicBlock] | None = None
 
 
-class Block(Struct):
+class AnthropicBlock(Struct):
     type: str
     text: str | None = None
-    source: Source | str | None = None
+    source: AnthropicSource | str | None = None
     title: str | None = None
     context: str | None = None
     thinking: str | None = None
@@ -85,18 +85,18 @@ class Block(Struct):
     name: str | None = None
     input: Raw = Raw(b"{}")
     tool_use_id: str | None = None
-    content: str | list[Block] | dict[str, Any] | None = None
+    content: str | list[AnthropicBlock] | dict[str, Any] | None = None
     tool_name: str | None = None
     tool: dict[str, Any] | None = None
 
 
-class Entry(Struct):
+class AnthropicMessage(Struct):
     role: str
-    content: str | list[Block] | None = None
+    content: str | list[AnthropicBlock] | None = None
     clear_at: str | None = None
 
 
-class WireTool(Struct):
+class AnthropicTool(Struct):
     name: str = ""
     type: str | None = None
     description: str | None = None
@@ -105,17 +105,17 @@ class WireTool(Struct):
     strict: bool | None = False
 
 
-class ToolChoice(Struct):
+class AnthropicToolChoice(Struct):
     type: str = "auto"
     name: str | None = None
     disable_parallel_tool_use: bool | None = False
 
 
-class Body(RequestedSampling, kw_only=True):
-    messages: list[Entry]
+class AnthropicBody(RequestedSampling, kw_only=True):
+    messages: list[AnthropicMessage]
     model: str = ""
-    system: str | list[Block] | None = None
-    tools: list[WireTool] | None = None
+    system: str | list[AnthropicBlock] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
@@ -129,31 +129,31 @@ class Body(RequestedSampling, kw_only=True):
     logprobs: bool | None = False
 
 
-BODY = Reading("anthropic", Body, "a Messages request")
+BODY = BodyReader("anthropic", AnthropicBody, "a Messages request")
 
 
 # --- the request ---------------------------------------------------------------------------------
 
 
-def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-    wire, tags = BODY.read(asked)
+def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    wire, tags = BODY.read(raw)
     for name in ("thinking", "output_config", "chat_template_kwargs", "tool_choice"):
-        if held := getattr(wire, name):
-            tags += check_within("anthropic", name, held, ignore=asked.ignore)
+        if value := getattr(wire, name):
+            tags += check_within("anthropic", name, value, ignore=raw.ignore)
     if not wire.messages:
         raise bad_request("messages is empty", "send at least one message")
     if wire.max_tokens is not None and wire.max_tokens < 1:
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1")
     toolbox = _Toolbox(wire.tools or [])
     if wire.context_management is not None:
-        tags += check("anthropic", "context_management", wire.context_management, ignore=asked.ignore)
-    given, choice = None, request_options.AUTO
+        tags += check("anthropic", "context_management", wire.context_management, ignore=raw.ignore)
+    wire_choice, choice = None, request_options.AUTO
     if wire.tool_choice is not None:
-        given = _given_choice(wire)
-        choice = checked(_choice(given, toolbox), toolbox.callable, "tool_choice")
-    output, form = _output(wire)
+        wire_choice = _given_choice(wire)
+        choice = checked(_choice(wire_choice, toolbox), toolbox.callable, "tool_choice")
+    output, output_name = _output(wire)
     reasoning, names = _reasoning(wire)
-    reader = _Reader(toolbox)
+    reader = _MessageReader(toolbox)
     request = ModelRequest(
         dialect="anthropic",
         model=wire.model,
@@ -162,72 +162,74 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         may_call=choice.may_call,
         must_call=choice.must_call,
         callable_tools=choice.callable_tools,
-        parallel_calls=not (given and given.disable_parallel_tool_use),
+        parallel_calls=not (wire_choice and wire_choice.disable_parallel_tool_use),
         output=output,
         reasoning=reasoning,
-        names=NAMES if form == "output_config.format" and not names else {**NAMES, "output": form, **names},
+        names=NAMES
+        if output_name == "output_config.format" and not names
+        else {**NAMES, "output": output_name, **names},
         max_tokens=wire.max_tokens,
         stop=tuple(wire.stop_sequences or ()),
         stream=bool(wire.stream),
-        wishes=wishes(wire),
+        requested_sampling=requested_sampling(wire),
         hints=frozenset(reader.hints),
-        retry=asks_again(asked),
-        thread=asked.headers.get("x-claude-code-agent-id", ""),
+        retry=asks_again(raw),
+        thread=raw.headers.get("x-claude-code-agent-id", ""),
         tags=tuple(dict.fromkeys([*_unenforced(wire, toolbox), *reader.tags, *tags])),
         images=reader.gallery.images,
         image_places=reader.gallery.places,
     )
     thinking = wire.thinking or {}
-    wish = ResponseOptions(
+    options = ResponseOptions(
         model=wire.model,
         logprobs=bool(wire.logprobs),
         token_ids=bool(wire.return_token_ids),
         reasoning=thinking.get("type") in ("enabled", "adaptive"),
         echo=OMITTED if thinking.get("display") == "omitted" else SHOWN,
     )
-    return request, wish
+    return request, options
 
 
-def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
+def _reasoning(wire: AnthropicBody) -> tuple[Reasoning, dict[str, str]]:
     effort = (wire.output_config or {}).get("effort")
     if not (wire.thinking or effort or wire.chat_template_kwargs):
         return NO_REASONING, {}
-    asked = AskedReasoning()
+    raw = AskedReasoning()
     thinking = wire.thinking or {}
-    asked.kind(thinking.get("type"), "thinking.type")
-    asked.budget(thinking.get("budget_tokens"), "thinking.budget_tokens")
-    asked.effort(effort, "output_config.effort", turns_on=False)  # how hard to think, not whether
-    asked.kwargs(wire.chat_template_kwargs)
-    return asked.made()
+    raw.kind(thinking.get("type"), "thinking.type")
+    raw.budget(thinking.get("budget_tokens"), "thinking.budget_tokens")
+    raw.effort(effort, "output_config.effort", turns_on=False)  # how hard to think, not whether
+    raw.kwargs(wire.chat_template_kwargs)
+    return raw.made()
 
 
-def _given_choice(wire: Body) -> ToolChoice | None:
+def _given_choice(wire: AnthropicBody) -> AnthropicToolChoice | None:
     if wire.tool_choice is None:
         return None
     try:
-        return msgspec.convert(wire.tool_choice, ToolChoice)
+        return msgspec.convert(wire.tool_choice, AnthropicToolChoice)
     except msgspec.ValidationError as error:
         raise bad_request(f"tool_choice: {error}") from error
 
 
-def _choice(given: ToolChoice | None, toolbox: _Toolbox) -> request_options.ToolChoice:
-    if given is None:
+def _choice(wire_choice: AnthropicToolChoice | None, toolbox: _Toolbox) -> request_options.ToolChoice:
+    if wire_choice is None:
         return request_options.AUTO
-    if given.type == "tool":
-        if given.name in toolbox.server_side:
+    if wire_choice.type == "tool":
+        if wire_choice.name in toolbox.server_side:
             raise bad_request(
-                f"tool_choice: tool {given.name!r} runs on the provider's servers",
+                f"tool_choice: tool {wire_choice.name!r} runs on the provider's servers",
                 "offer a tool of your own",
             )
-        if not given.name:
+        if not wire_choice.name:
             raise bad_request("tool_choice names no tool", "send the name of one of the request's tools")
-        return request_options.forced(given.name)
-    if given.type not in ("auto", "any", "none"):
-        raise bad_request(f"tool_choice.type {given.type!r} is not one of auto, any, none, tool")
-    return request_options.MODES[given.type]
+        return request_options.forced(wire_choice.name)
+    if wire_choice.type not in ("auto", "any", "none"):
+        raise bad_request(f"tool_choice.type {wire_choice.type!r} is not one of auto, any, none, tool")
+    return request_options.MODES[wire_choice.type]
 
 
-def _output(wire: Body) -> tuple[OutputFormat | None, str]:
+def _output(wire: AnthropicBody) -> tuple[OutputFormat | None, str]:
     if wire.output_config is None and wire.output_format is None:
         return None, "output_config.format"
     first = response_format((wire.output_config or {}).get("format"), "output_config.format", flat=True)
@@ -235,7 +237,7 @@ def _output(wire: Body) -> tuple[OutputFormat | None, str]:
     return one(first, "output_config.format", (older, "output_format") if older else None)
 
 
-def _unenforced(wire: Body, toolbox: _Toolbox) -> list[str]:
+def _unenforced(wire: AnthropicBody, toolbox: _Toolbox) -> list[str]:
     tags = [f"{TOOLS_TAG}.{name}" for name in toolbox.server_side]
     if any(tool.strict for tool in wire.tools or ()):
         tags.append(STRICT)
@@ -250,7 +252,7 @@ class _Toolbox:
     Where a server-side search would have loaded them, none would ever be; then all are in the head.
     """
 
-    def __init__(self, wires: Sequence[WireTool]) -> None:
+    def __init__(self, wires: Sequence[AnthropicTool]) -> None:
         own = [wire for wire in wires if wire.type in (None, "custom")]
         self.server_side = [
             wire.name or wire.type or "" for wire in wires if wire.type not in (None, "custom")
@@ -272,7 +274,7 @@ class _Toolbox:
         return encode(tool.raw).decode() if tool else name
 
 
-def _tool(wire: WireTool) -> Tool:
+def _tool(wire: AnthropicTool) -> Tool:
     """As a Chat client would write it, so that the same tools give the same root in both dialects."""
     parameters = wire.input_schema or {}
     described = {} if wire.description is None else {"description": wire.description}
@@ -280,7 +282,7 @@ def _tool(wire: WireTool) -> Tool:
     return Tool(wire.name, wire.description or "", parameters, {"type": "function", "function": function})
 
 
-class _Reader:
+class _MessageReader:
     """Reads the entries of one request and keeps what they refer to: images, our marks, tags."""
 
     def __init__(self, toolbox: _Toolbox) -> None:
@@ -289,54 +291,54 @@ class _Reader:
         self.hints: set[str] = set()
         self.tags: list[str] = []
 
-    def messages(self, wire: Body) -> tuple[Message, ...]:
-        said: list[Message] = []
+    def messages(self, wire: AnthropicBody) -> tuple[Message, ...]:
+        messages: list[Message] = []
         if system := self._system(wire.system):
-            said.append(Message(role="system", content=system))
-        turn: list[Block] | None = None
+            messages.append(Message(role="system", content=system))
+        turn: list[AnthropicBlock] | None = None
         for index, entry in enumerate(wire.messages):
             where = f"messages[{index}]"
             if entry.role == "assistant":
                 turn = [*(turn or ()), *_blocks(entry.content)]
                 continue
             if turn is not None:
-                said.append(self._assistant(turn, where))
+                messages.append(self._assistant(turn, where))
                 turn = None
-            said += self._entry(entry, where)
+            messages += self._entry(entry, where)
         if turn is not None:
-            said.append(self._assistant(turn, "the last message"))
-        return tuple(said)
+            messages.append(self._assistant(turn, "the last message"))
+        return tuple(messages)
 
-    def _system(self, system: str | list[Block] | None) -> str:
+    def _system(self, system: str | list[AnthropicBlock] | None) -> str:
         if isinstance(system, str) and system.startswith(BILLING):
             system = system.partition("\n")[2]
         blocks = [block for block in _blocks(system) if not (block.text or "").startswith(BILLING)]
         return self._text(blocks, "system")[0]
 
-    def _entry(self, entry: Entry, where: str) -> list[Message]:
+    def _entry(self, entry: AnthropicMessage, where: str) -> list[Message]:
         if entry.role not in ("user", "system"):
             raise bad_request(f"{where}: role {entry.role!r} is not one of assistant, system, user")
         if entry.clear_at == "next_user_message":
             self.tags.append("unenforced:clear_at")
         blocks = _blocks(entry.content)
         results = [block for block in blocks if block.type == "tool_result"]
-        said = [self._result(block, where) for block in results]
+        messages = [self._result(block, where) for block in results]
         if len(results) < len(blocks) or not blocks:
             text, images = self._text([b for b in blocks if b.type != "tool_result"], where)
             role = "system" if entry.role == "system" else "user"
-            said.append(Message(role=role, content=text, images=images))
-        return said
+            messages.append(Message(role=role, content=text, images=images))
+        return messages
 
-    def _result(self, block: Block, where: str) -> Message:
+    def _result(self, block: AnthropicBlock, where: str) -> Message:
         if isinstance(block.content, dict):
             raise bad_request(f"{where}: the content of a tool_result is neither text nor blocks")
         text, images = self._text(_blocks(block.content), where)
         return Message(role="tool", content=text, tool_call_id=block.tool_use_id or "", images=images)
 
-    def _assistant(self, blocks: Sequence[Block], where: str) -> Message:
+    def _assistant(self, blocks: Sequence[AnthropicBlock], where: str) -> Message:
         reasoning: list[str] = []
         calls: list[ToolCall] = []
-        rest: list[Block] = []
+        rest: list[AnthropicBlock] = []
         for block in blocks:
             if block.type in ("thinking", "redacted_thinking"):
                 reasoning.append(block.thinking or "")
@@ -355,7 +357,7 @@ class _Reader:
         if turn_id := unseal(signature):
             self.hints.add(turn_id)
 
-    def _text(self, blocks: Sequence[Block], where: str) -> tuple[str, tuple[ImageRef, ...]]:
+    def _text(self, blocks: Sequence[AnthropicBlock], where: str) -> tuple[str, tuple[ImageRef, ...]]:
         text = ""
         images: list[ImageRef] = []
         for block in blocks:
@@ -367,16 +369,16 @@ class _Reader:
                 text += self._other(block, where)
         return text, tuple(images)
 
-    def _image(self, block: Block, at: int, where: str) -> ImageRef:
+    def _image(self, block: AnthropicBlock, offset: int, where: str) -> ImageRef:
         source = block.source
-        if isinstance(source, Source) and source.type == "base64":
-            return self.gallery.from_base64(source.data, source.media_type or "image/png", at, where)
-        if isinstance(source, Source) and source.type == "url":
-            return self.gallery.from_url(source.url, at, where)
-        kind = source.type if isinstance(source, Source) else source
+        if isinstance(source, AnthropicSource) and source.type == "base64":
+            return self.gallery.from_base64(source.data, source.media_type or "image/png", offset, where)
+        if isinstance(source, AnthropicSource) and source.type == "url":
+            return self.gallery.from_url(source.url, offset, where)
+        kind = source.type if isinstance(source, AnthropicSource) else source
         raise bad_request(f"{where}: an image with a source of type {kind!r}", "send it as base64 or by URL")
 
-    def _other(self, block: Block, where: str) -> str:
+    def _other(self, block: AnthropicBlock, where: str) -> str:
         """What a block that is neither text nor image says in words."""
         if block.type in ("document", "search_result"):
             return self._document(block, where)
@@ -391,45 +393,45 @@ class _Reader:
             return ""
         raise bad_request(f"{where} has a block of type {block.type!r}", AS_TEXT)
 
-    def _document(self, block: Block, where: str) -> str:
+    def _document(self, block: AnthropicBlock, where: str) -> str:
         source = block.source
         if block.type == "search_result":
             inner = block.content
             origin = [source] if isinstance(source, str) else []
-        elif isinstance(source, Source) and source.type == "text":
+        elif isinstance(source, AnthropicSource) and source.type == "text":
             inner, origin = source.data, []
-        elif isinstance(source, Source) and source.type == "content":
+        elif isinstance(source, AnthropicSource) and source.type == "content":
             inner, origin = source.content, []
         else:
-            kind = source.type if isinstance(source, Source) else source
+            kind = source.type if isinstance(source, AnthropicSource) else source
             raise bad_request(f"{where}: a document with a source of type {kind!r}", AS_TEXT)
         text, _ = self._text(_blocks(None if isinstance(inner, dict) else inner), where)
         return "\n".join(part for part in (block.title, *origin, block.context, text) if part) + "\n"
 
-    def _tool_change(self, block: Block) -> str:
+    def _tool_change(self, block: AnthropicBlock) -> str:
         tool: Mapping[str, Any] = block.tool or {}
         if block.type == "tool_removal":
             return f"The tool {tool.get('name', '')} is no longer available.\n"
-        given = tool.get("definition")
-        if isinstance(given, dict):
-            return encode(_tool(_inline(given)).raw).decode() + "\n"
+        definition = tool.get("definition")
+        if isinstance(definition, dict):
+            return encode(_tool(_inline(definition)).raw).decode() + "\n"
         return self._toolbox.definition(str(tool.get("name", ""))) + "\n"
 
 
-def _inline(given: dict[str, Any]) -> WireTool:
+def _inline(definition: dict[str, Any]) -> AnthropicTool:
     try:
-        return msgspec.convert(given, WireTool)
+        return msgspec.convert(definition, AnthropicTool)
     except msgspec.ValidationError as error:
         raise bad_request(f"the definition of a tool_addition is not a tool: {error}") from error
 
 
-def _blocks(content: str | list[Block] | None) -> list[Block]:
+def _blocks(content: str | list[AnthropicBlock] | None) -> list[AnthropicBlock]:
     if isinstance(content, str):
-        return [Block("text", text=content)]
+        return [AnthropicBlock("text", text=content)]
     return content or []
 
 
-def _call(block: Block, where: str) -> ToolCall:
+def _call(block: AnthropicBlock, where: str) -> ToolCall:
     return ToolCall(block.id or "", block.name or "", as_arguments(block.input, where))
 
 
@@ -448,53 +450,57 @@ PING = event("ping", {"type": "ping"})
 class Anthropic:
     name = "anthropic"
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         try:
-            return decode(asked)
+            return decode(raw)
         except RecursionError as error:
             raise bad_request("the request is nested too deeply to be read") from error
 
-    def error(self, refusal: ApiError) -> dict[str, Any]:
-        return error(refusal)
+    def encode_error(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"input_tokens": tokens}
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
-        reply = done.reply
+    def response(
+        self, started: CallStarted, finished: CallFinished, options: ResponseOptions
+    ) -> dict[str, Any]:
+        reply = finished.reply
         content: list[dict[str, Any]] = []
-        if reply.reasoning and wish.reasoning:
-            text = "" if wish.echo.get("omitted") else reply.reasoning
+        if reply.reasoning and options.reasoning:
+            text = "" if options.echo.get("omitted") else reply.reasoning
             content.append(thinking(text, seal(started.turn_id)))
         if reply.content:
             content.append({"type": "text", "text": reply.content})
         content += [_tool_use(call) for call in reply.tool_calls]
-        message = envelope(started, wish) | {"content": content, "usage": usage(done)} | stopped(done)
-        return message | sampled(done, wish)
+        message = (
+            envelope(started, options) | {"content": content, "usage": usage(finished)} | stopped(finished)
+        )
+        return message | sampled(finished, options)
 
-    def view(self, started: CallStarted, wish: ResponseOptions) -> AnthropicStream:
-        return AnthropicStream(started, wish)
+    def stream(self, started: CallStarted, options: ResponseOptions) -> AnthropicStream:
+        return AnthropicStream(started, options)
 
 
-def error(refusal: ApiError) -> dict[str, Any]:
-    kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-    text = refusal.text
-    if refusal.sizes:
-        text = f"prompt is too long: {refusal.sizes[0]} tokens > {refusal.sizes[1]} maximum"
+def error_body(error: ApiError) -> dict[str, Any]:
+    kind = KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    text = error.text
+    if error.sizes:
+        text = f"prompt is too long: {error.sizes[0]} tokens > {error.sizes[1]} maximum"
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
 
 
-def stopped(done: CallFinished) -> dict[str, Any]:
-    if done.stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": done.stop}
-    if done.turn.finish_reason is not FinishReason.STOP:
+def stopped(finished: CallFinished) -> dict[str, Any]:
+    if finished.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop}
+    if finished.turn.finish_reason is not FinishReason.STOP:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    return {"stop_reason": "tool_use" if done.reply.tool_calls else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if finished.reply.tool_calls else "end_turn", "stop_sequence": None}
 
 
-def usage(done: CallFinished) -> dict[str, Any]:
-    told = _usage(done.prompt_tokens, len(done.turn.token_ids))
-    return told | {"output_tokens_details": {"thinking_tokens": done.thought}}
+def usage(finished: CallFinished) -> dict[str, Any]:
+    counts = _usage(finished.prompt_tokens, len(finished.turn.token_ids))
+    return counts | {"output_tokens_details": {"thinking_tokens": finished.reasoning_tokens}}
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, Any]:
@@ -502,23 +508,23 @@ def _usage(prompt: int, sampled: int) -> dict[str, Any]:
     return {"input_tokens": prompt, **cached, "output_tokens": sampled}
 
 
-def envelope(started: CallStarted, wish: ResponseOptions) -> dict[str, Any]:
-    shown: dict[str, Any] = {
+def envelope(started: CallStarted, options: ResponseOptions) -> dict[str, Any]:
+    message: dict[str, Any] = {
         "id": item_id("msg", started.turn_id),
         "type": "message",
         "role": "assistant",
-        "model": wish.model,
+        "model": options.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "usage": _usage(len(started.prompt_ids), 0),
     }
-    return shown | {"prompt_token_ids": started.prompt_ids} if wish.token_ids else shown
+    return message | {"prompt_token_ids": started.prompt_ids} if options.token_ids else message
 
 
-def sampled(done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
-    ids = {"token_ids": done.turn.token_ids} if wish.token_ids else {}
-    return ids | ({"logprobs": done.turn.logprobs} if wish.logprobs else {})
+def sampled(finished: CallFinished, options: ResponseOptions) -> dict[str, Any]:
+    ids = {"token_ids": finished.turn.token_ids} if options.token_ids else {}
+    return ids | ({"logprobs": finished.turn.logprobs} if options.logprobs else {})
 
 
 def thinking(text: str, signature: str) -> dict[str, Any]:
@@ -539,50 +545,50 @@ class AnthropicStream:
 
     content_type = EVENTS
 
-    def __init__(self, started: CallStarted, wish: ResponseOptions) -> None:
+    def __init__(self, started: CallStarted, options: ResponseOptions) -> None:
         self._started = started
-        self._wish = wish
+        self._options = options
         self._open = ""
         self._index = -1
         self._arguments: list[str] = []
 
-    def opening(self) -> bytes:
+    def begin(self) -> bytes:
         return event(
-            "message_start", {"type": "message_start", "message": envelope(self._started, self._wish)}
+            "message_start", {"type": "message_start", "message": envelope(self._started, self._options)}
         )
 
-    def piece(self, piece: CallDelta) -> bytes:
-        return b"".join([self._show(event) for event in piece.events])
+    def delta(self, delta: CallDelta) -> bytes:
+        return b"".join([self._show(event) for event in delta.events])
 
-    def closing(self, done: CallFinished) -> bytes:
-        last = {"type": "message_delta", "delta": stopped(done), "usage": usage(done)}
-        end = event("message_delta", last | sampled(done, self._wish))
-        return self._close() + end + event("message_stop", {"type": "message_stop"})
+    def end(self, finished: CallFinished) -> bytes:
+        last = {"type": "message_delta", "delta": stopped(finished), "usage": usage(finished)}
+        message_delta = event("message_delta", last | sampled(finished, self._options))
+        return self._close() + message_delta + event("message_stop", {"type": "message_stop"})
 
-    def failing(self, refusal: ApiError) -> bytes:
-        return event("error", error(refusal))
+    def error(self, error: ApiError) -> bytes:
+        return event("error", error_body(error))
 
     def keepalive(self) -> bytes:
         return PING
 
-    def _show(self, shown: Event) -> bytes:
-        if isinstance(shown, TextDelta):
-            begun = self._begin("text", {"type": "text", "text": ""})
-            return begun + self._delta({"type": "text_delta", "text": shown.text})
-        if isinstance(shown, ReasoningDelta):
-            if not self._wish.reasoning:
+    def _show(self, delta: Event) -> bytes:
+        if isinstance(delta, TextDelta):
+            start = self._begin("text", {"type": "text", "text": ""})
+            return start + self._delta({"type": "text_delta", "text": delta.text})
+        if isinstance(delta, ReasoningDelta):
+            if not self._options.reasoning:
                 return b""
-            begun = self._begin("thinking", thinking("", ""))
-            if self._wish.echo.get("omitted"):
-                return begun
-            return begun + self._delta({"type": "thinking_delta", "thinking": shown.text})
-        if isinstance(shown, ToolStart):
-            block = {"type": "tool_use", "id": shown.id, "name": shown.name, "input": {}}
-            return self._begin(f"tool {shown.index}", block)
-        if isinstance(shown, ToolArguments):
-            self._arguments.append(shown.text)
+            start = self._begin("thinking", thinking("", ""))
+            if self._options.echo.get("omitted"):
+                return start
+            return start + self._delta({"type": "thinking_delta", "thinking": delta.text})
+        if isinstance(delta, ToolStart):
+            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            return self._begin(f"tool {delta.index}", block)
+        if isinstance(delta, ToolArguments):
+            self._arguments.append(delta.text)
             return b""
-        assert isinstance(shown, ToolEnd)
+        assert isinstance(delta, ToolEnd)
         return self._close()
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from msgspec import Raw, Struct
 from afield.gateway import parameters
 from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
-from afield.gateway.request_cache import Memo
+from afield.gateway.request_cache import MessageCache
 from afield.wire import json_problem
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class RawRequest(Struct, frozen=True):
     parts: Mapping[str, str]
     query: Mapping[str, str]
     headers: Mapping[str, str]
-    memo: Memo | None = None
+    memo: MessageCache | None = None
     session_id: str = ""
     ignore: bool = False
     """Whether the session goes on without parameters that would be refused."""
@@ -70,13 +70,13 @@ class StreamEncoder(Protocol):
 
     content_type: bytes
 
-    def opening(self) -> bytes: ...
+    def begin(self) -> bytes: ...
 
-    def piece(self, piece: CallDelta) -> bytes: ...
+    def delta(self, delta: CallDelta) -> bytes: ...
 
-    def closing(self, done: CallFinished) -> bytes: ...
+    def end(self, finished: CallFinished) -> bytes: ...
 
-    def failing(self, refusal: ApiError) -> bytes: ...
+    def error(self, error: ApiError) -> bytes: ...
 
     def keepalive(self) -> bytes:
         """Sent while nothing else is; may come before the opening."""
@@ -86,24 +86,26 @@ class StreamEncoder(Protocol):
 class Dialect(Protocol):
     name: str
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]: ...
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]: ...
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]: ...
+    def response(
+        self, started: CallStarted, finished: CallFinished, options: ResponseOptions
+    ) -> dict[str, Any]: ...
 
-    def view(self, started: CallStarted, wish: ResponseOptions) -> StreamEncoder: ...
+    def stream(self, started: CallStarted, options: ResponseOptions) -> StreamEncoder: ...
 
-    def error(self, refusal: ApiError) -> dict[str, Any]: ...
+    def encode_error(self, error: ApiError) -> dict[str, Any]: ...
 
     def count(self, tokens: int) -> dict[str, Any]:
         """The answer to a question how many tokens a request has."""
         ...
 
 
-def read(decoder: msgspec.json.Decoder[T], body: bytes, what: str) -> T:
+def read(decoder: msgspec.json.Decoder[T], body: bytes, description: str) -> T:
     try:
         return decoder.decode(body or b"{}")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the request is not {what}: {json_problem(body, error)}") from error
+        raise bad_request(f"the request is not {description}: {json_problem(body, error)}") from error
 
 
 def data(value: object) -> bytes:
@@ -115,15 +117,15 @@ def event(name: str, value: object) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
-def asks_again(asked: RawRequest) -> bool:
+def asks_again(raw: RawRequest) -> bool:
     """Whether the client's library says that it has asked this before."""
-    count = asked.headers.get("x-stainless-retry-count", "")
+    count = raw.headers.get("x-stainless-retry-count", "")
     return count.isdigit() and int(count) > 0
 
 
-def idempotency_key(asked: RawRequest) -> str:
+def idempotency_key(raw: RawRequest) -> str:
     """The client's own name for a request, the same in all tries; empty if it gives none."""
-    return asked.headers.get("idempotency-key", "")[:MAX_KEY]
+    return raw.headers.get("idempotency-key", "")[:MAX_KEY]
 
 
 B = TypeVar("B", bound=Struct)
@@ -131,24 +133,24 @@ VALUE = msgspec.json.Decoder()
 NAMES = msgspec.json.Decoder(dict[str, Raw])
 
 
-class Reading(Generic[B]):
+class BodyReader(Generic[B]):
     """`under` is the object that this reads, with a dot behind it; `spelled` gives the spelling of names."""
 
     def __init__(
         self,
         dialect: str,
         body: type[B],
-        what: str,
+        description: str,
         under: str = "",
         spelled: Callable[[str], str] = lambda name: name,
     ) -> None:
-        self._dialect, self._what, self._under, self._spelled = dialect, what, under, spelled
+        self._dialect, self._what, self._under, self._spelled = dialect, description, under, spelled
         self._known = frozenset(body.__struct_encode_fields__)
         entries = [entry for name, entry in parameters.TABLE[dialect].items() if name.startswith(under)]
         names = [
             entry.name.removeprefix(under)
             for entry in entries
-            if entry.fate != "refused" and not entry.unread
+            if entry.handling != "refused" and not entry.unread
         ]
         unread = {
             f"unread_{n}": name for n, name in enumerate(names) if "." not in name and name not in self._known
@@ -167,13 +169,13 @@ class Reading(Generic[B]):
         self._strict = msgspec.json.Decoder(cast("type[B]", strict))
         self._lenient = msgspec.json.Decoder(body)
 
-    def read(self, asked: RawRequest, body: bytes | None = None) -> tuple[B, tuple[str, ...]]:
+    def read(self, raw: RawRequest, body: bytes | None = None) -> tuple[B, tuple[str, ...]]:
         """The request, and the tags of what was ignored."""
-        text = asked.body if body is None else body
+        text = raw.body if body is None else body
         try:
             return self._strict.decode(text or b"{}"), ()
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return read(self._lenient, text, self._what), self._looked_up(text, asked.ignore)
+            return read(self._lenient, text, self._what), self._looked_up(text, raw.ignore)
 
     def _looked_up(self, text: bytes, ignore: bool) -> tuple[str, ...]:
         tags: list[str] = []
@@ -198,10 +200,10 @@ def as_object(arguments: str) -> str:
     return text
 
 
-def as_arguments(given: Raw, where: str) -> str:
+def as_arguments(arguments: Raw, where: str) -> str:
     """The arguments of a call a client sends back."""
     try:
-        text = bytes(given).decode()
+        text = bytes(arguments).decode()
     except UnicodeDecodeError as error:
         raise bad_request(f"{where}: the arguments of a call are not UTF-8: {error}") from error
     if text == "null":
@@ -212,8 +214,8 @@ def as_arguments(given: Raw, where: str) -> str:
 
 
 def _as_sampled(text: str) -> str:
-    given = OBJECT.decode(text)
-    inner = given.get(UNPARSED)
-    if len(given) != 1 or inner is None or not bytes(inner).startswith(b'"'):
+    fields = OBJECT.decode(text)
+    inner = fields.get(UNPARSED)
+    if len(fields) != 1 or inner is None or not bytes(inner).startswith(b'"'):
         return text
     return msgspec.json.decode(inner)

@@ -20,8 +20,8 @@ from afield.gateway.dialects.base import (
     EVENTS,
     STRICT,
     TOOLS_TAG,
+    BodyReader,
     RawRequest,
-    Reading,
     ResponseOptions,
     asks_again,
     data,
@@ -49,10 +49,10 @@ from afield.gateway.model_request import (
     Reasoning,
     RequestedSampling,
     Scores,
-    wishes,
+    requested_sampling,
 )
 from afield.gateway.parameters import check_within, unsupported
-from afield.gateway.request_cache import Memo
+from afield.gateway.request_cache import MessageCache
 from afield.gateway.thinking import AskedReasoning
 from afield.interfaces.engine import TopLogprobs
 from afield.types import FinishReason, ImageRef, Message, Role, ToolCall
@@ -74,7 +74,7 @@ THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # what frameworks ech
 # --- requests ------------------------------------------------------------------------------------
 
 
-class ImageUrl(Struct, gc=False):
+class ChatImageUrl(Struct, gc=False):
     url: str
 
 
@@ -82,16 +82,16 @@ class ContentPart(Struct, gc=False):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
-    image_url: ImageUrl | None = None
+    image_url: ChatImageUrl | None = None
 
 
-class FunctionCall(Struct, gc=False):
+class ChatFunctionCall(Struct, gc=False):
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class WireCall(Struct, gc=False):
-    function: FunctionCall
+    function: ChatFunctionCall
     id: str | None = None
 
 
@@ -99,7 +99,7 @@ class WireMessage(Struct, gc=False):
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: list[WireCall] | None = None
-    function_call: FunctionCall | None = None
+    function_call: ChatFunctionCall | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -113,7 +113,7 @@ class WireFunction(Struct):
     strict: bool | None = False
 
 
-class WireTool(Struct):
+class ChatTool(Struct):
     function: WireFunction | None = None
     type: str = "function"
 
@@ -132,15 +132,15 @@ class Structured(RequestedSampling, kw_only=True):
 def asked_output(wire: Structured) -> tuple[OutputFormat | None, str]:
     """The form that a request wants, and the parameter that asks for it."""
     first = response_format(wire.response_format, "response_format")
-    if all(given is None for given in _guides(wire)):
+    if all(guide is None for guide in _output_values(wire)):
         return first, "response_format"
-    return one(first, "response_format", guided(dict(zip(VLLM, _guides(wire), strict=True))))
+    return one(first, "response_format", guided(dict(zip(VLLM, _output_values(wire), strict=True))))
 
 
-_guides = attrgetter(*VLLM)
+_output_values = attrgetter(*VLLM)
 
 
-class Body(Structured, kw_only=True):
+class ChatBody(Structured, kw_only=True):
     messages: msgspec.Raw
     model: str | None = ""
     tools: msgspec.Raw = msgspec.Raw(b"null")
@@ -166,30 +166,30 @@ class Body(Structured, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-BODY = Reading("chat", Body, "a chat completion request")
+BODY = BodyReader("chat", ChatBody, "a chat completion request")
 MESSAGES = msgspec.json.Decoder(list[WireMessage])
-TOOLS = msgspec.json.Decoder(list[WireTool] | None)
+TOOLS = msgspec.json.Decoder(list[ChatTool] | None)
 
 
-def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-    wire, tags = BODY.read(asked)
+def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    wire, tags = BODY.read(raw)
     _check(wire)
     if wire.stream_options:
-        tags += check_within("chat", "stream_options", wire.stream_options, ignore=asked.ignore)
+        tags += check_within("chat", "stream_options", wire.stream_options, ignore=raw.ignore)
     gallery = Gallery()
-    tools, left_out = _tools(bytes(wire.tools), asked.ignore)
+    tools, tool_tags = _tools(bytes(wire.tools), raw.ignore)
     choice, output, reasoning, names = AUTO, None, NO_REASONING, NAMES
     if wire.tool_choice is not None:
         choice = checked(openai_choice(wire.tool_choice, nested=True), tools, "tool_choice")
     if _SPECIAL(wire) != _NOTHING:
-        tags += _check_objects(wire, asked.ignore)
-        output, form = asked_output(wire)
-        reasoning, named = _reasoning(wire)
-        names = {**NAMES, "output": form, **named}
+        tags += _check_objects(wire, raw.ignore)
+        output, output_name = asked_output(wire)
+        reasoning, reasoning_names = _reasoning(wire)
+        names = {**NAMES, "output": output_name, **reasoning_names}
     request = ModelRequest(
         dialect="chat",
         model=wire.model or "",
-        messages=_messages(bytes(wire.messages), gallery, asked.memo),
+        messages=_messages(bytes(wire.messages), gallery, raw.memo),
         tools=tools,
         may_call=choice.may_call,
         must_call=choice.must_call,
@@ -203,13 +203,13 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         stream=bool(wire.stream),
         top_logprobs=wire.top_logprobs or 0,
         prompt_logprobs=wire.prompt_logprobs,
-        wishes=wishes(wire),
-        retry=asks_again(asked),
-        tags=(*left_out, *tags),
+        requested_sampling=requested_sampling(wire),
+        retry=asks_again(raw),
+        tags=(*tool_tags, *tags),
         images=gallery.images,
         image_places=gallery.places,
     )
-    wish = ResponseOptions(
+    options = ResponseOptions(
         model=wire.model or "",
         usage=wants_usage(wire.stream_options),
         logprobs=bool(wire.logprobs),
@@ -219,7 +219,7 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         reasoning=wire.include_reasoning is not False and not (wire.reasoning or {}).get("exclude"),
         token_ids=bool(wire.return_token_ids),
     )
-    return request, wish
+    return request, options
 
 
 def wants_usage(options: dict[str, Any] | None) -> bool:
@@ -239,15 +239,15 @@ _SPECIAL = attrgetter(*_THINKING, "response_format", *VLLM)
 _NOTHING = (None,) * (len(_THINKING) + 1 + len(VLLM))
 
 
-def _check_objects(wire: Body, ignore: bool) -> tuple[str, ...]:
+def _check_objects(wire: ChatBody, ignore: bool) -> tuple[str, ...]:
     tags: tuple[str, ...] = ()
     for name in ("reasoning", "thinking", "chat_template_kwargs", "structured_outputs"):
-        if held := getattr(wire, name):
-            tags += check_within("chat", name, held, ignore=ignore)
+        if value := getattr(wire, name):
+            tags += check_within("chat", name, value, ignore=ignore)
     return tags
 
 
-def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
+def _reasoning(wire: ChatBody) -> tuple[Reasoning, dict[str, str]]:
     if all(getattr(wire, name) is None for name in _THINKING):
         return NO_REASONING, {}
     asked = AskedReasoning()
@@ -266,7 +266,7 @@ def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
     return asked.made()
 
 
-def _check(wire: Body) -> None:
+def _check(wire: ChatBody) -> None:
     if bytes(wire.messages).strip() in (b"[]", b"null"):
         raise bad_request("messages is empty", "send at least one message")
     check_stream_options(wire)
@@ -283,7 +283,7 @@ def check_stream_options(wire: Any) -> None:
         raise bad_request("stream_options is only for streams", "leave it out, or set stream to true")
 
 
-def _check_logprobs(wire: Body) -> None:
+def _check_logprobs(wire: ChatBody) -> None:
     if check_count(wire.top_logprobs, "top_logprobs") and not wire.logprobs:
         raise bad_request(f"top_logprobs={wire.top_logprobs} needs logprobs", "set logprobs to true")
     check_count(wire.prompt_logprobs, "prompt_logprobs")
@@ -291,7 +291,7 @@ def _check_logprobs(wire: Body) -> None:
         raise bad_request("prompt_logprobs is not told in a stream", "ask without stream")
 
 
-def _messages(raw: bytes, gallery: Gallery, memo: Memo | None) -> tuple[Message, ...]:
+def _messages(raw: bytes, gallery: Gallery, memo: MessageCache | None) -> tuple[Message, ...]:
     def some(raw: bytes, before: int) -> tuple[Message, ...]:
         wires = read(MESSAGES, raw, f"a chat completion request, in messages from {before} on")
         return tuple([_message(wire, n, gallery) for n, wire in enumerate(wires, before)])
@@ -303,8 +303,8 @@ def _messages(raw: bytes, gallery: Gallery, memo: Memo | None) -> tuple[Message,
 def _message(wire: WireMessage, index: int, gallery: Gallery) -> Message:
     role = ROLES.get(wire.role)
     if role is None:
-        known = ", ".join(sorted(ROLES))
-        raise bad_request(f"messages[{index}]: role {wire.role!r} is not one of {known}")
+        roles = ", ".join(sorted(ROLES))
+        raise bad_request(f"messages[{index}]: role {wire.role!r} is not one of {roles}")
     content, images = wire.content, ()
     if not isinstance(content, str):
         content, images = _parts(content or (), index, gallery)
@@ -338,7 +338,7 @@ def _calls(wire: WireMessage) -> tuple[ToolCall, ...]:
     return (_call(None, wire.function_call),) if wire.function_call else ()
 
 
-def _call(call_id: str | None, wire: FunctionCall) -> ToolCall:
+def _call(call_id: str | None, wire: ChatFunctionCall) -> ToolCall:
     arguments = wire.arguments
     text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
     return ToolCall(call_id or "", wire.name, text)
@@ -354,10 +354,10 @@ def _tools(raw: bytes, ignore: bool) -> tuple[tuple[Tool, ...], tuple[str, ...]]
     tools: list[Tool] = []
     tags: list[str] = []
     wires = read(TOOLS, raw, "a chat completion request") or []
-    for wire, given in zip(wires, msgspec.json.decode(raw) or [], strict=True):
+    for wire, tool_json in zip(wires, msgspec.json.decode(raw) or [], strict=True):
         if wire.type == "custom":
-            told = "tools: a custom tool takes free text, which is not served in this dialect"
-            tags += unsupported("tools.custom", told, "send a function, or use Responses", ignore=ignore)
+            message = "tools: a custom tool takes free text, which is not served in this dialect"
+            tags += unsupported("tools.custom", message, "send a function, or use Responses", ignore=ignore)
         elif wire.type != "function":
             tags.append(f"{TOOLS_TAG}.{wire.type}")
         elif wire.function is None:
@@ -366,86 +366,93 @@ def _tools(raw: bytes, ignore: bool) -> tuple[tuple[Tool, ...], tuple[str, ...]]
             function = wire.function
             if function.strict:
                 tags.append(STRICT)
-            tools.append(Tool(function.name, function.description or "", function.parameters or {}, given))
+            tools.append(
+                Tool(function.name, function.description or "", function.parameters or {}, tool_json)
+            )
     return tuple(tools), tuple(dict.fromkeys(tags))
 
 
 # --- answers -------------------------------------------------------------------------------------
 
 
-def error(refusal: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    told = {"message": refusal.text, "type": kind, "param": refusal.parameter, "code": refusal.code}
-    return {"error": told}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    fields = {"message": error.text, "type": kind, "param": error.parameter, "code": error.code}
+    return {"error": fields}
 
 
-def finish_reason(done: CallFinished) -> str:
-    if done.turn.finish_reason is FinishReason.STOP and done.reply.tool_calls:
+def finish_reason(finished: CallFinished) -> str:
+    if finished.turn.finish_reason is FinishReason.STOP and finished.reply.tool_calls:
         return "tool_calls"
-    return str(done.turn.finish_reason)
+    return str(finished.turn.finish_reason)
 
 
-def usage(done: CallFinished) -> dict[str, Any]:
-    sampled = len(done.turn.token_ids)
-    total = done.prompt_tokens + sampled
+def usage(finished: CallFinished) -> dict[str, Any]:
+    sampled = len(finished.turn.token_ids)
+    total = finished.prompt_tokens + sampled
     return {
-        "prompt_tokens": done.prompt_tokens,
+        "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": sampled,
         "total_tokens": total,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": done.thought},
+        "completion_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
     }
 
 
 class Chat:
     name = "chat"
 
-    def __init__(self, tokens: ChatTokenizer) -> None:
-        self._tokens = tokens
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-        return decode(asked)
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+        return decode(raw)
 
-    def error(self, refusal: ApiError) -> dict[str, Any]:
-        return error(refusal)
+    def encode_error(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"total_tokens": tokens}
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
-        reply = done.reply
+    def response(
+        self, started: CallStarted, finished: CallFinished, options: ResponseOptions
+    ) -> dict[str, Any]:
+        reply = finished.reply
         message: dict[str, Any] = {"role": "assistant", "content": reply.content or None, "refusal": None}
-        if reply.reasoning and wish.reasoning:
+        if reply.reasoning and options.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
             message["tool_calls"] = [_wire_call(call) for call in reply.tool_calls]
-        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason(done)}
-        scores = done.scores or Scores()
-        sampled = (done.turn.token_ids, done.turn.logprobs, scores.top)
-        choice["logprobs"] = logprobs(*sampled, self._tokens, wish) if wish.logprobs else None
-        answer = envelope("chat.completion", started, wish) | {"choices": [choice], "usage": usage(done)}
-        if wish.prompt_logprobs and scores.prompt is not None:
-            answer["prompt_logprobs"] = TokenText(self._tokens, wish).prompt(scores.prompt)
-        if wish.token_ids:
-            choice["token_ids"] = done.turn.token_ids
+        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason(finished)}
+        scores = finished.scores or Scores()
+        sampled = (finished.turn.token_ids, finished.turn.logprobs, scores.top)
+        choice["logprobs"] = logprobs(*sampled, self._tokenizer, options) if options.logprobs else None
+        answer = envelope("chat.completion", started, options) | {
+            "choices": [choice],
+            "usage": usage(finished),
+        }
+        if options.prompt_logprobs and scores.prompt is not None:
+            answer["prompt_logprobs"] = TokenText(self._tokenizer, options).prompt(scores.prompt)
+        if options.token_ids:
+            choice["token_ids"] = finished.turn.token_ids
             answer["prompt_token_ids"] = started.prompt_ids
         return answer
 
-    def view(self, started: CallStarted, wish: ResponseOptions) -> ChatStream:
-        return ChatStream(started, wish, self._tokens)
+    def stream(self, started: CallStarted, options: ResponseOptions) -> ChatStream:
+        return ChatStream(started, options, self._tokenizer)
 
 
 def _wire_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def envelope(kind: str, started: CallStarted, wish: ResponseOptions) -> dict[str, Any]:
+def envelope(kind: str, started: CallStarted, options: ResponseOptions) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{started.session_id}-{started.turn_id}",
         "object": kind,
         "created": int(started.created),
-        "model": wish.model,
+        "model": options.model,
     }
 
 
@@ -454,46 +461,46 @@ class ChatStream:
 
     content_type = EVENTS
 
-    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
+    def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:
         self._started = started
-        self._wish = wish
-        self._tokens = tokens
-        self._head = encode(envelope("chat.completion.chunk", started, wish))[:-1]
+        self._options = options
+        self._tokenizer = tokenizer
+        self._head = encode(envelope("chat.completion.chunk", started, options))[:-1]
         self._before = b"data: " + self._head + b',"choices":[{"index":0,"delta":'
 
-    def opening(self) -> bytes:
+    def begin(self) -> bytes:
         delta = b'{"role":"assistant","content":""}'
-        ids = self._started.prompt_ids if self._wish.token_ids else None
+        ids = self._started.prompt_ids if self._options.token_ids else None
         return self._chunk(delta, after=b',"prompt_token_ids":' + encode(ids) if ids is not None else b"")
 
-    def piece(self, piece: CallDelta) -> bytes:
-        deltas = [delta for event in piece.events if (delta := _delta(event))]
-        if not self._wish.reasoning:
-            deltas = [delta for delta in deltas if "reasoning_content" not in delta]
-        extra = self._extra(piece)
-        if not deltas:
+    def delta(self, delta: CallDelta) -> bytes:
+        parts = [part for event in delta.events if (part := _delta(event))]
+        if not self._options.reasoning:
+            parts = [part for part in parts if "reasoning_content" not in part]
+        extra = self._extra(delta)
+        if not parts:
             return self._chunk(b"{}", extra) if extra else b""
-        return b"".join(self._chunk(encode(delta), b"" if n else extra) for n, delta in enumerate(deltas))
+        return b"".join(self._chunk(encode(part), b"" if n else extra) for n, part in enumerate(parts))
 
-    def closing(self, done: CallFinished) -> bytes:
-        last = self._chunk(b"{}", finish=encode(finish_reason(done)))
-        if self._wish.usage:
-            last += b"data: " + self._head + b',"choices":[],"usage":' + encode(usage(done)) + b"}\n\n"
+    def end(self, finished: CallFinished) -> bytes:
+        last = self._chunk(b"{}", finish=encode(finish_reason(finished)))
+        if self._options.usage:
+            last += b"data: " + self._head + b',"choices":[],"usage":' + encode(usage(finished)) + b"}\n\n"
         return last + b"data: [DONE]\n\n"
 
-    def failing(self, refusal: ApiError) -> bytes:
-        return data(error(refusal))
+    def error(self, error: ApiError) -> bytes:
+        return data(error_body(error))
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"
 
-    def _extra(self, piece: CallDelta) -> bytes:
+    def _extra(self, delta: CallDelta) -> bytes:
         extra = b""
-        if self._wish.logprobs and piece.token_ids:
-            sampled = (piece.token_ids, piece.logprobs, piece.top_logprobs)
-            extra += b',"logprobs":' + encode(logprobs(*sampled, self._tokens, self._wish))
-        if self._wish.token_ids and piece.token_ids:
-            extra += b',"token_ids":' + encode(piece.token_ids)
+        if self._options.logprobs and delta.token_ids:
+            sampled = (delta.token_ids, delta.logprobs, delta.top_logprobs)
+            extra += b',"logprobs":' + encode(logprobs(*sampled, self._tokenizer, self._options))
+        if self._options.token_ids and delta.token_ids:
+            extra += b',"token_ids":' + encode(delta.token_ids)
         return extra
 
     def _chunk(self, delta: bytes, extra: bytes = b"", finish: bytes = b"null", after: bytes = b"") -> bytes:
@@ -506,8 +513,10 @@ def _delta(event: Event) -> dict[str, Any] | None:
     if isinstance(event, ReasoningDelta):
         return {"reasoning_content": event.text}
     if isinstance(event, ToolStart):
-        named = {"name": event.name, "arguments": ""}
-        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": named}]}
+        function = {"name": event.name, "arguments": ""}
+        return {
+            "tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]
+        }
     if isinstance(event, ToolArguments):
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
     return None
@@ -517,8 +526,8 @@ def logprobs(
     ids: Sequence[int],
     values: Sequence[float],
     tops: Sequence[TopLogprobs],
-    tokens: ChatTokenizer,
-    wish: ResponseOptions,
+    tokenizer: ChatTokenizer,
+    options: ResponseOptions,
 ) -> dict[str, Any]:
-    content = TokenText(tokens, wish).entries(ids, values, tops, wish.top_logprobs)
+    content = TokenText(tokenizer, options).entries(ids, values, tops, options.top_logprobs)
     return {"content": content, "refusal": None}

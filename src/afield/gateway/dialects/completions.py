@@ -15,9 +15,16 @@ from typing import Any
 from afield.chat import ChatTokenizer, TextDelta
 from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects import chat
-from afield.gateway.dialects.base import EVENTS, RawRequest, Reading, ResponseOptions, asks_again, data
+from afield.gateway.dialects.base import EVENTS, BodyReader, RawRequest, ResponseOptions, asks_again, data
 from afield.gateway.dialects.logprobs import TokenText, check_count
-from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest, Scores, wishes
+from afield.gateway.model_request import (
+    CallDelta,
+    CallFinished,
+    CallStarted,
+    ModelRequest,
+    Scores,
+    requested_sampling,
+)
 from afield.gateway.parameters import check_within
 from afield.interfaces.engine import TopLogprobs
 
@@ -26,7 +33,7 @@ NAMES = {"top_logprobs": "logprobs", "prompt_logprobs": "echo with logprobs"}
 REPLACEMENT = "\ufffd"
 
 
-class Body(chat.Structured, kw_only=True):
+class CompletionsBody(chat.Structured, kw_only=True):
     prompt: str | list[str | int | list[int]]
     model: str | None = ""
     max_tokens: int | None = None
@@ -40,17 +47,17 @@ class Body(chat.Structured, kw_only=True):
     return_token_ids: bool | None = False
 
 
-BODY = Reading("completions", Body, "a completion request")
+BODY = BodyReader("completions", CompletionsBody, "a completion request")
 
 
-def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-    wire, tags = BODY.read(asked)
+def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    wire, tags = BODY.read(raw)
     _check(wire)
     for name in ("stream_options", "structured_outputs"):
-        if held := getattr(wire, name):
-            tags += check_within("completions", name, held, ignore=asked.ignore)
+        if value := getattr(wire, name):
+            tags += check_within("completions", name, value, ignore=raw.ignore)
     prompt = _prompt(wire.prompt)
-    output, form = chat.asked_output(wire)
+    output, output_name = chat.asked_output(wire)
     request = ModelRequest(
         dialect="completions",
         model=wire.model or "",
@@ -61,13 +68,13 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         prompt_logprobs=_scores_prompt(wire),
         stop=(wire.stop,) if isinstance(wire.stop, str) else tuple(wire.stop or ()),
         stream=bool(wire.stream),
-        wishes=wishes(wire),
-        retry=asks_again(asked),
+        requested_sampling=requested_sampling(wire),
+        retry=asks_again(raw),
         output=output,
-        names=NAMES | {"output": form} if output else NAMES,
+        names=NAMES | {"output": output_name} if output else NAMES,
         tags=tags,
     )
-    wish = ResponseOptions(
+    options = ResponseOptions(
         model=wire.model or "",
         usage=chat.wants_usage(wire.stream_options),
         logprobs=wire.logprobs is not None and wire.logprobs is not False,
@@ -77,10 +84,10 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         tokens_as_ids=bool(wire.return_tokens_as_token_ids),
         echo={"prompt": prompt} if wire.echo else {},
     )
-    return request, wish
+    return request, options
 
 
-def _check(wire: Body) -> None:
+def _check(wire: CompletionsBody) -> None:
     chat.check_stream_options(wire)
     if wire.max_tokens is not None and wire.max_tokens < (0 if wire.echo else 1):
         raise bad_request(f"max_tokens={wire.max_tokens} must be at least 1", "or 0 with echo")
@@ -90,7 +97,7 @@ def _check(wire: Body) -> None:
         raise bad_request("prompt_logprobs is not told in a stream", "ask without stream, or with echo")
 
 
-def _scores_prompt(wire: Body) -> int | None:
+def _scores_prompt(wire: CompletionsBody) -> int | None:
     """How many of the likeliest tokens are wanted at each place of the prompt."""
     repeated = int(wire.logprobs) if wire.echo and wire.logprobs not in (None, False) else None
     if wire.prompt_logprobs is None or repeated is None:
@@ -98,9 +105,9 @@ def _scores_prompt(wire: Body) -> int | None:
     return max(wire.prompt_logprobs, repeated)
 
 
-def _prompt(given: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
-    alone = given[0] if isinstance(given, list) and len(given) == 1 else given
-    prompt = given if isinstance(alone, int) else alone
+def _prompt(prompt_in: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
+    alone = prompt_in[0] if isinstance(prompt_in, list) and len(prompt_in) == 1 else prompt_in
+    prompt = prompt_in if isinstance(alone, int) else alone
     if not prompt:
         raise bad_request("prompt is empty", "send text or token ids")
     if isinstance(prompt, str):
@@ -116,76 +123,76 @@ def _prompt(given: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
 class Completions:
     name = "completions"
 
-    def __init__(self, tokens: ChatTokenizer) -> None:
-        self._tokens = tokens
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-        return decode(asked)
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+        return decode(raw)
 
-    def error(self, refusal: ApiError) -> Json:
-        return chat.error(refusal)
+    def encode_error(self, error: ApiError) -> Json:
+        return chat.error_body(error)
 
     def count(self, tokens: int) -> Json:
         return {"total_tokens": tokens}
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> Json:
-        shape = Shape(started, wish, self._tokens)
-        scores = done.scores or Scores()
-        given = shape.prompt_logprobs(scores.prompt) if wish.echo else None
-        sampled = shape.logprobs(done.turn.token_ids, done.turn.logprobs, scores.top)
-        text, finish = shape.before() + done.reply.content, str(done.turn.finish_reason)
-        choice = shape.choice(text, _joined(given, sampled), finish=finish)
-        if wish.prompt_logprobs and scores.prompt is not None:
-            choice["prompt_logprobs"] = shape.texts.prompt(scores.prompt)
-        if wish.token_ids:
-            choice |= {"prompt_token_ids": started.prompt_ids, "token_ids": done.turn.token_ids}
-        return shape.envelope | {"choices": [choice], "usage": chat.usage(done)}
+    def response(self, started: CallStarted, finished: CallFinished, options: ResponseOptions) -> Json:
+        builder = CompletionBuilder(started, options, self._tokenizer)
+        scores = finished.scores or Scores()
+        prompt_logprobs = builder.prompt_logprobs(scores.prompt) if options.echo else None
+        sampled = builder.logprobs(finished.turn.token_ids, finished.turn.logprobs, scores.top)
+        text, finish = builder.before() + finished.reply.content, str(finished.turn.finish_reason)
+        choice = builder.choice(text, _joined(prompt_logprobs, sampled), finish=finish)
+        if options.prompt_logprobs and scores.prompt is not None:
+            choice["prompt_logprobs"] = builder.texts.prompt(scores.prompt)
+        if options.token_ids:
+            choice |= {"prompt_token_ids": started.prompt_ids, "token_ids": finished.turn.token_ids}
+        return builder.envelope | {"choices": [choice], "usage": chat.usage(finished)}
 
-    def view(self, started: CallStarted, wish: ResponseOptions) -> CompletionsStream:
-        return CompletionsStream(started, wish, self._tokens)
+    def stream(self, started: CallStarted, options: ResponseOptions) -> CompletionsStream:
+        return CompletionsStream(started, options, self._tokenizer)
 
 
-class Shape:
+class CompletionBuilder:
     """What one answer is made of; counts the characters its tokens have spelled."""
 
-    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
+    def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:
         self.envelope: Json = {
             "id": f"cmpl-{started.session_id}-{started.turn_id}",
             "object": "text_completion",
             "created": int(started.created),
-            "model": wish.model,
+            "model": options.model,
         }
-        self.texts = TokenText(tokens, wish)
+        self.texts = TokenText(tokenizer, options)
         self._started = started
-        self._wish = wish
-        self._tokens = tokens
+        self._options = options
+        self._tokenizer = tokenizer
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def before(self) -> str:
         """The prompt's text, where the client wants it repeated."""
-        prompt = self._wish.echo.get("prompt", "")
-        return prompt if isinstance(prompt, str) else self._tokens.decode(prompt)
+        prompt = self._options.echo.get("prompt", "")
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def choice(self, text: str, logprobs: Json | None, finish: str | None = None) -> Json:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def prompt_logprobs(self, scored: Sequence[TopLogprobs] | None) -> Json | None:
         """Of a prompt that is repeated: nothing comes before its first token, so that has none."""
-        if not self._wish.logprobs:
+        if not self._options.logprobs:
             return None
-        given = self._started.prompt_ids
-        tops = scored if scored is not None else [()] * len(given)
-        ids = [top[0][0] if top else given[n] for n, top in enumerate(tops)]
+        prompt_ids = self._started.prompt_ids
+        tops = scored if scored is not None else [()] * len(prompt_ids)
+        ids = [top[0][0] if top else prompt_ids[n] for n, top in enumerate(tops)]
         own = [top[0][1] if top else None for top in tops]
-        return self._listed(ids, own, [top[1:] for top in tops], self._tokens.piece)
+        return self._listed(ids, own, [top[1:] for top in tops], self._tokenizer.piece)
 
     def logprobs(
         self, ids: Sequence[int], values: Sequence[float], tops: Sequence[TopLogprobs]
     ) -> Json | None:
-        if not self._wish.logprobs:
+        if not self._options.logprobs:
             return None
-        return self._listed(ids, values, tops or [()] * len(ids), self._tokens.shown)
+        return self._listed(ids, values, tops or [()] * len(ids), self._tokenizer.shown)
 
     def _listed(
         self,
@@ -208,70 +215,72 @@ class Shape:
 
     def _top(self, token: int, logprob: float, top: TopLogprobs) -> dict[str, float]:
         """The token itself, then as many of the likeliest as were asked for."""
-        named = {self._name(token): logprob}
-        for other, p in top[: self._wish.top_logprobs]:
-            named.setdefault(self._name(other), p)
-        return named
+        logprobs = {self._name(token): logprob}
+        for other, p in top[: self._options.top_logprobs]:
+            logprobs.setdefault(self._name(other), p)
+        return logprobs
 
     def _name(self, token: int) -> str:
         """The token's text; its bytes where it is a part of a character, so that no two are the same."""
         text = self.texts.text(token)
         if REPLACEMENT not in text:
             return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._tokens.piece(token))
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._tokenizer.piece(token))
 
 
-def _joined(given: Json | None, sampled: Json | None) -> Json | None:
-    if given is None or sampled is None:
+def _joined(prompt: Json | None, sampled: Json | None) -> Json | None:
+    if prompt is None or sampled is None:
         return sampled
-    return {name: given[name] + sampled[name] for name in sampled}
+    return {name: prompt[name] + sampled[name] for name in sampled}
 
 
 class CompletionsStream:
     content_type = EVENTS
 
-    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
+    def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:
         self._started = started
-        self._wish = wish
-        self._shape = Shape(started, wish, tokens)
-        self._repeated = not wish.echo
+        self._options = options
+        self._builder = CompletionBuilder(started, options, tokenizer)
+        self._repeated = not options.echo
 
-    def opening(self) -> bytes:
+    def begin(self) -> bytes:
         """The prompt, for a client that wants it repeated as text or as ids; scored it comes with a piece."""
-        if self._wish.echo and not self._wish.logprobs:
+        if self._options.echo and not self._options.logprobs:
             return self._repeat(None)
-        if not self._wish.token_ids or self._wish.echo:
+        if not self._options.token_ids or self._options.echo:
             return b""
-        return self._chunk(self._shape.choice("", None) | {"prompt_token_ids": self._started.prompt_ids})
+        return self._chunk(self._builder.choice("", None) | {"prompt_token_ids": self._started.prompt_ids})
 
-    def piece(self, piece: CallDelta) -> bytes:
-        before = b"" if self._repeated else self._repeat(piece.prompt_logprobs)
-        text = "".join(event.text for event in piece.events if isinstance(event, TextDelta))
-        asked = self._wish.logprobs or self._wish.token_ids
-        if not text and not (asked and piece.token_ids):
-            return before
-        logprobs = self._shape.logprobs(piece.token_ids, piece.logprobs, piece.top_logprobs)
-        choice = self._shape.choice(text, logprobs)
-        return before + self._chunk(choice | ({"token_ids": piece.token_ids} if self._wish.token_ids else {}))
+    def delta(self, delta: CallDelta) -> bytes:
+        echoed = b"" if self._repeated else self._repeat(delta.prompt_logprobs)
+        text = "".join(event.text for event in delta.events if isinstance(event, TextDelta))
+        raw = self._options.logprobs or self._options.token_ids
+        if not text and not (raw and delta.token_ids):
+            return echoed
+        logprobs = self._builder.logprobs(delta.token_ids, delta.logprobs, delta.top_logprobs)
+        choice = self._builder.choice(text, logprobs)
+        return echoed + self._chunk(
+            choice | ({"token_ids": delta.token_ids} if self._options.token_ids else {})
+        )
 
     def _repeat(self, scores: Sequence[TopLogprobs] | None) -> bytes:
         """The prompt, before what was sampled after it."""
         self._repeated = True
-        scored = self._shape.prompt_logprobs(scores)
-        ids = {"prompt_token_ids": self._started.prompt_ids} if self._wish.token_ids else {}
-        return self._chunk(self._shape.choice(self._shape.before(), scored) | ids)
+        scored = self._builder.prompt_logprobs(scores)
+        ids = {"prompt_token_ids": self._started.prompt_ids} if self._options.token_ids else {}
+        return self._chunk(self._builder.choice(self._builder.before(), scored) | ids)
 
-    def closing(self, done: CallFinished) -> bytes:
-        out = self._chunk(self._shape.choice("", None, finish=str(done.turn.finish_reason)))
-        if self._wish.usage:
-            out += data(self._shape.envelope | {"choices": [], "usage": chat.usage(done)})
+    def end(self, finished: CallFinished) -> bytes:
+        out = self._chunk(self._builder.choice("", None, finish=str(finished.turn.finish_reason)))
+        if self._options.usage:
+            out += data(self._builder.envelope | {"choices": [], "usage": chat.usage(finished)})
         return out + b"data: [DONE]\n\n"
 
-    def failing(self, refusal: ApiError) -> bytes:
-        return data(chat.error(refusal))
+    def error(self, error: ApiError) -> bytes:
+        return data(chat.error_body(error))
 
     def keepalive(self) -> bytes:
         return b": keepalive\n\n"
 
     def _chunk(self, choice: Json) -> bytes:
-        return data(self._shape.envelope | {"choices": [choice]})
+        return data(self._builder.envelope | {"choices": [choice]})

@@ -26,8 +26,8 @@ from afield.gateway.dialects import request_options
 from afield.gateway.dialects.base import (
     EVENTS,
     TOOLS_TAG,
+    BodyReader,
     RawRequest,
-    Reading,
     ResponseOptions,
     as_arguments,
     as_object,
@@ -48,7 +48,7 @@ from afield.gateway.model_request import (
     OutputFormat,
     Reasoning,
     RequestedSampling,
-    wishes,
+    requested_sampling,
 )
 from afield.gateway.parameters import CALLING, check_within
 from afield.gateway.thinking import AskedReasoning
@@ -65,7 +65,7 @@ class Wire(Struct, rename="camel"):
     pass
 
 
-class FunctionCall(Wire):
+class GeminiFunctionCall(Wire):
     name: str = ""
     args: Raw = Raw(b"{}")
     id: str | None = None
@@ -85,14 +85,14 @@ class FunctionResponse(Wire):
     name: str = ""
     response: Any = None
     id: str | None = None
-    parts: list[Part] | None = None
+    parts: list[GeminiPart] | None = None
 
 
-class Part(Wire):
+class GeminiPart(Wire):
     text: str | None = None
     thought: bool | None = False
     thought_signature: str | None = None
-    function_call: FunctionCall | None = None
+    function_call: GeminiFunctionCall | None = None
     function_response: FunctionResponse | None = None
     inline_data: Blob | None = None
     file_data: FileData | None = None
@@ -103,7 +103,7 @@ class Part(Wire):
 
 
 class Content(Wire):
-    parts: Part | list[Part] | None = None
+    parts: GeminiPart | list[GeminiPart] | None = None
     role: str | None = None
 
 
@@ -138,7 +138,7 @@ class GenerationConfig(RequestedSampling, kw_only=True, rename="camel"):
     logit_bias: dict[str, float] | None = None
 
 
-class Body(Wire):
+class GeminiBody(Wire):
     contents: Content | list[Content] | None = None
     system_instruction: Content | str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -156,21 +156,21 @@ class Declaration(Wire):
 
 
 WHAT = "a generateContent request"
-BODY = Reading("gemini", Body, WHAT, spelled=camel_name)
-CONFIG = Reading("gemini", GenerationConfig, f"{WHAT}: generationConfig", "generationConfig.", camel_name)
+BODY = BodyReader("gemini", GeminiBody, WHAT, spelled=camel_name)
+CONFIG = BodyReader("gemini", GenerationConfig, f"{WHAT}: generationConfig", "generationConfig.", camel_name)
 # Names that are looked for in objects that are read as they come.
 _READ = ("function_declarations", "function_calling_config")
 _STRUCTS = (
-    FunctionCall,
+    GeminiFunctionCall,
     Blob,
     FileData,
     FunctionResponse,
-    Part,
+    GeminiPart,
     Content,
     CallingConfig,
     ThinkingConfig,
     GenerationConfig,
-    Body,
+    GeminiBody,
     Declaration,
 )
 # Every name of a field that has another spelling in snake case: no list to forget one in. What the table
@@ -182,18 +182,18 @@ ANY = msgspec.json.Decoder()
 OPAQUE = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
 
 
-def body_of(asked: RawRequest) -> tuple[Body, GenerationConfig, tuple[str, ...]]:
+def read_body_and_config(raw: RawRequest) -> tuple[GeminiBody, GenerationConfig, tuple[str, ...]]:
     """A request and its configuration, and the tags of what was ignored. Where it wraps another, as in
     counting tokens, the one inside."""
-    given = asked.body
-    if SNAKE.search(given):
-        given = encode(camel(read(ANY, given, WHAT)))
-    wire, tags = BODY.read(asked, given)
+    body = raw.body
+    if SNAKE.search(body):
+        body = encode(camel(read(ANY, body, WHAT)))
+    wire, tags = BODY.read(raw, body)
     if inner := bytes(wire.generate_content_request):
-        wire, tags = BODY.read(asked, inner)
-    if (raw := bytes(wire.generation_config)) == b"null":
+        wire, tags = BODY.read(raw, inner)
+    if (config_json := bytes(wire.generation_config)) == b"null":
         return wire, GenerationConfig(), tags
-    config, more = CONFIG.read(asked, raw)
+    config, more = CONFIG.read(raw, config_json)
     return wire, config, tags + more
 
 
@@ -203,8 +203,8 @@ def camel(value: Any) -> Any:
         return [camel(item) for item in value]
     if not isinstance(value, dict):
         return value
-    named = {camel_name(key): item for key, item in value.items()}
-    return {key: item if key in OPAQUE else camel(item) for key, item in named.items()}
+    camel_case = {camel_name(key): item for key, item in value.items()}
+    return {key: item if key in OPAQUE else camel(item) for key, item in camel_case.items()}
 
 
 # What a function is said to return when it returns one thing.
@@ -235,23 +235,23 @@ THINKING = "generationConfig.thinkingConfig"
 URL_SAFE = str.maketrans("-_", "+/")
 
 
-def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-    wire, config, ignored = body_of(asked)
+def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    wire, config, ignored = read_body_and_config(raw)
     _check(wire, config)
     if wire.tool_config:
-        ignored += check_within("gemini", "toolConfig", wire.tool_config, ignore=asked.ignore)
+        ignored += check_within("gemini", "toolConfig", wire.tool_config, ignore=raw.ignore)
         if isinstance(calls := wire.tool_config.get("functionCallingConfig"), dict):
-            ignored += check_within("gemini", CALLING, calls, ignore=asked.ignore)
+            ignored += check_within("gemini", CALLING, calls, ignore=raw.ignore)
     reasoning, names, thinking = NO_REASONING, NAMES, config.thinking_config
     if thinking:
-        ignored += check_within("gemini", THINKING, thinking, ignore=asked.ignore)
+        ignored += check_within("gemini", THINKING, thinking, ignore=raw.ignore)
         reasoning, names = _reasoning(thinking)
         names = {**NAMES, **names}
-    model = asked.parts.get("model", "")
+    model = raw.parts.get("model", "")
     tools, tags = _tools(wire.tools or [])
     calling = checked(_choice(wire, tools), tools, CALLING) if wire.tool_config else request_options.AUTO
-    output, form = _output(config)
-    reader = _Reader()
+    output, output_name = _output(config)
+    reader = _ContentReader()
     messages = reader.messages(wire)
     request = ModelRequest(
         dialect="gemini",
@@ -263,20 +263,20 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         callable_tools=calling.callable_tools,
         output=output,
         reasoning=reasoning,
-        names={**names, "output": form} if output else names,
+        names={**names, "output": output_name} if output else names,
         top_logprobs=config.logprobs or 0,
         max_tokens=config.max_output_tokens,
         stop=tuple(config.stop_sequences or ()),
-        stream=asked.parts.get("method") == "streamGenerateContent",
-        wishes=wishes(config),
+        stream=raw.parts.get("method") == "streamGenerateContent",
+        requested_sampling=requested_sampling(config),
         hints=frozenset(reader.hints),
-        retry=asks_again(asked),
+        retry=asks_again(raw),
         tags=tuple(dict.fromkeys([*tags, *reader.tags, *ignored])),
         images=reader.gallery.images,
         image_places=reader.gallery.places,
     )
-    echo = {"sse": asked.query.get("alt") == "sse"}
-    wish = ResponseOptions(
+    echo = {"sse": raw.query.get("alt") == "sse"}
+    options = ResponseOptions(
         model=model,
         logprobs=bool(config.response_logprobs),
         top_logprobs=config.logprobs or 0,
@@ -284,10 +284,10 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         reasoning=bool(thinking and thinking.get("includeThoughts")),
         echo=echo,
     )
-    return request, wish
+    return request, options
 
 
-def _check(wire: Body, config: GenerationConfig) -> None:
+def _check(wire: GeminiBody, config: GenerationConfig) -> None:
     if not wire.contents:
         raise bad_request("contents is empty", "send at least one content")
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
@@ -301,23 +301,23 @@ def _reasoning(thinking: Mapping[str, Any]) -> tuple[Reasoning, dict[str, str]]:
     budget, level = thinking.get("thinkingBudget"), thinking.get("thinkingLevel")
     if budget is None and level is None:
         return NO_REASONING, {}
-    asked = AskedReasoning()
+    raw = AskedReasoning()
     if budget == 0:
-        asked.switch(False, f"{THINKING}.thinkingBudget")
+        raw.switch(False, f"{THINKING}.thinkingBudget")
     elif budget != -1:
-        asked.budget(budget, f"{THINKING}.thinkingBudget")
+        raw.budget(budget, f"{THINKING}.thinkingBudget")
     if level is not None and level != "THINKING_LEVEL_UNSPECIFIED":
-        asked.effort(level.lower() if isinstance(level, str) else level, f"{THINKING}.thinkingLevel")
-    return asked.made()
+        raw.effort(level.lower() if isinstance(level, str) else level, f"{THINKING}.thinkingLevel")
+    return raw.made()
 
 
-def _choice(wire: Body, tools: Sequence[Tool]) -> ToolChoice:
+def _choice(wire: GeminiBody, tools: Sequence[Tool]) -> ToolChoice:
     """VALIDATED leaves the choice to the model, and holds its calls to what is declared."""
-    given = (wire.tool_config or {}).get("functionCallingConfig")
-    if not given:
+    calling = (wire.tool_config or {}).get("functionCallingConfig")
+    if not calling:
         return request_options.AUTO
     try:
-        config = msgspec.convert(given, CallingConfig)
+        config = msgspec.convert(calling, CallingConfig)
     except msgspec.ValidationError as error:
         raise bad_request(f"{CALLING}: {error}") from error
     mode, names = (config.mode or "AUTO").upper(), tuple(config.allowed_function_names or ())
@@ -361,9 +361,9 @@ def _output(config: GenerationConfig) -> tuple[OutputFormat | None, str]:
     ), name
 
 
-def _new_format(given: Any) -> tuple[OutputFormat | None, str]:
+def _new_format(value: Any) -> tuple[OutputFormat | None, str]:
     name = "generationConfig.responseFormat"
-    formats = given if isinstance(given, list) else [given]
+    formats = value if isinstance(value, list) else [value]
     texts = [form.get("text") for form in formats if isinstance(form, dict) and set(form) == {"text"}]
     if len(texts) != len(formats) or len(texts) > 1 or not all(isinstance(text, dict) for text in texts):
         raise bad_request(f"{name} is not one text format", "ask for one format of text")
@@ -400,26 +400,26 @@ def _tool(wire: Declaration) -> Tool:
     return Tool(wire.name, wire.description or "", parameters, {"type": "function", "function": function})
 
 
-def _schema(given: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(google_schema: Mapping[str, Any]) -> dict[str, Any]:
     """Google's schema as JSON schema: types in small letters, and first, where others write them."""
-    kind = given.get("type")
-    made: dict[str, Any] = (
+    kind = google_schema.get("type")
+    schema: dict[str, Any] = (
         {} if kind is None else {"type": TYPES.get(kind, kind) if isinstance(kind, str) else kind}
     )
-    for spelled, value in given.items():
+    for spelled, value in google_schema.items():
         key = SCHEMA_NAMES.get(spelled, spelled)
         if key in ("properties", "$defs") and isinstance(value, dict):
-            made[key] = {name: _schema(v) if isinstance(v, dict) else v for name, v in value.items()}
+            schema[key] = {name: _schema(v) if isinstance(v, dict) else v for name, v in value.items()}
         elif key == "anyOf" and isinstance(value, list):
-            made[key] = [_schema(v) if isinstance(v, dict) else v for v in value]
+            schema[key] = [_schema(v) if isinstance(v, dict) else v for v in value]
         elif key in ("items", "additionalProperties") and isinstance(value, dict):
-            made[key] = _schema(value)
+            schema[key] = _schema(value)
         elif key != "type":
-            made[key] = value
-    return made
+            schema[key] = value
+    return schema
 
 
-class _Reader:
+class _ContentReader:
     """Reads the contents of one request and keeps what they refer to: images, our marks, tags."""
 
     def __init__(self) -> None:
@@ -428,11 +428,11 @@ class _Reader:
         self.tags: list[str] = []
         self._asked: list[ToolCall] = []
 
-    def messages(self, wire: Body) -> tuple[Message, ...]:
-        said: list[Message] = []
+    def messages(self, wire: GeminiBody) -> tuple[Message, ...]:
+        messages: list[Message] = []
         if system := self._system(wire.system_instruction):
-            said.append(Message(role="system", content=system))
-        turn: list[Part] | None = None
+            messages.append(Message(role="system", content=system))
+        turn: list[GeminiPart] | None = None
         contents = wire.contents if isinstance(wire.contents, list) else [wire.contents or Content()]
         for index, content in enumerate(contents):
             where = f"contents[{index}]"
@@ -440,30 +440,30 @@ class _Reader:
                 turn = [*(turn or ()), *_parts(content)]
                 continue
             if turn is not None:
-                said.append(self._model(turn, f"contents[{index - 1}]"))
+                messages.append(self._model(turn, f"contents[{index - 1}]"))
                 turn = None
-            said += self._user(content, where)
+            messages += self._user(content, where)
         if turn is not None:
-            said.append(self._model(turn, f"contents[{len(contents) - 1}]"))
+            messages.append(self._model(turn, f"contents[{len(contents) - 1}]"))
             self.tags.append("unenforced:prefill")
-        return tuple(said)
+        return tuple(messages)
 
-    def _system(self, given: Content | str | None) -> str:
-        if isinstance(given, str) or given is None:
-            return given or ""
-        return self._text(_parts(given), "systemInstruction")[0]
+    def _system(self, instruction: Content | str | None) -> str:
+        if isinstance(instruction, str) or instruction is None:
+            return instruction or ""
+        return self._text(_parts(instruction), "systemInstruction")[0]
 
     def _user(self, content: Content, where: str) -> list[Message]:
         if content.role not in (None, "", "user", "function", "tool", "system"):
             raise bad_request(f"{where}: role {content.role!r} is not one of model, user")
         parts = _parts(content)
         answers = [part.function_response for part in parts if part.function_response]
-        said = [self._response(answer, where) for answer in answers]
+        messages = [self._response(answer, where) for answer in answers]
         if len(answers) < len(parts) or not parts:
             text, images = self._text([part for part in parts if not part.function_response], where)
             role = "system" if content.role == "system" else "user"
-            said.append(Message(role=role, content=text, images=images))
-        return said
+            messages.append(Message(role=role, content=text, images=images))
+        return messages
 
     def _response(self, answer: FunctionResponse, where: str) -> Message:
         text, images = _returned(answer.response), ()
@@ -480,10 +480,10 @@ class _Reader:
                 return call.id
         return answer.id or ""
 
-    def _model(self, parts: Sequence[Part], where: str) -> Message:
+    def _model(self, parts: Sequence[GeminiPart], where: str) -> Message:
         reasoning: list[str] = []
         calls: list[ToolCall] = []
-        rest: list[Part] = []
+        rest: list[GeminiPart] = []
         for part in parts:
             if turn_id := unseal((part.thought_signature or "").translate(URL_SAFE)):
                 self.hints.add(turn_id)
@@ -501,7 +501,7 @@ class _Reader:
             role="assistant", content=text, reasoning=thought, tool_calls=tuple(calls), images=images
         )
 
-    def _text(self, parts: Sequence[Part], where: str) -> tuple[str, tuple[ImageRef, ...]]:
+    def _text(self, parts: Sequence[GeminiPart], where: str) -> tuple[str, tuple[ImageRef, ...]]:
         text = ""
         images: list[ImageRef] = []
         for part in parts:
@@ -518,17 +518,17 @@ class _Reader:
                 self._drop(part, where)
         return text, tuple(images)
 
-    def _image(self, blob: Blob, at: int, where: str) -> ImageRef:
+    def _image(self, blob: Blob, offset: int, where: str) -> ImageRef:
         if not blob.mime_type.startswith("image/"):
             raise bad_request(f"{where}: inlineData of type {blob.mime_type!r}", "send text or images")
-        return self.gallery.from_base64(blob.data.translate(URL_SAFE), blob.mime_type, at, where)
+        return self.gallery.from_base64(blob.data.translate(URL_SAFE), blob.mime_type, offset, where)
 
-    def _file(self, given: FileData, at: int, where: str) -> ImageRef:
-        if not given.mime_type.startswith("image/"):
-            raise bad_request(f"{where}: fileData of type {given.mime_type!r}", "send text or images")
-        return self.gallery.from_url(given.file_uri, at, where)
+    def _file(self, file: FileData, offset: int, where: str) -> ImageRef:
+        if not file.mime_type.startswith("image/"):
+            raise bad_request(f"{where}: fileData of type {file.mime_type!r}", "send text or images")
+        return self.gallery.from_url(file.file_uri, offset, where)
 
-    def _drop(self, part: Part, where: str) -> None:
+    def _drop(self, part: GeminiPart, where: str) -> None:
         names = ("executable_code", "code_execution_result", "tool_call", "tool_response")
         served = [name for name in names if getattr(part, name) is not None]
         if not served:
@@ -538,8 +538,8 @@ class _Reader:
         self.tags.append(f"unenforced:part:{camel_name(served[0])}")
 
 
-def _parts(content: Content) -> list[Part]:
-    return [content.parts] if isinstance(content.parts, Part) else content.parts or []
+def _parts(content: Content) -> list[GeminiPart]:
+    return [content.parts] if isinstance(content.parts, GeminiPart) else content.parts or []
 
 
 def _plain(blob: Blob, where: str) -> str:
@@ -575,42 +575,42 @@ STATUS = {
 class Gemini:
     name = "gemini"
 
-    def __init__(self, tokens: ChatTokenizer) -> None:
-        self._tokens = tokens
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         try:
-            return decode(asked)
+            return decode(raw)
         except RecursionError as error:
             raise bad_request("the request is nested too deeply to be read") from error
 
-    def error(self, refusal: ApiError) -> dict[str, Any]:
-        return error(refusal)
+    def encode_error(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"totalTokens": tokens}
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
-        reply = done.reply
+    def response(
+        self, started: CallStarted, finished: CallFinished, options: ResponseOptions
+    ) -> dict[str, Any]:
+        reply = finished.reply
         signature = seal(started.turn_id)
-        parts = [thought(reply.reasoning, signature)] if reply.reasoning and wish.reasoning else []
+        parts = [thought(reply.reasoning, signature)] if reply.reasoning and options.reasoning else []
         if reply.content or not reply.tool_calls:
             parts.append({"text": reply.content})
         parts += [function_call(call.id, call.name, call.arguments, signature) for call in reply.tool_calls]
-        return chunk(parts, started, wish, ending(done, wish, self._tokens), done)
+        return chunk(parts, started, options, ending(finished, options, self._tokenizer), finished)
 
-    def view(self, started: CallStarted, wish: ResponseOptions) -> GeminiStream:
-        return GeminiStream(started, wish, self._tokens)
+    def stream(self, started: CallStarted, options: ResponseOptions) -> GeminiStream:
+        return GeminiStream(started, options, self._tokenizer)
 
 
-def error(refusal: ApiError) -> dict[str, Any]:
-    text = refusal.text
-    if refusal.sizes:
-        prompt, limit = refusal.sizes
+def error_body(error: ApiError) -> dict[str, Any]:
+    text = error.text
+    if error.sizes:
+        prompt, limit = error.sizes
         text = f"The input token count ({prompt}) exceeds the maximum number of tokens allowed ({limit})."
-    return {
-        "error": {"code": refusal.status, "message": text, "status": STATUS.get(refusal.status, "INTERNAL")}
-    }
+    return {"error": {"code": error.status, "message": text, "status": STATUS.get(error.status, "INTERNAL")}}
 
 
 def thought(text: str, signature: str) -> dict[str, Any]:
@@ -625,82 +625,84 @@ def function_call(id: str, name: str, arguments: str, signature: str) -> dict[st
 def chunk(
     parts: Sequence[dict[str, Any]],
     started: CallStarted,
-    wish: ResponseOptions,
+    options: ResponseOptions,
     candidate: dict[str, Any] | None = None,
-    done: CallFinished | None = None,
+    finished: CallFinished | None = None,
 ) -> dict[str, Any]:
     content = {"role": "model", "parts": parts}
-    shown: dict[str, Any] = {
+    response: dict[str, Any] = {
         "candidates": [{"content": content, "index": 0, **(candidate or {})}],
-        "modelVersion": wish.model,
+        "modelVersion": options.model,
         "responseId": item_id("resp", started.turn_id),
-        "usageMetadata": _usage(done.prompt_tokens, len(done.turn.token_ids), done.thought)
-        if done
+        "usageMetadata": _usage(
+            finished.prompt_tokens, len(finished.turn.token_ids), finished.reasoning_tokens
+        )
+        if finished
         else _usage(len(started.prompt_ids), 0, 0),
     }
-    if done and wish.token_ids:
-        shown |= {"prompt_token_ids": started.prompt_ids, "token_ids": done.turn.token_ids}
-    return shown
+    if finished and options.token_ids:
+        response |= {"prompt_token_ids": started.prompt_ids, "token_ids": finished.turn.token_ids}
+    return response
 
 
 def _usage(prompt: int, sampled: int, thought: int) -> dict[str, int]:
     """What was thought is not among a candidate's tokens here."""
-    counted = {"candidatesTokenCount": sampled - thought} if sampled else {}
-    counted |= {"thoughtsTokenCount": thought} if thought else {}
-    return {"promptTokenCount": prompt, **counted, "totalTokenCount": prompt + sampled}
+    counts = {"candidatesTokenCount": sampled - thought} if sampled else {}
+    counts |= {"thoughtsTokenCount": thought} if thought else {}
+    return {"promptTokenCount": prompt, **counts, "totalTokenCount": prompt + sampled}
 
 
-def ending(done: CallFinished, wish: ResponseOptions, tokens: ChatTokenizer) -> dict[str, Any]:
-    stopped = done.turn.finish_reason is FinishReason.STOP or done.stop is not None
-    end: dict[str, Any] = {"finishReason": "STOP" if stopped else "MAX_TOKENS"}
-    if wish.logprobs:
-        sampled = zip(done.turn.token_ids, done.turn.logprobs, strict=True)
-        total = sum(done.turn.logprobs)
+def ending(finished: CallFinished, options: ResponseOptions, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    stopped = finished.turn.finish_reason is FinishReason.STOP or finished.stop is not None
+    fields: dict[str, Any] = {"finishReason": "STOP" if stopped else "MAX_TOKENS"}
+    if options.logprobs:
+        sampled = zip(finished.turn.token_ids, finished.turn.logprobs, strict=True)
+        total = sum(finished.turn.logprobs)
         result: dict[str, Any] = {"logProbabilitySum": total}
-        result["chosenCandidates"] = [_candidate(*pair, tokens) for pair in sampled]
-        if wish.top_logprobs and done.scores:
-            places = zip(done.turn.token_ids, done.turn.logprobs, done.scores.top, strict=True)
-            tops = [recorded(top[: wish.top_logprobs], token, p) for token, p, top in places]
+        result["chosenCandidates"] = [_candidate(*pair, tokenizer) for pair in sampled]
+        if options.top_logprobs and finished.scores:
+            places = zip(finished.turn.token_ids, finished.turn.logprobs, finished.scores.top, strict=True)
+            tops = [recorded(top[: options.top_logprobs], token, p) for token, p, top in places]
             result["topCandidates"] = [
-                {"candidates": [_candidate(*pair, tokens) for pair in top]} for top in tops
+                {"candidates": [_candidate(*pair, tokenizer) for pair in top]} for top in tops
             ]
-        end["avgLogprobs"] = total / max(1, len(done.turn.logprobs))
-        end["logprobsResult"] = result
-    return end
+        fields["avgLogprobs"] = total / max(1, len(finished.turn.logprobs))
+        fields["logprobsResult"] = result
+    return fields
 
 
-def _candidate(token: int, logprob: float, tokens: ChatTokenizer) -> dict[str, Any]:
-    text = tokens.piece(token).decode(errors="replace")
+def _candidate(token: int, logprob: float, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    text = tokenizer.piece(token).decode(errors="replace")
     return {"token": text, "tokenId": token, "logProbability": logprob}
 
 
 class GeminiStream:
-    def __init__(self, started: CallStarted, wish: ResponseOptions, tokens: ChatTokenizer) -> None:
+    def __init__(self, started: CallStarted, options: ResponseOptions, tokenizer: ChatTokenizer) -> None:
         self._started = started
-        self._wish = wish
-        self._tokens = tokens
-        self._sse = bool(wish.echo.get("sse"))
+        self._options = options
+        self._tokenizer = tokenizer
+        self._sse = bool(options.echo.get("sse"))
         self.content_type = EVENTS if self._sse else b"application/json"
         self._signature = seal(started.turn_id)
         self._call = ToolStart(0, "")
         self._arguments: list[str] = []
         self._begun = False
 
-    def opening(self) -> bytes:
+    def begin(self) -> bytes:
         return b"" if self._sse else b"["
 
-    def piece(self, piece: CallDelta) -> bytes:
-        parts = [part for event in piece.events if (part := self._part(event))]
-        return self._write(chunk(parts, self._started, self._wish)) if parts else b""
+    def delta(self, delta: CallDelta) -> bytes:
+        parts = [part for event in delta.events if (part := self._part(event))]
+        return self._write(chunk(parts, self._started, self._options)) if parts else b""
 
-    def closing(self, done: CallFinished) -> bytes:
+    def end(self, finished: CallFinished) -> bytes:
         # Clients take a chunk without parts for an answer gone wrong.
-        end = ending(done, self._wish, self._tokens)
-        last = self._write(chunk([{"text": ""}], self._started, self._wish, end, done))
+        fields = ending(finished, self._options, self._tokenizer)
+        last = self._write(chunk([{"text": ""}], self._started, self._options, fields, finished))
         return last if self._sse else last + b"]\n"
 
-    def failing(self, refusal: ApiError) -> bytes:
-        return self._write(error(refusal)) if self._sse else self._write(error(refusal)) + b"]\n"
+    def error(self, error: ApiError) -> bytes:
+        return self._write(error_body(error)) if self._sse else self._write(error_body(error)) + b"]\n"
 
     def keepalive(self) -> bytes:
         """A blank line: Google's client takes a comment for data."""
@@ -717,7 +719,7 @@ class GeminiStream:
         if isinstance(event, TextDelta):
             return {"text": event.text}
         if isinstance(event, ReasoningDelta):
-            return thought(event.text, self._signature) if self._wish.reasoning else None
+            return thought(event.text, self._signature) if self._options.reasoning else None
         if isinstance(event, ToolStart):
             self._call, self._arguments = event, []
         elif isinstance(event, ToolArguments):

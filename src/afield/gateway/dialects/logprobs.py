@@ -19,27 +19,27 @@ MOST = 20
 Json = dict[str, Any]
 
 
-def check_count(count: int | None, name: str, most: int = MOST) -> int:
-    if count is not None and not 0 <= count <= most:
-        refusal = bad_request(f"{name}={count} must be between 0 and {most}")
-        refusal.parameter = name
-        raise refusal
+def check_count(count: int | None, name: str, maximum: int = MOST) -> int:
+    if count is not None and not 0 <= count <= maximum:
+        error = bad_request(f"{name}={count} must be between 0 and {maximum}")
+        error.parameter = name
+        raise error
     return count or 0
 
 
 class TokenText:
     """How tokens are written in an answer."""
 
-    def __init__(self, tokens: ChatTokenizer, wish: ResponseOptions) -> None:
-        self._tokens = tokens
-        self._as_ids = wish.tokens_as_ids
+    def __init__(self, tokenizer: ChatTokenizer, options: ResponseOptions) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = options.tokens_as_ids
 
     def text(self, token: int) -> str:
-        return f"token_id:{token}" if self._as_ids else self._tokens.piece(token).decode(errors="replace")
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.piece(token).decode(errors="replace")
 
     def entry(self, token: int, logprob: float) -> Json:
         """As Chat and Responses have it."""
-        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._tokens.piece(token))}
+        return {"token": self.text(token), "logprob": logprob, "bytes": list(self._tokenizer.piece(token))}
 
     def entries(
         self,
@@ -71,7 +71,7 @@ class TokenText:
             str(token): {
                 "logprob": logprob,
                 "rank": ranks.get(token) if len(top) > 1 else None,
-                "decoded_token": self._tokens.piece(token).decode(errors="replace"),
+                "decoded_token": self._tokenizer.piece(token).decode(errors="replace"),
             }
             for token, logprob in top
         }

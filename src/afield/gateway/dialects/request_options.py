@@ -54,36 +54,36 @@ def checked(choice: ToolChoice, tools: Sequence[Tool], name: str) -> ToolChoice:
 
 
 def openai_choice(
-    given: str | dict[str, Any] | None,
+    value: str | dict[str, Any] | None,
     *,
     nested: bool,
     to_model: Callable[[str, str | None], str] = lambda name, _: name,
 ) -> ToolChoice:
     """`tool_choice` of Chat Completions (`nested`: names stand in an object of their own) and Responses."""
-    if given is None:
+    if value is None:
         return AUTO
-    if isinstance(given, str):
-        if given not in MODES:
+    if isinstance(value, str):
+        if value not in MODES:
             raise bad_request(
-                f"tool_choice {given!r} is not one of {', '.join(sorted(MODES))}",
+                f"tool_choice {value!r} is not one of {', '.join(sorted(MODES))}",
                 "or send an object that names a tool",
             )
-        return MODES[given]
-    kind = given.get("type")
+        return MODES[value]
+    kind = value.get("type")
     if kind == "allowed_tools":
-        return _allowed(given.get("allowed_tools") if nested else given, nested, to_model)
+        return _allowed(value.get("allowed_tools") if nested else value, nested, to_model)
     if kind not in ("function", "custom"):
         raise bad_request(
             f"tool_choice forces {kind!r}, which only a provider could run",
             "name a function of the request's tools",
         )
-    return forced(to_model(*_named(given, nested, "tool_choice")))
+    return forced(to_model(*_named(value, nested, "tool_choice")))
 
 
-def _named(given: Any, nested: bool, where: str) -> tuple[str, str | None]:
-    kind = given.get("type", "function") if isinstance(given, dict) else ""
+def _named(value: Any, nested: bool, where: str) -> tuple[str, str | None]:
+    kind = value.get("type", "function") if isinstance(value, dict) else ""
     kind = kind if isinstance(kind, str) else ""
-    inner = given.get(kind) if nested and isinstance(given, dict) else given
+    inner = value.get(kind) if nested and isinstance(value, dict) else value
     name = inner.get("name") if kind and isinstance(inner, dict) else None
     if not isinstance(name, str) or not name:
         raise bad_request(f"{where} names no tool", "send the name of one of the request's tools")
@@ -91,14 +91,14 @@ def _named(given: Any, nested: bool, where: str) -> tuple[str, str | None]:
     return name, space if isinstance(space, str) else None
 
 
-def _allowed(given: Any, nested: bool, to_model: Callable[[str, str | None], str]) -> ToolChoice:
+def _allowed(value: Any, nested: bool, to_model: Callable[[str, str | None], str]) -> ToolChoice:
     where = "tool_choice.allowed_tools"
-    if not isinstance(given, dict) or not isinstance(given.get("tools"), list) or not given["tools"]:
+    if not isinstance(value, dict) or not isinstance(value.get("tools"), list) or not value["tools"]:
         raise bad_request(f"{where} has no list of tools", "send the tools that may be called")
-    mode = given.get("mode", "auto")
+    mode = value.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise bad_request(f"{where}: mode {mode!r} is not one of auto, required")
-    names = [to_model(*_named(tool, nested, where)) for tool in given["tools"]]
+    names = [to_model(*_named(tool, nested, where)) for tool in value["tools"]]
     return ToolChoice(must_call=mode == "required", callable_tools=tuple(dict.fromkeys(names)))
 
 
@@ -107,25 +107,27 @@ VLLM = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "struc
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def response_format(given: Any, name: str, *, flat: bool = False) -> OutputFormat | None:
+def response_format(value: Any, name: str, *, flat: bool = False) -> OutputFormat | None:
     """`response_format` of Chat Completions; `flat` where the schema is not in an object of its own."""
-    if given is None or given == {}:
+    if value is None or value == {}:
         return None
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise bad_request(f"{name} is not an object", "send an object with a type")
-    if (kind := given.get("type")) is None:
+    if (kind := value.get("type")) is None:
         raise bad_request(f"{name} has no type", "say which of text, json_object, json_schema it is")
     if kind == "text":
         return None
     if kind == "json_object":
         return JSON_OBJECT
     if kind == "json_schema":
-        held = given if flat else given.get("json_schema")
-        return json_schema(held.get("schema") if isinstance(held, Mapping) else None, f"{name}.schema")
+        schema_object = value if flat else value.get("json_schema")
+        return json_schema(
+            schema_object.get("schema") if isinstance(schema_object, Mapping) else None, f"{name}.schema"
+        )
     if kind == "regex":
-        return _text("regex", given.get("pattern"), f"{name}.pattern")
+        return _text("regex", value.get("pattern"), f"{name}.pattern")
     if kind == "grammar":
-        return _text("grammar", given.get("grammar"), f"{name}.grammar")
+        return _text("grammar", value.get("grammar"), f"{name}.grammar")
     raise bad_request(
         f"{name}: type {kind!r} is not one of text, json_object, json_schema", "use a JSON schema, or text"
     )
@@ -142,21 +144,23 @@ def json_schema(schema: Any, name: str) -> OutputFormat:
     return OutputFormat("json_schema", encode(schema).decode())
 
 
-def guided(given: Mapping[str, Any]) -> tuple[OutputFormat, str] | None:
+def guided(values: Mapping[str, Any]) -> tuple[OutputFormat, str] | None:
     """vLLM's parameters, in their present and their earlier spelling, and the name of the one used."""
-    found = [
-        (_guided(name.removeprefix("guided_"), value, name), name)
+    formats = [
+        (_guided(name.removeprefix("guided_"), constraint, name), name)
         for name in VLLM[:4]
-        if (value := given.get(name)) is not None
+        if (constraint := values.get(name)) is not None
     ]
-    held = given.get("structured_outputs") or {}
+    structured = values.get("structured_outputs") or {}
     for kind in _KINDS:
-        if (value := held.get(kind)) is not None and (kind != "json_object" or value is not False):
+        if (constraint := structured.get(kind)) is not None and (
+            kind != "json_object" or constraint is not False
+        ):
             name = f"structured_outputs.{kind}"
-            found.append((_guided(kind, value, name), name))
-    if len(found) > 1:
-        raise bad_request(f"{found[0][1]} and {found[1][1]} both constrain the reply", "send one of them")
-    return found[0] if found else None
+            formats.append((_guided(kind, constraint, name), name))
+    if len(formats) > 1:
+        raise bad_request(f"{formats[0][1]} and {formats[1][1]} both constrain the reply", "send one of them")
+    return formats[0] if formats else None
 
 
 def one(

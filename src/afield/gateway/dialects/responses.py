@@ -15,9 +15,9 @@ from afield.chat import ChatTokenizer, Event, ReasoningDelta, TextDelta, ToolArg
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects import responses_request
 from afield.gateway.dialects.base import EVENTS, RawRequest, ResponseOptions, event
-from afield.gateway.dialects.chat import error
+from afield.gateway.dialects.chat import error_body
 from afield.gateway.dialects.logprobs import TokenText
-from afield.gateway.dialects.responses_request import Shown, free_text, summary_of
+from afield.gateway.dialects.responses_request import EchoedOptions, free_text, summary_of
 from afield.gateway.model_request import CallDelta, CallFinished, CallStarted, ModelRequest
 from afield.gateway.turn_ids import item_id, response_id, seal, seal_summary
 from afield.interfaces import Image
@@ -32,16 +32,16 @@ CODES = {429: "rate_limit_exceeded", 500: "server_error", 502: "server_error", 5
 class Items:
     """Makes the output items of one turn, and knows what the answer says around them."""
 
-    def __init__(self, started: CallStarted, wish: ResponseOptions, texts: TokenText) -> None:
+    def __init__(self, started: CallStarted, options: ResponseOptions, texts: TokenText) -> None:
         self._started = started
-        self._wish = wish
+        self._options = options
         self._texts = texts
-        self.shown: Shown = wish.echo["shown"]
+        self.shown: EchoedOptions = options.echo["shown"]
         self._made: dict[str, int] = {}
 
     def message(self) -> Json:
-        made = {"id": self._id("msg", self._count("msg")), "type": "message", "status": "in_progress"}
-        return made | {"role": "assistant", "content": []}
+        item = {"id": self._id("msg", self._count("msg")), "type": "message", "status": "in_progress"}
+        return item | {"role": "assistant", "content": []}
 
     def reasoning(self) -> Json:
         item: Json = {"id": self._id("rs", self._count("rs") or None), "type": "reasoning"}
@@ -71,11 +71,11 @@ class Items:
         tops: Sequence[TopLogprobs],
     ) -> list[Json]:
         """Of the tokens at these places, where the client asked for them."""
-        if not self._wish.logprobs:
+        if not self._options.logprobs:
             return []
         chosen = [tops[n] for n in places] if tops else ()
         sampled = ([ids[n] for n in places], [logprobs[n] for n in places])
-        return self._texts.entries(*sampled, chosen, self._wish.top_logprobs)
+        return self._texts.entries(*sampled, chosen, self._options.top_logprobs)
 
     def fill(self, item: Json, text: str, status: str = "completed", logprobs: Sequence[Json] = ()) -> Json:
         """The item with its text."""
@@ -95,7 +95,7 @@ class Items:
 
     def response(self, status: str, output: list[Json], **rest: Any) -> Json:
         sampling = self._started.sampling
-        made: Json = {
+        response: Json = {
             "id": response_id(self._started.session_id, self._started.turn_id),
             "object": "response",
             "created_at": int(self._started.created),
@@ -106,7 +106,7 @@ class Items:
             "error": None,
             "frequency_penalty": 0.0,
             "incomplete_details": None,
-            "model": self._wish.model,
+            "model": self._options.model,
             "moderation": None,
             "output": output,
             "presence_penalty": 0.0,
@@ -118,17 +118,17 @@ class Items:
             "truncation": "disabled",
             "usage": None,
         }
-        return made | self.shown.fields | rest
+        return response | self.shown.fields | rest
 
-    def ended(self, done: CallFinished, output: list[Json]) -> Json:
-        rest: Json = {"usage": usage(done)}
-        if done.turn.ended is not None and not cut(done):
-            rest["completed_at"] = int(done.turn.ended)
-        if self._wish.token_ids:
-            rest |= {"prompt_token_ids": self._started.prompt_ids, "token_ids": done.turn.token_ids}
-        if cut(done):
+    def ended(self, finished: CallFinished, output: list[Json]) -> Json:
+        rest: Json = {"usage": usage(finished)}
+        if finished.turn.ended is not None and not cut(finished):
+            rest["completed_at"] = int(finished.turn.ended)
+        if self._options.token_ids:
+            rest |= {"prompt_token_ids": self._started.prompt_ids, "token_ids": finished.turn.token_ids}
+        if cut(finished):
             rest["incomplete_details"] = {"reason": "max_output_tokens"}
-        return self.response("incomplete" if cut(done) else "completed", output, **rest)
+        return self.response("incomplete" if cut(finished) else "completed", output, **rest)
 
     def _id(self, kind: str, index: int | None = None) -> str:
         return item_id(kind, self._started.turn_id, index)
@@ -142,33 +142,33 @@ def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def cut(done: CallFinished) -> bool:
-    return done.turn.finish_reason is FinishReason.LENGTH
+def cut(finished: CallFinished) -> bool:
+    return finished.turn.finish_reason is FinishReason.LENGTH
 
 
-def usage(done: CallFinished) -> Json:
-    sampled = len(done.turn.token_ids)
+def usage(finished: CallFinished) -> Json:
+    sampled = len(finished.turn.token_ids)
     return {
-        "input_tokens": done.prompt_tokens,
+        "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": done.thought},
-        "total_tokens": done.prompt_tokens + sampled,
+        "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
+        "total_tokens": finished.prompt_tokens + sampled,
     }
 
 
-def output_of(items: Items, done: CallFinished) -> list[Json]:
+def output_of(items: Items, finished: CallFinished) -> list[Json]:
     """The items of a whole reply."""
-    status = "incomplete" if cut(done) and not done.reply.tool_calls else "completed"
-    return items.of_reply(done.reply, status, spoken(items, done))
+    status = "incomplete" if cut(finished) and not finished.reply.tool_calls else "completed"
+    return items.of_reply(finished.reply, status, spoken(items, finished))
 
 
-def spoken(items: Items, done: CallFinished) -> list[Json]:
+def spoken(items: Items, finished: CallFinished) -> list[Json]:
     """The log-probabilities of a reply's text."""
-    scores = done.scores
-    if scores is None or scores.spoken is None:
+    scores = finished.scores
+    if scores is None or scores.text_positions is None:
         return []
-    return items.logprobs(scores.spoken, done.turn.token_ids, done.turn.logprobs, scores.top)
+    return items.logprobs(scores.text_positions, finished.turn.token_ids, finished.turn.logprobs, scores.top)
 
 
 class ResponsesStream:
@@ -176,9 +176,9 @@ class ResponsesStream:
 
     content_type = EVENTS
 
-    def __init__(self, started: CallStarted, wish: ResponseOptions, texts: TokenText) -> None:
-        self._items = Items(started, wish, texts)
-        self._logprobs = wish.logprobs
+    def __init__(self, started: CallStarted, options: ResponseOptions, texts: TokenText) -> None:
+        self._items = Items(started, options, texts)
+        self._logprobs = options.logprobs
         self._ids: list[int] = []
         self._values: list[float] = []
         self._tops: list[TopLogprobs] = []
@@ -191,7 +191,7 @@ class ResponsesStream:
         self._text: list[str] = []
         self._calls: dict[int, tuple[ToolStart, list[str]]] = {}
 
-    def opening(self) -> bytes:
+    def begin(self) -> bytes:
         """Nothing the second time: a keepalive may have opened the stream."""
         if self._opened:
             return b""
@@ -199,31 +199,31 @@ class ResponsesStream:
         response = self._items.response("in_progress", [])
         return self._send("response.created", response=response) + self._progress()
 
-    def piece(self, piece: CallDelta) -> bytes:
+    def delta(self, delta: CallDelta) -> bytes:
         if self._logprobs:
-            self._ids += piece.token_ids
-            self._values += piece.logprobs
-            self._tops += piece.top_logprobs
-            self._told = self._items.logprobs(piece.spoken, self._ids, self._values, self._tops)
-        return b"".join([self._event(event) for event in piece.events])
+            self._ids += delta.token_ids
+            self._values += delta.logprobs
+            self._tops += delta.top_logprobs
+            self._told = self._items.logprobs(delta.text_positions, self._ids, self._values, self._tops)
+        return b"".join([self._event(event) for event in delta.events])
 
-    def closing(self, done: CallFinished) -> bytes:
+    def end(self, finished: CallFinished) -> bytes:
         out = b""
         if self._open is None and not self._output:
             out = self._start("message")
-        out += self._finish("incomplete" if cut(done) else "completed")
-        response = self._items.ended(done, self._output)
+        out += self._finish("incomplete" if cut(finished) else "completed")
+        response = self._items.ended(finished, self._output)
         return out + self._send(f"response.{response['status']}", response=response)
 
-    def failing(self, refusal: ApiError) -> bytes:
-        out = self.opening()
-        fault = {"code": CODES.get(refusal.status, refusal.code), "message": refusal.text}
+    def error(self, error: ApiError) -> bytes:
+        out = self.begin()
+        fault = {"code": CODES.get(error.status, error.code), "message": error.text}
         response = self._items.response("failed", self._output, error=fault)
         return out + self._send("response.failed", response=response)
 
     def keepalive(self) -> bytes:
         # An event rather than a comment: clients count events, not bytes, when they measure silence.
-        return self._progress() if self._opened else self.opening()
+        return self._progress() if self._opened else self.begin()
 
     def _progress(self) -> bytes:
         return self._send("response.in_progress", response=self._items.response("in_progress", []))
@@ -254,9 +254,9 @@ class ResponsesStream:
         if self._hidden:
             return out
         if kind == "message":
-            told, self._told = self._told, []
-            self._shown += told
-            return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=told)
+            logprobs, self._told = self._told, []
+            self._shown += logprobs
+            return out + self._send("response.output_text.delta", **self._at(), delta=text, logprobs=logprobs)
         name = "reasoning_summary_text" if self._items.shown.summary else "reasoning_text"
         return out + self._send(f"response.{name}.delta", **self._at(), delta=text)
 
@@ -316,13 +316,13 @@ class ResponsesStream:
         custom = item["type"] == "custom_tool_call"
         field = "input" if custom else "arguments"
         name = "custom_tool_call_input" if custom else "function_call_arguments"
-        at = {"item_id": item["id"], "output_index": len(self._output)}
-        begun = item | {field: "", "status": "in_progress"}
-        out = self._send("response.output_item.added", output_index=len(self._output), item=begun)
+        position = {"item_id": item["id"], "output_index": len(self._output)}
+        started = item | {field: "", "status": "in_progress"}
+        out = self._send("response.output_item.added", output_index=len(self._output), item=started)
         if item[field]:
-            out += self._send(f"response.{name}.delta", **at, delta=item[field])
-        told = {field: item[field]} | ({} if custom else {"name": item["name"]})
-        return out + self._send(f"response.{name}.done", **at, **told) + self._done(item)
+            out += self._send(f"response.{name}.delta", **position, delta=item[field])
+        fields = {field: item[field]} | ({} if custom else {"name": item["name"]})
+        return out + self._send(f"response.{name}.done", **position, **fields) + self._done(item)
 
     def _done(self, item: Json) -> bytes:
         out = self._send("response.output_item.done", output_index=len(self._output), item=item)
@@ -348,17 +348,17 @@ class InputItems:
     def of(self, path: Iterable[Turn], instructions: str | None) -> list[Json]:
         """Everything the last turn of a path was asked with."""
         turns = list(path)
-        made: list[Json] = []
+        items: list[Json] = []
         for turn in turns:
             sampled = turn is not turns[-1]
             messages = turn.messages[:-1]
             if turn is turns[0] and instructions and messages[:1] and messages[0].role == "system":
                 messages = messages[1:]
             for message in messages:
-                made += self.message(message, turn)
+                items += self.message(message, turn)
             if sampled:
-                made += self._reply(turn.messages[-1], self._items(turn))
-        return made
+                items += self._reply(turn.messages[-1], self._items(turn))
+        return items
 
     def message(self, message: Message, turn: Turn) -> list[Json]:
         """A message that a client sent."""
@@ -381,13 +381,17 @@ class InputItems:
 
     def _content(self, message: Message) -> list[Json]:
         parts: list[Json] = []
-        at = 0
+        start = 0
         for image in message.images:
-            parts += [{"type": "input_text", "text": message.content[at : image.at]}] if image.at > at else []
-            at = image.at
+            parts += (
+                [{"type": "input_text", "text": message.content[start : image.at]}]
+                if image.at > start
+                else []
+            )
+            start = image.at
             url = self._image(image.digest)
             parts.append({"type": "input_image", "image_url": url, "detail": "auto", "file_id": None})
-        rest = message.content[at:]
+        rest = message.content[start:]
         return [*parts, {"type": "input_text", "text": rest}] if rest or not parts else parts
 
     def _echoed(self, message: Message, turn: Turn) -> list[Json]:
@@ -399,29 +403,31 @@ class InputItems:
         return items
 
     def _reply(self, reply: Message, items: Items) -> list[Json]:
-        made = items.of_reply(reply, "completed")
-        self._custom |= {item["call_id"] for item in made if item["type"] == "custom_tool_call"}
-        return made
+        reply_items = items.of_reply(reply, "completed")
+        self._custom |= {item["call_id"] for item in reply_items if item["type"] == "custom_tool_call"}
+        return reply_items
 
 
 class Responses:
     name = "responses"
 
-    def __init__(self, tokens: ChatTokenizer) -> None:
-        self._tokens = tokens
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
 
-    def decode(self, asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-        return responses_request.decode(asked)
+    def decode(self, raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+        return responses_request.decode(raw)
 
-    def error(self, refusal: ApiError) -> dict[str, Any]:
-        return error(refusal)
+    def encode_error(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
 
     def count(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    def answer(self, started: CallStarted, done: CallFinished, wish: ResponseOptions) -> dict[str, Any]:
-        items = Items(started, wish, TokenText(self._tokens, wish))
-        return items.ended(done, output_of(items, done))
+    def response(
+        self, started: CallStarted, finished: CallFinished, options: ResponseOptions
+    ) -> dict[str, Any]:
+        items = Items(started, options, TokenText(self._tokenizer, options))
+        return items.ended(finished, output_of(items, finished))
 
-    def view(self, started: CallStarted, wish: ResponseOptions) -> ResponsesStream:
-        return ResponsesStream(started, wish, TokenText(self._tokens, wish))
+    def stream(self, started: CallStarted, options: ResponseOptions) -> ResponsesStream:
+        return ResponsesStream(started, options, TokenText(self._tokenizer, options))

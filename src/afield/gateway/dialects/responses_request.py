@@ -18,8 +18,8 @@ from afield.gateway.api_error import ApiError, bad_request
 from afield.gateway.dialects.base import (
     STRICT,
     TOOLS_TAG,
+    BodyReader,
     RawRequest,
-    Reading,
     ResponseOptions,
     asks_again,
     encode,
@@ -35,7 +35,7 @@ from afield.gateway.model_request import (
     OutputFormat,
     Reasoning,
     RequestedSampling,
-    wishes,
+    requested_sampling,
 )
 from afield.gateway.parameters import check_within
 from afield.gateway.thinking import AskedReasoning
@@ -62,17 +62,17 @@ def summary_of(message: Message) -> str | None:
     return message.content[len(HEAD) :] if is_summary else None
 
 
-class WireTool(Struct):
+class ResponsesTool(Struct):
     type: str = "function"
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    tools: list[WireTool] | None = None
+    tools: list[ResponsesTool] | None = None
 
 
-class Named(Struct, frozen=True):
+class ClientTool(Struct, frozen=True):
     """What the client calls a tool."""
 
     name: str
@@ -84,19 +84,19 @@ class Toolbox(Struct, frozen=True):
     """The tools as the model sees them, and what each of those names is to the client."""
 
     tools: tuple[Tool, ...] = ()
-    named: Mapping[str, Named] = {}
+    named: Mapping[str, ClientTool] = {}
     tags: tuple[str, ...] = ()
     shown: Raw = Raw(b"[]")
     """The tools as answers list them: as they came, on one line, with every field that functions have."""
 
-    def to_client(self, name: str) -> Named:
-        return self.named.get(name) or Named(name)
+    def to_client(self, name: str) -> ClientTool:
+        return self.named.get(name) or ClientTool(name)
 
     def to_model(self, name: str, namespace: str | None) -> str:
-        """A history may hold calls of tools that are no longer listed: they keep their names."""
-        for known, named in self.named.items():
-            if (named.name, named.namespace) == (name, namespace):
-                return known
+        """A history may hold calls of tools that are no longer listed: they store_options their names."""
+        for model_name, client_tool in self.named.items():
+            if (client_tool.name, client_tool.namespace) == (name, namespace):
+                return model_name
         return name
 
 
@@ -104,7 +104,7 @@ class _Input(Struct, forbid_unknown_fields=True):
     input: str
 
 
-TOOLS = msgspec.json.Decoder(list[WireTool] | None)
+TOOLS = msgspec.json.Decoder(list[ResponsesTool] | None)
 INPUT = msgspec.json.Decoder(_Input)
 
 
@@ -117,7 +117,7 @@ def read_tools(raw: Raw) -> Toolbox:
 def _read_tools(raw: bytes) -> Toolbox:
     wire = read(TOOLS, raw, "a Responses request: tools") or []
     tools: list[Tool] = []
-    named: dict[str, Named] = {}
+    client_tools: dict[str, ClientTool] = {}
     tags: list[str] = []
     for tool, namespace in _flat(wire, None):
         if tool.type not in ("function", "custom"):
@@ -125,29 +125,29 @@ def _read_tools(raw: bytes) -> Toolbox:
             continue
         if not tool.name:
             raise bad_request(f"a tool of type {tool.type!r} has no name")
-        name = tool.name if tool.name not in named else f"{namespace or tool.type}__{tool.name}"
-        named[name] = Named(tool.name, namespace, tool.type == "custom")
+        name = tool.name if tool.name not in client_tools else f"{namespace or tool.type}__{tool.name}"
+        client_tools[name] = ClientTool(tool.name, namespace, tool.type == "custom")
         tools.append(_tool(name, tool))
         if tool.type == "custom" and (tool.format or {}).get("type") == "grammar":
             tags.append(f"{TOOLS_TAG}.{tool.name}.format")
         if tool.strict:
             tags.append(STRICT)
-    listed = [_whole(tool) for tool in msgspec.json.decode(raw) or []]
-    shown = Raw(msgspec.json.encode(listed))
-    return Toolbox(tuple(tools), named, tuple(dict.fromkeys(tags)), shown)
+    echoed = [_complete_tool(tool) for tool in msgspec.json.decode(raw) or []]
+    echo = Raw(msgspec.json.encode(echoed))
+    return Toolbox(tuple(tools), client_tools, tuple(dict.fromkeys(tags)), echo)
 
 
-def _whole(tool: dict[str, Any]) -> dict[str, Any]:
+def _complete_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") == "namespace":
-        return tool | {"tools": [_whole(inner) for inner in tool.get("tools") or []]}
+        return tool | {"tools": [_complete_tool(inner) for inner in tool.get("tools") or []]}
     if tool.get("type", "function") != "function":
         return tool
     # A schema that is not asked to be strict is none that calls are held to.
-    usual = {"type": "function", "description": None, "parameters": None}
-    return {**usual, **tool, "strict": bool(tool.get("strict"))}
+    defaults = {"type": "function", "description": None, "parameters": None}
+    return {**defaults, **tool, "strict": bool(tool.get("strict"))}
 
 
-def _flat(tools: list[WireTool], namespace: str | None) -> Iterator[tuple[WireTool, str | None]]:
+def _flat(tools: list[ResponsesTool], namespace: str | None) -> Iterator[tuple[ResponsesTool, str | None]]:
     for tool in tools:
         if tool.type == "namespace" and namespace is None:
             yield from _flat(tool.tools or [], tool.name)
@@ -155,7 +155,7 @@ def _flat(tools: list[WireTool], namespace: str | None) -> Iterator[tuple[WireTo
             yield tool, namespace
 
 
-def _tool(name: str, tool: WireTool) -> Tool:
+def _tool(name: str, tool: ResponsesTool) -> Tool:
     parameters = tool.parameters if tool.type == "function" else _free_text(tool.format or {})
     function: dict[str, Any] = {"name": name}
     if tool.description is not None:
@@ -168,10 +168,10 @@ def _tool(name: str, tool: WireTool) -> Tool:
     return Tool(name, tool.description or "", parameters or {}, raw)
 
 
-def _free_text(form: dict[str, Any]) -> dict[str, Any]:
+def _free_text(format: dict[str, Any]) -> dict[str, Any]:
     text = {"type": "string"}
-    if form.get("type") == "grammar":
-        text["description"] = f"Follows this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    if format.get("type") == "grammar":
+        text["description"] = f"Follows this {format.get('syntax')} grammar:\n{format.get('definition')}"
     return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
@@ -197,34 +197,34 @@ RAW_INPUT = "ctr_"  # ids of custom calls whose arguments were not an input: the
 PROVIDERS = ("compaction", "compaction_trigger", "context_compaction", "compaction_summary")
 
 
-class ImageUrl(Struct):
+class InputImageUrl(Struct):
     url: str
 
 
-class Part(Struct):
+class InputPart(Struct):
     type: str = "input_text"
     text: str | None = None
     refusal: str | None = None
-    image_url: str | ImageUrl | None = None
+    image_url: str | InputImageUrl | None = None
 
 
-class Item(Struct):
+class InputItem(Struct):
     type: str | None = None
     id: str | None = None
     role: str | None = None
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
     encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | dict[str, Any] | None = None
     input: str | dict[str, Any] | None = None
-    output: str | list[Part] | dict[str, Any] | None = None
+    output: str | list[InputPart] | dict[str, Any] | None = None
 
 
-class Body(RequestedSampling, kw_only=True):
-    input: str | list[Item] | None = None
+class ResponsesBody(RequestedSampling, kw_only=True):
+    input: str | list[InputItem] | None = None
     model: str | None = ""
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -251,7 +251,7 @@ class Body(RequestedSampling, kw_only=True):
     return_token_ids: bool | None = False
 
 
-class Shown(Struct, frozen=True):
+class EchoedOptions(Struct, frozen=True):
     """How the answer is to be shown: `fields` are repeated in it, `sealed` reasoning names its turn. The text
     of the reasoning is shown as its `summary`, as its `content`, or not at all."""
 
@@ -265,7 +265,7 @@ class Shown(Struct, frozen=True):
 SHARED = ("instructions", "text", "tools")  # fields that requests of one session have in common
 
 
-class Kept(Struct, frozen=True):
+class StoredOptions(Struct, frozen=True):
     """What is stored with a turn to show its response again: how, and where the shared fields are."""
 
     model: str
@@ -276,36 +276,36 @@ class Kept(Struct, frozen=True):
     shared: str
 
 
-KEPT = msgspec.json.Decoder(Kept)
-COMMON = msgspec.json.Decoder(dict[str, Raw])
+STORED_OPTIONS = msgspec.json.Decoder(StoredOptions)
+SHARED_TEXT = msgspec.json.Decoder(dict[str, Raw])
 
 
-def keep(model: str, shown: Shown) -> tuple[bytes, tuple[str, bytes]]:
+def store_options(model: str, shown: EchoedOptions) -> tuple[bytes, tuple[str, bytes]]:
     """What is stored with the turn, and the digest and text of what it shares with others."""
     common = encode({name: shown.fields[name] for name in SHARED})
     digest = blake2b(common, digest_size=12).hexdigest()
     own = {name: value for name, value in shown.fields.items() if name not in SHARED}
-    kept = Kept(model, own, shown.sealed, shown.summary, shown.content, digest)
-    return encode(kept), (digest, common)
+    stored = StoredOptions(model, own, shown.sealed, shown.summary, shown.content, digest)
+    return encode(stored), (digest, common)
 
 
-def shown_again(kept: Kept, common: bytes) -> Shown:
-    texts = COMMON.decode(common)
+def restore_options(stored: StoredOptions, common: bytes) -> EchoedOptions:
+    texts = SHARED_TEXT.decode(common)
     toolbox = read_tools(texts["tools"])
     values = {name: msgspec.json.decode(texts[name]) for name in ("instructions", "text")}
-    fields = kept.fields | values | {"tools": toolbox.shown}
-    return Shown(toolbox, fields, kept.sealed, kept.summary, kept.content)
+    fields = stored.fields | values | {"tools": toolbox.shown}
+    return EchoedOptions(toolbox, fields, stored.sealed, stored.summary, stored.content)
 
 
-BODY = Reading("responses", Body, "a Responses request")
+BODY = BodyReader("responses", ResponsesBody, "a Responses request")
 NESTED = ("reasoning", "text", "stream_options", "chat_template_kwargs", "structured_outputs")
 
 
-def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
-    wire, tags = BODY.read(asked)
+def decode(raw: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
+    wire, tags = BODY.read(raw)
     for name in NESTED:
-        if held := getattr(wire, name):
-            tags += check_within("responses", name, held, ignore=asked.ignore)
+        if value := getattr(wire, name):
+            tags += check_within("responses", name, value, ignore=raw.ignore)
     if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
         raise bad_request(f"max_output_tokens={wire.max_output_tokens} must be at least 1")
     check_count(wire.top_logprobs, "top_logprobs")
@@ -316,22 +316,22 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
     if wire.tool_choice is not None:
         choice = openai_choice(wire.tool_choice, nested=False, to_model=toolbox.to_model)
         choice = checked(choice, toolbox.tools, "tool_choice")
-    output, form = _output(wire)
-    after, items = _history(wire, asked.session_id)
-    talk = Conversation(toolbox)
+    output, output_name = _output(wire)
+    after, items = _history(wire, raw.session_id)
+    reader = ItemReader(toolbox)
     if wire.instructions:
-        talk.messages.append(Message(role="system", content=wire.instructions))
+        reader.messages.append(Message(role="system", content=wire.instructions))
     for index, item in items:
-        talk.add(item, f"input[{index}]")
-    talk.close()
+        reader.add(item, f"input[{index}]")
+    reader.close()
     if not items and after is None:
         raise bad_request("input is empty", "send a text or at least one item")
-    shown = _shown(wire, toolbox)
-    kept, shared = keep(wire.model or "", shown) if wire.store is not False else (b"", None)
+    shown = _echoed_options(wire, toolbox)
+    stored, shared = store_options(wire.model or "", shown) if wire.store is not False else (b"", None)
     request = ModelRequest(
         dialect="responses",
         model=wire.model or "",
-        messages=tuple(talk.messages),
+        messages=tuple(reader.messages),
         tools=toolbox.tools,
         may_call=choice.may_call,
         must_call=choice.must_call,
@@ -339,58 +339,62 @@ def decode(asked: RawRequest) -> tuple[ModelRequest, ResponseOptions]:
         parallel_calls=wire.parallel_tool_calls is not False,
         output=output,
         reasoning=reasoning,
-        names=NAMES if form == "text.format" and not names else {**NAMES, "output": form, **names},
+        names=NAMES
+        if output_name == "text.format" and not names
+        else {**NAMES, "output": output_name, **names},
         max_tokens=wire.max_output_tokens,
         top_logprobs=(wire.top_logprobs or 0) if scored else 0,
         by_token=scored,
-        shown=kept,
-        shared=shared,
+        stored_options=stored,
+        shared_text=shared,
         stream=bool(wire.stream),
-        wishes=wishes(wire),
+        requested_sampling=requested_sampling(wire),
         after=after,
-        hints=frozenset(talk.hints),
-        retry=asks_again(asked),
-        thread=_thread(asked),
-        tags=tuple(dict.fromkeys([*toolbox.tags, *talk.tags, *tags])),
-        images=talk.gallery.images,
-        image_places=talk.gallery.places,
+        hints=frozenset(reader.hints),
+        retry=asks_again(raw),
+        thread=_thread(raw),
+        tags=tuple(dict.fromkeys([*toolbox.tags, *reader.tags, *tags])),
+        images=reader.gallery.images,
+        image_places=reader.gallery.places,
     )
-    wish = ResponseOptions(
+    options = ResponseOptions(
         model=wire.model or "",
         logprobs=scored,
         top_logprobs=wire.top_logprobs or 0,
         token_ids=bool(wire.return_token_ids),
         echo={"shown": shown},
     )
-    return request, wish
+    return request, options
 
 
-def _thread(asked: RawRequest) -> str:
+def _thread(raw: RawRequest) -> str:
     """Codex says which thread a sub-agent has; its main thread stays nameless, as with other clients."""
-    spawned = "x-codex-parent-thread-id" in asked.headers or "x-openai-subagent" in asked.headers
-    return asked.headers.get("thread-id", "") if spawned else ""
+    spawned = "x-codex-parent-thread-id" in raw.headers or "x-openai-subagent" in raw.headers
+    return raw.headers.get("thread-id", "") if spawned else ""
 
 
-def _reasoning(wire: Body) -> tuple[Reasoning, dict[str, str]]:
+def _reasoning(wire: ResponsesBody) -> tuple[Reasoning, dict[str, str]]:
     if not wire.reasoning and not wire.chat_template_kwargs:
         return NO_REASONING, {}
-    asked = AskedReasoning()
-    asked.effort((wire.reasoning or {}).get("effort"), "reasoning.effort")
-    asked.kwargs(wire.chat_template_kwargs)
-    return asked.made()
+    reasoning = AskedReasoning()
+    reasoning.effort((wire.reasoning or {}).get("effort"), "reasoning.effort")
+    reasoning.kwargs(wire.chat_template_kwargs)
+    return reasoning.made()
 
 
-def _output(wire: Body) -> tuple[OutputFormat | None, str]:
+def _output(wire: ResponsesBody) -> tuple[OutputFormat | None, str]:
     if wire.text is None and wire.structured_outputs is None:
         return None, "text.format"
     first = response_format((wire.text or {}).get("format"), "text.format", flat=True)
     return one(first, "text.format", guided({"structured_outputs": wire.structured_outputs}))
 
 
-def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, Item]]]:
+def _history(wire: ResponsesBody, session_id: str) -> tuple[str | None, list[tuple[int, InputItem]]]:
     """The turn that the client leaves the history to, and the items that follow it."""
-    given = [Item(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input or []
-    items = list(enumerate(given))
+    input_items = (
+        [InputItem(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input or []
+    )
+    items = list(enumerate(input_items))
     after = None
     if wire.previous_response_id is not None:
         after = turn_of_response(wire.previous_response_id, session_id)
@@ -403,10 +407,10 @@ def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, I
     if not references:
         return after, items
     last = references[-1]
-    after = turn_of_id(given[last].id or "")
+    after = turn_of_id(input_items[last].id or "")
     if after is None:
         raise bad_request(
-            f"input[{last}] refers to {given[last].id!r}, which is not an item of this session",
+            f"input[{last}] refers to {input_items[last].id!r}, which is not an item of this session",
             "send the item itself",
         )
     # The turn's own items stand in its record already. All that follows its first one, or its last
@@ -415,7 +419,7 @@ def _history(wire: Body, session_id: str) -> tuple[str | None, list[tuple[int, I
     return after, [(n, item) for n, item in items[first:] if not _of_turn(item, after)]
 
 
-def _of_turn(item: Item, turn: str) -> bool:
+def _of_turn(item: InputItem, turn: str) -> bool:
     """Whether an item is a part of what this turn sampled, or refers to one."""
     return not is_output(item.type) and mark(item) == turn
 
@@ -425,7 +429,7 @@ def is_output(kind: str | None) -> bool:
     return kind is not None and kind.endswith("_call_output")
 
 
-def mark(item: Item) -> str | None:
+def mark(item: InputItem) -> str | None:
     """The turn this item was handed out with, if its ids still say so."""
     for handed_out in (item.id, item.call_id):
         if handed_out and (turn := turn_of_id(handed_out)):
@@ -433,7 +437,7 @@ def mark(item: Item) -> str | None:
     return unseal(item.encrypted_content) if item.encrypted_content else None
 
 
-def _shown(wire: Body, toolbox: Toolbox) -> Shown:
+def _echoed_options(wire: ResponsesBody, toolbox: Toolbox) -> EchoedOptions:
     reasoning = wire.reasoning or {}
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
     fields = {
@@ -455,7 +459,7 @@ def _shown(wire: Body, toolbox: Toolbox) -> Shown:
         "user": wire.user,
     }
     sealed = wire.store is False or "reasoning.encrypted_content" in (wire.include or ())
-    return Shown(toolbox, fields, sealed, summary not in (None, "none"), bool(wire.include_reasoning))
+    return EchoedOptions(toolbox, fields, sealed, summary not in (None, "none"), bool(wire.include_reasoning))
 
 
 # --- items to messages ----------------------------------------------------------------------------
@@ -463,7 +467,7 @@ def _shown(wire: Body, toolbox: Toolbox) -> Shown:
 Kind = Literal["reasoning", "text", "call"]
 
 
-class Conversation:
+class ItemReader:
     """Messages so far, and the assistant's turn that is being put together."""
 
     def __init__(self, toolbox: Toolbox) -> None:
@@ -478,7 +482,7 @@ class Conversation:
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
 
-    def add(self, item: Item, where: str) -> None:
+    def add(self, item: InputItem, where: str) -> None:
         kind = item.type or "message"
         if kind == "message":
             self._message(item, where)
@@ -490,8 +494,8 @@ class Conversation:
         elif is_output(kind):
             self.close()
             text, images = self._content(item.output, where)
-            made = Message(role="tool", content=text, tool_call_id=item.call_id or "", images=images)
-            self.messages.append(made)
+            result = Message(role="tool", content=text, tool_call_id=item.call_id or "", images=images)
+            self.messages.append(result)
         elif kind in PROVIDERS:
             self.close()
             self.messages.append(_summary(item, where))
@@ -512,7 +516,7 @@ class Conversation:
         self._turn, self._last = None, None
         self._text, self._reasoning, self._calls = [], [], []
 
-    def _join(self, item: Item, kind: Kind) -> None:
+    def _join(self, item: InputItem, kind: Kind) -> None:
         """Close the turn that is open unless this item is part of it."""
         turn = mark(item)
         if turn:
@@ -526,7 +530,7 @@ class Conversation:
             self.close()
         self._turn, self._last = turn or self._turn, kind
 
-    def _message(self, item: Item, where: str) -> None:
+    def _message(self, item: InputItem, where: str) -> None:
         role = ROLES.get(item.role or "")
         if role is None:
             raise bad_request(f"{where}: role {item.role!r} is not one of {', '.join(sorted(ROLES))}")
@@ -538,11 +542,11 @@ class Conversation:
         text, images = self._content(item.content, where)
         self.messages.append(Message(role=role, content=text, name=item.name or "", images=images))
 
-    def _call(self, item: Item, where: str) -> None:
+    def _call(self, item: InputItem, where: str) -> None:
         if not item.name:
             raise bad_request(f"{where}: a {item.type} needs a name")
-        given = item.arguments if item.type == "function_call" else item.input
-        text = given if isinstance(given, str) else encode(given or {}).decode()
+        arguments = item.arguments if item.type == "function_call" else item.input
+        text = arguments if isinstance(arguments, str) else encode(arguments or {}).decode()
         if item.type == "custom_tool_call" and not (item.id or "").startswith(RAW_INPUT):
             text = as_arguments(text)
         self._join(item, "call")
@@ -550,7 +554,7 @@ class Conversation:
         self._calls.append(ToolCall(item.call_id or "", name, text))
 
     def _content(
-        self, content: str | Sequence[Part] | dict[str, Any] | None, where: str
+        self, content: str | Sequence[InputPart] | dict[str, Any] | None, where: str
     ) -> tuple[str, tuple[ImageRef, ...]]:
         if isinstance(content, str):
             return content, ()
@@ -564,25 +568,25 @@ class Conversation:
                 images.append(self.gallery.from_url(url, len(text), where))
             elif (
                 part.type in TEXTS
-                and (said := part.text if part.refusal is None else part.refusal) is not None
+                and (part_text := part.text if part.refusal is None else part.refusal) is not None
             ):
-                text += said
+                text += part_text
             else:
                 raise bad_request(f"{where} has a part of type {part.type!r}", "send text, or images by URL")
         return text, tuple(images)
 
 
-def _summary(item: Item, where: str) -> Message:
-    found = unseal_summary(item.encrypted_content) if item.encrypted_content else None
-    if found is None:
+def _summary(item: InputItem, where: str) -> Message:
+    summary = unseal_summary(item.encrypted_content) if item.encrypted_content else None
+    if summary is None:
         raise bad_request(
             f"{where}: this {item.type} was not made by this gateway, which cannot read it",
             "compact with POST responses/compact here, or let the client compact its history itself",
         )
-    return summary_message(found[1])
+    return summary_message(summary[1])
 
 
-def _thought(item: Item) -> str:
+def _thought(item: InputItem) -> str:
     if isinstance(item.content, str):
         return item.content
     parts = item.content or item.summary or []
