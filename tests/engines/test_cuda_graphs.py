@@ -389,7 +389,7 @@ def test_what_computes_needs_nothing_but_torch_and_transformers() -> None:
 import sys
 for name in ("msgspec", "pydantic", "anyio"):
     sys.modules[name] = None
-from afield.engines import decoder, fused, graphs, sampler, slots
+from afield.engines.torch import cuda_graphs, decode_kernels, decoder, kv_cache, sampler
 print([name for name in sys.modules if name.startswith("afield.") and "engines" not in name])
 """
     done = subprocess.run(

@@ -51,7 +51,7 @@ async def test_a_worker_that_keeps_its_promises_passes() -> None:
     async with Worker() as worker:
         report = await probe(worker)
     assert report.seeded
-    assert report.notes == ()
+    assert report.info.notes == ()
     assert report.info.max_context == 128
 
 
@@ -66,7 +66,7 @@ async def test_a_downgrade_the_engine_admits_is_a_note() -> None:
     async with serving(FakeVllm(ScriptedEngine(script), raw=True)) as url, VllmEngine(url) as engine:
         report = await probe(engine)
     assert report.info.logprobs == "raw"
-    assert "--logprobs-mode processed_logprobs" in report.notes[0]
+    assert "--logprobs-mode processed_logprobs" in report.info.notes[0]
 
 
 def shifted(call: GenerateRequest, chunk: Chunk) -> Chunk:

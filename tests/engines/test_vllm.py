@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from afield.engines.http import Events
 from afield.engines.scripted import Scripted, ScriptedEngine
-from afield.engines.sse import Events
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.gateway.engine_pool import EnginePool
@@ -166,7 +166,7 @@ async def test_a_server_with_raw_log_probabilities_is_found_out() -> None:
     [
         ("500", "answers 500: EngineCore encountered an issue"),
         ("die", "broke off"),
-        ("hang", "was silent for 1 s"),
+        ("hang", "sent nothing for 1 s"),
         ("fewer", r"gave \d+ ids but \d+ log-probabilities"),
         ("nan", "sent what is not expected"),
         ("null", "sent what is not expected"),

@@ -1,13 +1,16 @@
-"""What every engine here refuses, in the same words."""
+"""Request validation that every engine applies before it samples."""
 
 from __future__ import annotations
 
 from afield.errors import Conflict
-from afield.interfaces.engine import EngineInfo, GenerateRequest
+from afield.interfaces.engine import EngineInfo, GenerateRequest, LogprobMode
 
 
 def check_call(call: GenerateRequest, info: EngineInfo, *, ids: bool = True) -> None:
-    """Raise ValueError for a call that can never be answered. A server looks at the `ids` itself."""
+    """Raise ValueError for a call that the engine can never answer.
+
+    With `ids` false the token ids are not compared with the vocabulary: the server does that itself.
+    """
     if not call.prompt_ids:
         raise ValueError(f"call {call.id!r} has an empty prompt; it needs at least one id")
     if len(call.prompt_ids) >= info.max_context:
@@ -18,21 +21,40 @@ def check_call(call: GenerateRequest, info: EngineInfo, *, ids: bool = True) -> 
     for token in (min(call.prompt_ids), max(call.prompt_ids)) if ids else ():
         if not 0 <= token < info.vocab_size:
             raise ValueError(f"call {call.id!r} has the id {token}; the vocabulary has {info.vocab_size}")
-    if max(call.top_logprobs, call.prompt_logprobs or 0) > info.max_top_logprobs:
-        asked, most = max(call.top_logprobs, call.prompt_logprobs or 0), info.max_top_logprobs
-        raise ValueError(f"call {call.id!r} asks for the {asked} likeliest tokens; this engine tells {most}")
-    if call.prompt_logprobs is not None and not info.prompt_logprobs:
+    top_logprobs = max(call.top_logprobs, call.prompt_logprobs or 0)
+    if top_logprobs > info.max_top_logprobs:
         raise ValueError(
-            f"call {call.id!r} asks for log-probabilities of its prompt, which this engine does not tell"
+            f"call {call.id!r} asks for {top_logprobs} top_logprobs; this engine reports at most"
+            f" {info.max_top_logprobs}"
         )
+    if call.prompt_logprobs is not None and not info.prompt_logprobs:
+        raise ValueError(f"call {call.id!r} asks for prompt_logprobs, which this engine does not report")
     if call.constraint is not None and not info.constraints:
         raise ValueError(f"call {call.id!r} has a constraint, which this engine ({info.kind}) cannot enforce")
     if call.max_tokens < 1:
-        raise ValueError(f"call {call.id!r} asks for {call.max_tokens} tokens; ask for at least 1")
+        raise ValueError(f"call {call.id!r} has max_tokens {call.max_tokens}; ask for at least 1")
+
+
+def check_mode(call: GenerateRequest, mode: LogprobMode, url: str, remedy: str) -> None:
+    """Raise ValueError for sampling parameters under which the server reports other log-probabilities
+    than those of the distribution it samples from."""
+    sampling = call.sampling
+    if mode == "processed" or sampling.temperature == 0:
+        return
+    if mode == "tempered" and not sampling.truncated:
+        return
+    if mode == "raw" and sampling.temperature == 1 and not sampling.truncated:
+        return
+    parameters = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+    before = "temperature and truncation" if mode == "raw" else "truncation"
+    raise ValueError(
+        f"call {call.id!r} samples with {parameters}, but {url} reports log-probabilities before"
+        f" {before}; {remedy}"
+    )
 
 
 def is_newer(version: int, served: int) -> bool:
-    """Whether these weights have to be loaded: not when they are served already, never when older."""
+    """Whether to load weights of `version`; raises Conflict for weights older than those served."""
     if version < served:
         raise Conflict(f"version {version} is older than version {served}, which is being served")
     return version > served

@@ -1,9 +1,9 @@
-"""How engines that live behind a URL are asked: one connection pool, silence noticed, errors named.
+"""HTTP client for inference servers: connection pool, idle timeout, errors, server-sent events.
 
-Every failure of the far side is `Unavailable` and names the URL: refused or dropped connections,
-5xx, bytes that are not the expected JSON, and silence. Silence is counted between two reads, and
-not at all, for calls, while `held` says that the server was told to keep still. A 400, 413 or 422 is the
-caller's fault: ValueError. Closing an answer closes its connection, which servers take as a cancel.
+1. Server failures raise `Unavailable` with the URL: refused or dropped connections, 5xx, unexpected JSON,
+   no bytes for `idle_s`. Status 400, 413 and 422 are the caller's fault: ValueError.
+2. The idle timeout counts between two reads, and pauses with generation while `paused` is true.
+3. Closing a response early closes its connection, which servers take as a cancel.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 JSON = {"content-type": "application/json"}
 CALLERS_FAULT = {400, 413, 422}
 SHOWN = 300
-# How long a stream is left alone between reads: a share of its age, so the first tokens come at once.
+# Pause between two reads of a stream: a share of its age, so that the first tokens arrive at once.
 GAP, SHORTEST_GAP_S, LONGEST_GAP_S = 0.03, 0.002, 0.03
 KEEP_S = 4.0  # uvicorn drops idle connections after 5
 
 
 class Silence:
-    """Calls `late` when nothing was heard for too long. Being heard costs one assignment."""
+    """Calls `late` when `hear` was not called for `seconds`. `hear` costs one assignment."""
 
     def __init__(self, seconds: float, held: Callable[[], bool], late: Callable[[], None]) -> None:
         self._seconds, self._held, self.late = seconds, held, late
@@ -54,7 +54,7 @@ class Silence:
 
 
 class Http:
-    """A server at `url`. `held` tells whether it was asked to keep still."""
+    """HTTP client of one server. `held` tells whether its generation is paused."""
 
     def __init__(
         self, url: str, *, api_key: str | None, idle_s: float, held: Callable[[], bool] = lambda: False
@@ -66,7 +66,7 @@ class Http:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
-        # Silence is our own business, see `Silence`; how long an answer takes in all is the model's.
+        # `Silence` times idle connections; a reply may take as long as the model needs.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, self._idle_s))
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self
@@ -79,7 +79,7 @@ class Http:
     async def status(
         self, method: str, path: str, body: Any = None, *, idle_s: float | None = None
     ) -> tuple[int, bytes]:
-        """What came back, whatever the status."""
+        """Status and body of a response with any status."""
         limit = idle_s or self._idle_s
         async with self._answer(method, path, body, {}, limit, still=False) as (response, _):
             return response.status, await response.read()
@@ -94,7 +94,7 @@ class Http:
         idle_s: float | None = None,
         still: bool = False,
     ) -> bytes:
-        """The body of a good answer; one that calls for tokens may stand `still` while the server is held."""
+        """Body of a response with status 200. With `still`, a paused server does not time out."""
         limit = idle_s or self._idle_s
         async with self._answer(method, path, body, headers or {}, limit, still=still) as (response, _):
             data = await response.read()
@@ -102,7 +102,7 @@ class Http:
             return data
 
     async def reads(self, path: str, body: Any, headers: dict[str, str]) -> AsyncGenerator[bytes]:
-        """The bytes of a good answer, as much at a time as has arrived."""
+        """Bytes of a streamed response with status 200, as they arrive."""
         async with self._answer("POST", path, body, headers, self._idle_s, still=True) as (response, silence):
             if response.status != 200:
                 self._check(response.status, await response.read())
@@ -126,43 +126,41 @@ class Http:
         try:
             async with asyncio.timeout(None) as limit:
                 silence.late = lambda: limit.reschedule(0)
-                asking = self._session.request(method, self.url + path, data=data, headers=headers)
-                response = await asking
-            hung = Unavailable(self._silent(idle_s))
-            got = response
-            silence.late = lambda: got.content.set_exception(hung)
+                response = await self._session.request(method, self.url + path, data=data, headers=headers)
+            content, hung = response.content, Unavailable(self._silent(idle_s))
+            silence.late = lambda: content.set_exception(hung)
             yield response, silence
         except TimeoutError as error:
             raise Unavailable(self._silent(idle_s)) from error
         except aiohttp.ClientConnectorError as error:
             raise Unavailable(f"cannot connect to {self.url}: {error.os_error.strerror or error}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Unavailable(f"{self.url} broke off: {type(error).__name__}: {error}") from error
+            raise Unavailable(f"{self.url} closed the connection: {type(error).__name__}: {error}") from error
         finally:
             silence.end()
             if response is not None:
-                # An answer read to its end gives its connection back; any other is cut off.
+                # A response read to its end returns its connection to the pool; any other closes it.
                 _ = response.release() if response.content.at_eof() else response.close()
 
     def _silent(self, idle_s: float) -> str:
-        return f"{self.url} was silent for {idle_s:g} s; it hangs, or the time allowed is too short"
+        return f"{self.url} sent nothing for {idle_s:g} s; restart it if it hangs, or raise its idle timeout"
 
     def _check(self, status: int, data: bytes) -> None:
         if status == 200:
             return
-        told = f"{self.url} answers {status}: {_message(data)}"
-        raise ValueError(told) if status in CALLERS_FAULT else Unavailable(told)
+        message = f"{self.url} answers {status}: {_message(data)}"
+        raise ValueError(message) if status in CALLERS_FAULT else Unavailable(message)
 
     def decode(self, data: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            shown = data[:SHOWN].decode(errors="replace")
-            raise Unavailable(f"{self.url} sent what is not expected ({error}): {shown}") from error
+            excerpt = data[:SHOWN].decode(errors="replace")
+            raise Unavailable(f"{self.url} sent an unexpected response ({error}): {excerpt}") from error
 
 
 async def _let_gather(response: aiohttp.ClientResponse, seconds: float) -> None:
-    """Leave a stream alone for a moment, so that the next read brings several tokens for the price of one."""
+    """Pause reading, so that one read returns several tokens."""
     transport = response.connection.transport if response.connection else None
     if transport is None or transport.is_closing():
         return
@@ -175,9 +173,47 @@ async def _let_gather(response: aiohttp.ClientResponse, seconds: float) -> None:
 
 
 def _message(data: bytes) -> str:
-    """What the server says went wrong, without the wrapping if there is the usual one."""
+    """The server's error message: `error.message` of the body, else the body."""
     try:
         body = msgspec.json.decode(data)
         return str(body["error"]["message"])[:SHOWN]
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
         return data[:SHOWN].decode(errors="replace")
+
+
+# --- server-sent events ---------------------------------------------------------------------------
+
+LONGEST = 64 << 20
+
+
+class Events:
+    """Parser of server-sent events from bytes that may be cut anywhere, also inside a character."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of every event that these bytes complete, without comments and other fields."""
+        data = self._rest + data
+        held = b""
+        if b"\r" in data:
+            # A carriage return at the end may be half of a line end.
+            if data.endswith(b"\r"):
+                data, held = data[:-1], b"\r"
+            data = data.replace(b"\r\n", b"\n")
+        *blocks, rest = data.split(b"\n\n")
+        self._rest = rest + held
+        if len(self._rest) > LONGEST:
+            raise Unavailable(f"an event has more than {LONGEST >> 20} MiB; this is not an event stream")
+        return [event for block in blocks if (event := _data(block))]
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._rest.strip())
+
+
+def _data(block: bytes) -> bytes:
+    if block.startswith(b"data: ") and b"\n" not in block:
+        return block[6:]
+    lines = (line[5:].removeprefix(b" ") for line in block.split(b"\n") if line.startswith(b"data:"))
+    return b"\n".join(lines)

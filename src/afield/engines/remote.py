@@ -1,15 +1,17 @@
-"""What engines behind a URL have in common: entering, refusing, pausing, and swapping weights.
+"""Base class of engines behind a URL: connect, generate, pause, load weights.
 
-A server is asked what it is on entering, and its version every time `info` is. Weights are swapped while
-it stands still, so that no token is sampled by half of them; if that fails it serves nothing until a
-later load has succeeded, nor does one that answers with older weights than it had, because it was started
-again. A pause asked for from outside outlives a load.
+1. Entering the engine reads the server's facts; `info` reads its weight version every time.
+2. Weights are loaded while generation is paused, so that no token is sampled from half of them. After a
+   failed load the engine refuses calls until a later load succeeds.
+3. A server that answers with older weights than before was restarted: the engine refuses calls.
+4. `pause` from outside outlasts a load.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
@@ -17,22 +19,21 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from msgspec import structs
+from msgspec import Struct, structs
 
-from afield.engines.checks import check_call, is_newer
-from afield.engines.http import Http
-from afield.engines.logprob_mode import PROMPTS, Drawn, check_mode, probe_call
+from afield.engines.checks import check_call, check_mode, is_newer
+from afield.engines.http import CALLERS_FAULT, Http
 from afield.engines.lora import Lease, Leases, is_adapter
-from afield.engines.spans import Pieces
+from afield.engines.probe import MODE_PROMPTS, TokenLogprobs, mode_call
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
-from afield.types import Constraint, FinishReason
+from afield.types import Constraint, FinishReason, VersionSpan
 from afield.wire import encode
 
 log = logging.getLogger("afield.engines")
 SURE = 0.1
-# One letter, after a text of no tokens: older releases of xgrammar do not know such a bound. Tokens are not
-# named by their ids, see `tokens.reply_grammar`.
+# One letter after a text of no tokens: older releases of xgrammar do not know `max_tokens`. Token ids are
+# not used, see `chat.reply_grammar`.
 PROBE = Constraint(
     grammar=encode(
         {
@@ -52,7 +53,8 @@ LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class RemoteEngine(ABC):
-    remedy = ""  # what gives processed log-probabilities
+    remedy = ""
+    """How to make the server report processed log-probabilities."""
 
     def __init__(
         self,
@@ -64,16 +66,16 @@ class RemoteEngine(ABC):
         idle_s: float = 120.0,
         answer_s: float = 900.0,
     ) -> None:
-        """`version` is what weights that were never named count as; `idle_s` bounds silence within a
-        stream, `answer_s` the wait for an answer in one piece."""
+        """`version` is the version of weights the server has no label for. `idle_s` limits the time between
+        two reads of a stream, `answer_s` the time to wait for a whole response."""
         self._http = Http(url, api_key=api_key, idle_s=idle_s, held=lambda: self._held or self._swapping)
         self.url = self._http.url
         self._initial, self._version = version, version
         self._vocab_size, self._answer_s = vocab_size or UNKNOWN_VOCABULARY, answer_s
         self._held = self._swapping = False
         self._spoiled: str | None = None
-        self._lost: int | None = None  # the version it has to have again
-        self._ends = 0  # how often all calls were ended to load weights
+        self._lost: int | None = None  # version that a restarted server has lost
+        self._ends = 0  # how often loading weights ended all calls
         self._loading = asyncio.Lock()
         self._leases = Leases()
         self._known: EngineInfo | None = None
@@ -91,7 +93,7 @@ class RemoteEngine(ABC):
         self._known = None
         try:
             if self._held:
-                # Whoever comes after us would wait for ever.
+                # The next client would wait for ever.
                 with suppress(Unavailable):
                     await self._thaw()
                 self._held = False
@@ -99,7 +101,7 @@ class RemoteEngine(ABC):
             await self._http.__aexit__(*exc)
 
     async def info(self) -> EngineInfo:
-        """Asks the server, so that one that is gone is Unavailable."""
+        """Facts about the server, with its current version; raises Unavailable when it is gone."""
         known = self._entered()
         await self._refresh()
         if self._lost is not None and self._version >= self._lost:
@@ -107,28 +109,29 @@ class RemoteEngine(ABC):
         return structs.replace(known, version=self._version)
 
     async def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """On a server with adapters a call keeps its own, until that is called back.
+        """Sample a reply. A call keeps its LoRA adapter until its lease is revoked.
 
-        One that the server ended because weights were loaded goes on with those.
+        A call that the server aborted to load weights continues with the new ones.
         """
         sampled = Pieces()
         while True:
             ends = self._ends
             with self._leases.held() as lease:
                 rest = _rest(call, sampled.begin())
-                if rest.prompt_logprobs is not None:  # servers tell these with whole answers only
+                if rest.prompt_logprobs is not None:  # servers report these with whole replies only
                     rest = structs.replace(rest, stream=False)
                 pieces = self._streamed(rest, lease) if rest.stream else self._whole(rest, lease)
                 async with aclosing(pieces):
                     async for chunk in pieces:
-                        ours = ends != self._ends or (lease is not None and lease.called_back)
+                        interrupted = ends != self._ends or (lease is not None and lease.called_back)
                         # A server cannot begin in the middle of a grammar.
-                        ours = ours and call.constraint is None
-                        goes_on = chunk.finish is FinishReason.ABORTED and ours
-                        shown = sampled.add(chunk, goes_on)
-                        if shown.token_ids or not goes_on:
-                            yield shown
-                        if goes_on:
+                        resumes = (
+                            interrupted and call.constraint is None and chunk.finish is FinishReason.ABORTED
+                        )
+                        chunk = sampled.add(chunk, resumes)
+                        if chunk.token_ids or not resumes:
+                            yield chunk
+                        if resumes:
                             break
                     else:
                         return
@@ -149,7 +152,7 @@ class RemoteEngine(ABC):
                 await self._adopt(version, path)
                 await self._expect(version)
                 return
-            # A path that is wrong may end the server, so it is looked at first where that is possible.
+            # A wrong path may end the server, so a local one is checked first.
             near = urlsplit(self.url).hostname in LOOPBACK
             if near and not (Path(path) / "config.json").is_file():
                 raise UsageError(
@@ -159,7 +162,7 @@ class RemoteEngine(ABC):
             await self._check_weights(version, path)
             self._swapping = True
             try:
-                # Within: a server may have heard of the pause although its answer was lost.
+                # Inside `try`: the server may have paused although its response was lost.
                 await self._freeze()
                 await self._swap_or_spoil(version, path)
             finally:
@@ -168,7 +171,7 @@ class RemoteEngine(ABC):
                     await self._thaw()
 
     async def pause(self) -> None:
-        """Freeze the calls in flight, and those that come, until `resume`."""
+        """Freeze running and new calls until `resume`."""
         self._entered()
         self._check_manageable("be paused")
         await self._freeze()
@@ -179,17 +182,17 @@ class RemoteEngine(ABC):
         await self._thaw()
         self._held = False
 
-    # --- what a server has to fill in -------------------------------------------------------------
+    # --- implemented per server -------------------------------------------------------------------
 
     @abstractmethod
     async def _learn(self) -> EngineInfo: ...
 
     @abstractmethod
     async def _refresh(self) -> None:
-        """Set `_version` to what the server says it has."""
+        """Set `_version` to the version that the server reports."""
 
     def _check_manageable(self, what: str) -> None:  # noqa: B027 (most servers are)
-        """UsageError with the remedy when the server cannot do this."""
+        """Raise UsageError, with the remedy, when the server cannot do this."""
 
     @abstractmethod
     async def _freeze(self) -> None: ...
@@ -201,18 +204,18 @@ class RemoteEngine(ABC):
     async def _swap(self, version: int, path: str) -> None: ...
 
     async def _make_room(self) -> None:  # noqa: B027 (not every server has adapters)
-        """Another process may have put the newest adapter there, beside those our own calls use."""
+        """Free adapter slots: another process may have loaded a newer adapter than our calls use."""
 
     async def _check_weights(self, version: int, path: str) -> None:  # noqa: B027 (most servers take any)
-        """UsageError for weights that this server would load wrongly."""
+        """Raise UsageError for weights that this server would load wrongly."""
 
     async def _adopt(self, version: int, path: str) -> None:
-        """Serve an adapter to the calls that begin from now on; a refusal is a UsageError."""
+        """Serve an adapter to new calls; raises UsageError when the server refuses it."""
         raise UsageError(f"{self.url} takes no adapters; publish whole weights as version {version}")
 
     @abstractmethod
     async def _name(self, version: int) -> None:
-        """Say which version the weights are that somebody else has put there."""
+        """Label the weights that another process has loaded."""
 
     @abstractmethod
     def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
@@ -228,13 +231,13 @@ class RemoteEngine(ABC):
         return self._known
 
     def _limit(self, call: GenerateRequest) -> int:
-        """How many tokens to ask for; or why not."""
+        """Number of tokens to ask for; raises for a call that cannot be served."""
         info = self._entered()
         if self._spoiled:
             raise Unavailable(self._spoiled)
         if self._lost is not None:
             raise Unavailable(
-                f"{self.url} lost version {self._lost}: it was started again with older weights"
+                f"{self.url} lost version {self._lost}: it was restarted with older weights; load it again"
             )
         check_call(call, info, ids=False)
         check_mode(call, info.logprobs, self.url, self.remedy)
@@ -243,29 +246,29 @@ class RemoteEngine(ABC):
         return min(call.max_tokens, info.max_context - len(call.prompt_ids))
 
     async def _holds(self) -> bool:
-        """Whether the server holds replies to constraints as `afield.masks` does, and tells log-probabilities
-        of what is left: tried out with a letter that is one and the same token after any prompt."""
-        drawn: Drawn = []
+        """Whether the server enforces constraints and reports log-probabilities under their masks, as
+        `afield.masks` does. A grammar of one letter must give one token with probability 1."""
+        drawn: TokenLogprobs = []
         try:
-            for prompt in PROMPTS:
-                call = structs.replace(probe_call(prompt), max_tokens=1, constraint=PROBE)
+            for prompt in MODE_PROMPTS:
+                call = structs.replace(mode_call(prompt), max_tokens=1, constraint=PROBE)
                 drawn += await self._draw(call)
         except (ValueError, Unavailable) as error:
             log.info("%s enforces no constraints: %s", self.url, error)
             return False
         return len({token for token, _ in drawn}) == 1 and all(p > -SURE for _, p in drawn)
 
-    async def _draw(self, call: GenerateRequest) -> Drawn:
+    async def _draw(self, call: GenerateRequest) -> TokenLogprobs:
         drawn = [chunk async for chunk in self._whole(call)]
         return [pair for chunk in drawn for pair in zip(chunk.token_ids, chunk.logprobs, strict=True)]
 
-    def _expanded(self, call: GenerateRequest, told: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The prompt as the server says it took it, where that is another one."""
-        if told is None or told == call.prompt_ids:
+    def _expanded(self, call: GenerateRequest, prompt_ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The prompt that the server reports, if images made it another one."""
+        if prompt_ids is None or prompt_ids == call.prompt_ids:
             return None
         if not call.images:
             raise Unavailable(f"{self.url} changed the prompt of call {call.id!r}; ids must be taken as sent")
-        return told
+        return prompt_ids
 
     async def _swap_or_spoil(self, version: int, path: str) -> None:
         try:
@@ -276,22 +279,23 @@ class RemoteEngine(ABC):
             raise
         self._spoiled = self._lost = None
 
-    def _check_kept(self, told: int, before: int) -> None:
-        """An answer is of version `told`, from a server that had `before` when the call began.
+    def _check_kept(self, version: int, before: int) -> None:
+        """Notice a restart: a reply has `version`, and the server had version `before` when the call began.
 
-        What it tells beside adapters is the version of the weights below them.
+        With adapters, the reported version is that of the base weights.
         """
-        if told < before and self._leases.newest is None:
+        if version < before and self._leases.newest is None:
             self._lost = max(before, self._lost or 0)
 
     async def _expect(self, version: int) -> None:
-        """The server must say itself that it has the version: an order may have gone to another one."""
+        """Raise Unavailable unless the server itself reports the version: a load balancer may have sent the
+        order to another one."""
         await self._refresh()
         if self._version != version:
-            raise Unavailable(f"{self.url} was given version {version} but says that it has {self._version}")
+            raise Unavailable(f"{self.url} was sent version {version} but reports {self._version}")
 
     async def _order(self, path: str, body: Any = None) -> bytes:
-        """Something the server is told to do; whatever goes wrong is its fault."""
+        """POST an admin command; every failure is Unavailable."""
         try:
             return await self._http.ask("POST", path, body, idle_s=self._answer_s)
         except ValueError as error:
@@ -299,7 +303,7 @@ class RemoteEngine(ABC):
 
 
 def _rest(call: GenerateRequest, sampled: list[int]) -> GenerateRequest:
-    """What is left to ask for."""
+    """The call without the tokens that were sampled already."""
     if not sampled:
         return call
     return structs.replace(
@@ -308,3 +312,86 @@ def _rest(call: GenerateRequest, sampled: list[int]) -> GenerateRequest:
         max_tokens=call.max_tokens - len(sampled),
         prompt_logprobs=None,
     )
+
+
+# --- versions, errors and gauges as servers report them ---------------------------------------------
+
+
+class Span(Struct):
+    """Tokens `start` to `end` that one labelled version sampled."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Problem(Struct):
+    """Error event of a stream; streams have no status of their own."""
+
+    message: str = ""
+    code: int | None = None
+    """HTTP status that a response without streaming would have."""
+
+    def as_error(self, url: str) -> Exception:
+        if self.code in CALLERS_FAULT:
+            return ValueError(f"{url} refuses the call: {self.message}")
+        return Unavailable(f"{url} failed in the middle of a reply: {self.message}")
+
+
+def exact_spans(spans: list[Span], length: int, initial: int, url: str) -> tuple[VersionSpan, ...]:
+    """A server's spans as `VersionSpan`s; raises Unavailable unless they cover all `length` tokens."""
+    named = (
+        (span.start, span.end, as_version(span.version, initial)) for span in spans if span.end > span.start
+    )
+    exact = tuple(VersionSpan(start, end, version, version) for start, end, version in named)
+    ends = [0, *(span.end for span in exact)]
+    if [span.start for span in exact] != ends[:-1] or ends[-1] != length:
+        raise Unavailable(f"{url} reports version spans {spans} that do not cover its {length} tokens")
+    return exact
+
+
+class Pieces:
+    """Tokens and versions of a call that takes several requests, counted from its first token."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._spans: list[VersionSpan] = []
+        self._base = 0
+
+    def begin(self) -> list[int]:
+        """Start the next request; returns the tokens sampled so far."""
+        self._base = len(self._ids)
+        return self._ids
+
+    def add(self, chunk: Chunk, resumes: bool) -> Chunk:
+        """The chunk as part of the whole call, which `resumes` although this chunk ends its request."""
+        start = len(self._ids)
+        self._ids += chunk.token_ids
+        if chunk.token_ids:
+            self._spans.append(VersionSpan(start, len(self._ids), chunk.low, chunk.high))
+        if chunk.versions is not None:
+            moved = [
+                VersionSpan(s.start + self._base, s.end + self._base, s.low, s.high) for s in chunk.versions
+            ]
+            self._spans = [span for span in self._spans if span.end <= self._base] + moved
+        if not (resumes or self._base):
+            return chunk
+        return structs.replace(
+            chunk,
+            finish=None if resumes else chunk.finish,
+            prompt_ids=None if self._base else chunk.prompt_ids,
+            versions=None if resumes or chunk.versions is None else tuple(self._spans),
+        )
+
+
+def as_version(label: str, initial: int) -> int:
+    """The version of a server's weight label; a label that is no number ("default") is its first weights."""
+    return int(label) if label.isdecimal() else initial
+
+
+def gauge(text: bytes, name: str) -> int | None:
+    """Sum of a Prometheus gauge over all its labels; None if the server does not report it."""
+    values = re.findall(
+        rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})? ([0-9.eE+-]+)$", text, re.MULTILINE
+    )
+    return round(sum(map(float, values))) if values else None

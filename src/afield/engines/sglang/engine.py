@@ -18,13 +18,11 @@ from typing import Any
 from msgspec import structs
 
 from afield.engines.checks import check_call
-from afield.engines.gauges import gauge
-from afield.engines.logprob_mode import measure
+from afield.engines.http import Events
 from afield.engines.lora import Lease
-from afield.engines.remote import RemoteEngine
+from afield.engines.probe import measure_logprob_mode
+from afield.engines.remote import RemoteEngine, as_version, exact_spans, gauge
 from afield.engines.sglang import wire
-from afield.engines.spans import as_version, exact_spans
-from afield.engines.sse import Events
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
 from afield.types import VersionSpan
@@ -64,7 +62,7 @@ class SglangEngine(RemoteEngine):
             max_top_logprobs=MAX_TOP_LOGPROBS,
             prompt_logprobs=True,
         )
-        mode, holds = await measure(self._draw), await self._holds()
+        mode, holds = await measure_logprob_mode(self._draw), await self._holds()
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
         return structs.replace(info, logprobs=mode, notes=notes, constraints=holds)
 

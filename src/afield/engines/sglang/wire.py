@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from afield.engines.lora import Lease
-from afield.engines.spans import Problem, Span
+from afield.engines.remote import Problem, Span
 from afield.errors import Unavailable
 from afield.interfaces.engine import GenerateRequest, TopLogprobs
 from afield.types import FinishReason

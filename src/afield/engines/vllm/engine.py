@@ -17,13 +17,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from afield.engines.gauges import gauge
-from afield.engines.logprob_mode import measure, probe_call
+from afield.engines.http import Events
 from afield.engines.lora import Lease
-from afield.engines.prompt_json import Encoded
-from afield.engines.remote import RemoteEngine
-from afield.engines.spans import as_version, exact_spans
-from afield.engines.sse import Events
+from afield.engines.probe import measure_logprob_mode, mode_call
+from afield.engines.remote import RemoteEngine, as_version, exact_spans, gauge
 from afield.engines.vllm import wire
 from afield.engines.vllm.lora import MODELS, VllmAdapters, adapter_name, is_tied
 from afield.engines.vllm.weight_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
@@ -64,7 +61,7 @@ class VllmEngine(RemoteEngine):
         self._exact, self._manageable = True, False
         self._labelled = True  # the server keeps the name of its weights; older releases (0.26) do not
         self._own = self._initial  # the version that was loaded from here, where it does not
-        self._encoded = Encoded()
+        self._encoded = wire.Encoded()
         self._mixes = False  # calls on the base weights may be computed with an adapter beside them
         self._adapters = VllmAdapters(self._http, self._leases)
 
@@ -92,7 +89,7 @@ class VllmEngine(RemoteEngine):
             exact_versions=self._exact and self._labelled,
             dtype=await self._adapters.dtype() if self._manageable else "",
         )
-        mode, holds = await measure(self._draw), await self._holds()
+        mode, holds = await measure_logprob_mode(self._draw), await self._holds()
         notes = () if mode == "processed" else (f"log-probabilities are {mode}; {self.remedy}",)
         notes += () if self._exact else (NO_SPANS,)
         notes += () if self._labelled or not self._manageable else (NO_LABELS,)
@@ -105,7 +102,7 @@ class VllmEngine(RemoteEngine):
         for count in CANDIDATES:
             self._known = structs.replace(info, max_top_logprobs=count)
             try:
-                await self._draw(structs.replace(probe_call((1,), temperature=0.0), top_logprobs=count))
+                await self._draw(structs.replace(mode_call((1,), temperature=0.0), top_logprobs=count))
             except ValueError:
                 continue
             return count

@@ -8,12 +8,13 @@ where it has no log-probability or a NaN: that is refused here like any other mi
 from __future__ import annotations
 
 import base64
+from collections import OrderedDict
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from afield.engines.spans import Problem, Span
+from afield.engines.remote import Problem, Span
 from afield.errors import Unavailable
 from afield.interfaces.engine import GenerateRequest, Image, TopLogprobs
 from afield.types import FinishReason
@@ -213,3 +214,32 @@ def _part(image: Image) -> dict[str, Any]:
     if image.data is not None:
         url = f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
     return {"type": "image_url", "url": url, "uuid": image.digest}
+
+
+# --- prompts as JSON ------------------------------------------------------------------------------
+
+ROOM = 64 * 1024 * 1024  # bytes
+SHORT = 1024  # ids of a prompt that are written faster than they are remembered
+_encode = msgspec.json.Encoder().encode
+
+
+class Encoded:
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
+        self._held = 0
+
+    def ids(self, call: GenerateRequest) -> msgspec.Raw:
+        if len(call.prompt_ids) < SHORT:
+            return msgspec.Raw(_encode(call.prompt_ids))
+        ids, text = self._known.pop(call.session_id, ((), b""))
+        self._held -= len(text)
+        if ids and ids is call.base_ids:
+            text = text[:-1] + b"," + _encode(call.prompt_ids[len(ids) :])[1:]
+        else:
+            text = _encode(call.prompt_ids)
+        self._known[call.session_id] = (call.prompt_ids, text)
+        self._held += len(text)
+        while self._held > ROOM:
+            _, (_, gone) = self._known.popitem(last=False)
+            self._held -= len(gone)
+        return msgspec.Raw(text)
