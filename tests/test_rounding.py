@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from afield.errors import UsageError
 from afield.rounding import (
     FILE,
-    Arrived,
+    PublishedUpdate,
     Rounding,
-    arrived,
-    key_of,
+    measure_update,
     random_bits,
     read_rounding,
     rounded,
+    stream_key,
     write_rounding,
 )
 
@@ -88,8 +88,8 @@ def test_a_small_update_arrives_although_nearest_rounding_drops_it() -> None:
     master = start + 1e-6 * torch.randn(1_000_000, generator=generator).sign()
     sent = rounded(master, "w", Rounding(dtype="bfloat16", version=1))
     near = rounded(master, "w", Rounding(dtype="bfloat16", version=1, nearest=True))
-    assert arrived(master, sent, start).kept == pytest.approx(1.0, abs=0.05)
-    assert (arrived(master, near, start).kept or 0.0) < 0.1
+    assert measure_update(master, sent, start).kept == pytest.approx(1.0, abs=0.05)
+    assert (measure_update(master, near, start).kept or 0.0) < 0.1
 
 
 def test_overflow_infinity_and_nan_are_kept_apart() -> None:
@@ -115,7 +115,7 @@ def test_random_bits_are_splitmix64_of_the_index() -> None:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
         return (x ^ (x >> 31)) >> 48
 
-    for key in (0, 1, key_of(3, 4, "model.layers.0.mlp.up_proj.weight"), (1 << 64) - 1):
+    for key in (0, 1, stream_key(3, 4, "model.layers.0.mlp.up_proj.weight"), (1 << 64) - 1):
         for first in (0, 5, (1 << 33) + 7):
             got = random_bits(key, first, 37, 16, CPU).tolist()
             assert got == [expected(key, first + n) for n in range(37)]
@@ -175,13 +175,13 @@ def test_sums_of_what_arrived_add_up_over_shards() -> None:
     start, step = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
     master = start + 0.1 * step
     sent = master.bfloat16()
-    whole = arrived(master, sent, start)
-    parts = Arrived()
+    whole = measure_update(master, sent, start)
+    parts = PublishedUpdate()
     for low in range(0, 1000, 300):
         cut = slice(low, low + 300)
-        parts = parts.plus(arrived(master[cut], sent[cut], start[cut]))
+        parts = parts.plus(measure_update(master[cut], sent[cut], start[cut]))
     assert parts.metrics() == pytest.approx(whole.metrics())
-    assert "update_kept" not in arrived(start, start, start).metrics()
+    assert "update_kept" not in measure_update(start, start, start).metrics()
 
 
 def test_a_directory_says_how_it_was_rounded(tmp_path: Path) -> None:

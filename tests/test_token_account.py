@@ -154,7 +154,7 @@ async def test_the_state_of_a_session_and_the_metrics_count_excluded_tokens(tmp_
         await chat(client, user("Hi"))
         assert (await there.get("/sessions/r.1"))["excluded"] == {}
         await chat(client, user("Name it."), headers=DECLARED)
-        tokens = len(there.ledger.entries[1].token_ids)
+        tokens = len(there.ledger.recorded[1].token_ids)
         assert (await there.get("/sessions/r.1"))["excluded"] == {"side:declared": tokens}
         await knock(there.app, "POST", "/sessions/r.1/finalize", key=ADMIN)
         assert (await there.get("/sessions/r.1"))["excluded"] == {"side:declared": tokens}

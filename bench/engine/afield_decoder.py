@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from afield.engines.torch import decode_kernels
-from afield.engines.torch.cuda_graphs import CudaGraphRunner, Shape
-from afield.engines.torch.decoder import Ask, Decoder, Request, Sampled
+from afield.engines.torch.cuda_graphs import CudaGraphRunner, StepShape
+from afield.engines.torch.decoder import DecodeCall, DecodeParams, Decoder, SampledTokens
 from afield.engines.torch.kv_cache import KVCache
 from bench.engine.workload import FAILURES, Load, peak_gib, prompts, timed, wait
 
@@ -28,7 +28,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
 
-    def put(self, sampled: Sampled) -> None:
+    def put(self, sampled: SampledTokens) -> None:
         self.token_ids += sampled.token_ids
         self.logprobs += sampled.logprobs
 
@@ -36,7 +36,7 @@ class Answer:
         raise RuntimeError(reason)
 
 
-def fit(model: Any, ways: str = "") -> decode_kernels.Fit:
+def fit(model: Any, ways: str = "") -> decode_kernels.KernelFit:
     """As the embedded engine does when it starts, unless kernels are given."""
     model.set_attn_implementation("sdpa")
     known = {
@@ -67,14 +67,14 @@ def make_decoder(model: Any, load: Load, ways: decode_kernels.DecodeKernels | No
 def serve(decoder: Decoder, asked: list[list[int]], new: int, stream: bool) -> list[Answer]:
     answers = [Answer() for _ in asked]
     for n, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
-        decoder.add(Request(Ask(prompt, max_tokens=new, seed=n, stream=stream), answer))
+        decoder.add(DecodeCall(DecodeParams(prompt, max_tokens=new, seed=n, stream=stream), answer))
     while not decoder.idle:
         decoder.step()
     return answers
 
 
 def afield(
-    model: Any, load: Load, fitted: decode_kernels.Fit
+    model: Any, load: Load, fitted: decode_kernels.KernelFit
 ) -> tuple[dict[str, Any], list[list[int]], list[Answer]]:
     device, vocabulary = model.device, model.config.vocab_size
     decoder = make_decoder(model, load, fitted.ways)
@@ -114,7 +114,7 @@ def afield(
     return result, asked, answers
 
 
-def named(shape: Shape) -> str:
+def named(shape: StepShape) -> str:
     return f"{shape.rows}x{shape.length}{' gathered' if shape.gathered else ''}"
 
 
@@ -178,7 +178,7 @@ def profiled(model: Any, load: Load, ways: decode_kernels.DecodeKernels | None) 
     """Where the device's time goes in one decode step, by kernel."""
     decoder = make_decoder(model, load, ways)
     for n, prompt in enumerate(prompts(load, model.config.vocab_size, 1)):
-        decoder.add(Request(Ask(prompt, max_tokens=load.new, seed=n), Answer()))
+        decoder.add(DecodeCall(DecodeParams(prompt, max_tokens=load.new, seed=n), Answer()))
     for _ in range(load.new // 2):
         decoder.step()
     activity = torch.profiler.ProfilerActivity

@@ -98,7 +98,7 @@ def main() -> int:
 def ours(
     report: Report, model: Any, load: Load, profile: bool, ways: str
 ) -> tuple[dict[str, Any], list[list[int]], list[Answer]] | None:
-    def fitting() -> tuple[dict[str, Any], decode_kernels.Fit]:
+    def fitting() -> tuple[dict[str, Any], decode_kernels.KernelFit]:
         took, fitted = timed(model.device, lambda: fit(model, ways))
         name = fitted.ways.name if fitted.ways else None
         row = {"ways": name, "swapped": len(fitted.swapped), "off": round(fitted.off, 4)}
@@ -107,7 +107,7 @@ def ours(
     found = report.add("fit", fitting)
     if found is None:
         return None
-    fitted: decode_kernels.Fit = found[1]
+    fitted: decode_kernels.KernelFit = found[1]
     done = report.add("afield", lambda: afield(model, load, fitted))
     if profile and done and model.device.type == "cuda":
         print("\n".join(report.add("kernels", lambda: profiled(model, load, fitted.ways)) or ()), flush=True)

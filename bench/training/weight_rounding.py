@@ -44,7 +44,7 @@ from afield.engines.vllm.engine import VllmEngine
 from afield.errors import AfieldError
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.options import LoraOptions
-from afield.rounding import Arrived, Rounding, arrived
+from afield.rounding import PublishedUpdate, Rounding, measure_update
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
@@ -219,18 +219,18 @@ def masters(trainer: GRPO) -> dict[str, torch.Tensor]:
 
 def reached(served: Served, directory: Path, start: Path, trainer: GRPO) -> float:
     """Of the embedded engine its weights themselves; of a server the files that it loads in its dtype."""
-    exact, total = masters(trainer), Arrived()
+    exact, total = masters(trainer), PublishedUpdate()
     engine = served.engine
     with safe_open(start / "model.safetensors", framework="pt") as before:
         if isinstance(engine, TorchEngine):
             held = {parameter.names[0]: parameter.tensor for parameter in engine._parameters}
             for name, tensor in held.items():
-                total = total.plus(arrived(exact[name], tensor, before.get_tensor(name)))
+                total = total.plus(measure_update(exact[name], tensor, before.get_tensor(name)))
         else:
             with safe_open(directory / "model.safetensors", framework="pt") as files:
                 for name in files.keys():  # noqa: SIM118
                     loaded = files.get_tensor(name).to(getattr(torch, served.dtype))
-                    total = total.plus(arrived(exact[name], loaded, before.get_tensor(name)))
+                    total = total.plus(measure_update(exact[name], loaded, before.get_tensor(name)))
     return total.kept or 0.0
 
 

@@ -28,7 +28,7 @@ CACHE_BYTES = 512 << 20  # of compiled grammars
 INSTALL = "pip install 'afield[structured]'"
 
 
-class Walker:
+class ConstraintMatcher:
     """The masks along one reply: look at `mask`, draw a token, `accept` it."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, words: int) -> None:
@@ -49,7 +49,7 @@ class Walker:
         return not self._matcher.is_terminated() and self._matcher.accept_token(token)
 
 
-class Masks:
+class ConstraintMasks:
     """Constraints compiled for one model. Safe to use from several threads; compiled grammars are kept.
 
     The library and the tokenizer are loaded when the first constraint comes.
@@ -113,13 +113,13 @@ class Masks:
     def _size(self) -> int:
         return sum(compiled.memory_size_bytes for compiled in self._kept.values())
 
-    def walk(self, constraint: Constraint) -> Walker:
+    def walk(self, constraint: Constraint) -> ConstraintMatcher:
         """From the beginning of a reply. ValueError for a grammar that cannot be compiled."""
         compiled = self._compiled(constraint.grammar)
         import xgrammar
 
         stops = list(constraint.stop_ids) or None
-        return Walker(xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops), self._words)
+        return ConstraintMatcher(xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops), self._words)
 
     def along(self, constraint: Constraint, ids: Sequence[int]) -> Tensor:
         """The masks [ids, words] under which these ids were drawn. ValueError for ids that they forbid."""

@@ -52,15 +52,15 @@ class Rounding(Struct, frozen=True, kw_only=True):
         return self.dtype != "float32"
 
 
-def dtype_of(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}; choose one of: {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def rounding_of(dtype: str, seed: int, version: int, *, nearest: bool = False) -> Rounding:
+def make_rounding(dtype: str, seed: int, version: int, *, nearest: bool = False) -> Rounding:
     """A name that is no dtype is refused."""
-    dtype_of(dtype)
+    torch_dtype(dtype)
     return msgspec.convert({"dtype": dtype, "seed": seed, "version": version, "nearest": nearest}, Rounding)
 
 
@@ -85,7 +85,7 @@ def read_rounding(directory: Path) -> Rounding | None:
 # --- random bits ----------------------------------------------------------------------------------
 
 
-def key_of(seed: int, version: int, name: str) -> int:
+def stream_key(seed: int, version: int, name: str) -> int:
     """64 bits that name the stream of random bits of one tensor of one version."""
     return int.from_bytes(blake2b(f"{seed}/{version}/{name}".encode(), digest_size=8).digest())
 
@@ -124,7 +124,7 @@ def rounded(
     `name` is the tensor's in the checkpoint; `first` the index of its first element in the whole tensor,
     where this is a shard of consecutive elements. `start` are the same elements before training.
     """
-    dtype = dtype_of(rounding.dtype)
+    dtype = torch_dtype(rounding.dtype)
     if not tensor.is_floating_point():
         return tensor
     if not rounding.lossy or rounding.nearest or tensor.dtype == dtype:
@@ -132,7 +132,7 @@ def rounded(
     flat = tensor.detach().reshape(-1)
     begin = None if start is None else start.detach().reshape(-1)
     out = torch.empty(flat.shape, dtype=dtype, device=flat.device)
-    key = key_of(rounding.seed, rounding.version, name)
+    key = stream_key(rounding.seed, rounding.version, name)
     for low in range(0, len(flat), CHUNK):
         part = flat[low : low + CHUNK].float()
         drawn = _stochastic(part, key, first + low, dtype)
@@ -168,7 +168,7 @@ def _small(part: Tensor, bits: Tensor) -> Tensor:
 # --- what arrived ---------------------------------------------------------------------------------
 
 
-class Arrived(NamedTuple):
+class PublishedUpdate(NamedTuple):
     """Sums over weights, which add up over tensors and shards.
 
     `update` is |u|^2 of the update u = masters - start; `along` is (published - start) . u; `noise` is
@@ -179,8 +179,8 @@ class Arrived(NamedTuple):
     along: float = 0.0
     noise: float = 0.0
 
-    def plus(self, other: Arrived) -> Arrived:
-        return Arrived(self.update + other.update, self.along + other.along, self.noise + other.noise)
+    def plus(self, other: PublishedUpdate) -> PublishedUpdate:
+        return PublishedUpdate(self.update + other.update, self.along + other.along, self.noise + other.noise)
 
     @property
     def kept(self) -> float | None:
@@ -197,7 +197,7 @@ class Arrived(NamedTuple):
         }
 
 
-def arrived(master: Tensor, published: Tensor, start: Tensor) -> Arrived:
+def measure_update(master: Tensor, published: Tensor, start: Tensor) -> PublishedUpdate:
     """What became of the update of one tensor, or of one shard of it."""
     total = torch.zeros(3, dtype=torch.float64, device=master.device)
     flat = [tensor.detach().reshape(-1) for tensor in (master, published, start)]
@@ -206,4 +206,4 @@ def arrived(master: Tensor, published: Tensor, start: Tensor) -> Arrived:
         update, step, noise = now - before, sent - before, sent - now
         parts = (update * update, step * update, noise * noise)
         total += torch.stack([part.sum(dtype=torch.float64) for part in parts])
-    return Arrived(*total.tolist())
+    return PublishedUpdate(*total.tolist())

@@ -91,7 +91,7 @@ class Vision:
 
     def pixels(self, image: Image) -> PixelInputs:
         """Raises ValueError for what is no image, or is not at hand."""
-        made = self._images()(images=[decoded(image)], return_tensors="pt")
+        made = self._images()(images=[decode_image(image)], return_tensors="pt")
         inputs = {name: value.numpy() for name, value in made.items() if name in INPUTS}
         if not self.mrope:
             return PixelInputs(image.digest, inputs, self._fixed_tokens(), None)
@@ -204,7 +204,7 @@ def _image_processor(path: Path) -> Any:
         return kind.from_pretrained(path, local_files_only=True)
 
 
-def decoded(image: Image) -> Any:
+def decode_image(image: Image) -> Any:
     """As Pillow has it. Raises ValueError for what is no image, or is not at hand."""
     from PIL import Image as Pillow
 
@@ -225,7 +225,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
 
 
-def sees(path: Path) -> bool:
+def has_vision(path: Path) -> bool:
     """Whether a model was made for images."""
     return "vision_config" in read_config(path)
 
@@ -249,7 +249,7 @@ def tensor_name(name: str) -> str:
     return next((to + name[len(old) :] for old, to in _RENAMED if name.startswith(old)), name)
 
 
-def joined(features: Sequence[ImageFeatures]) -> ImageFeatures:
+def concat_features(features: Sequence[ImageFeatures]) -> ImageFeatures:
     """Of several images, one after the other."""
     import torch
 

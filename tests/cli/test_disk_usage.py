@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import NotFound
 from afield.gateway.sessions import SessionManager
 from afield.gateway.store import GatewayStore, remove_ended
@@ -20,8 +20,8 @@ from support.processes import afield
 HOUR = 3600.0
 
 
-def hello(call: GenerateRequest) -> Scripted:
-    return Scripted(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
+def hello(call: GenerateRequest) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
 
 
 @pytest.mark.anyio

@@ -12,7 +12,7 @@ import pytest
 
 from afield import factory
 from afield.cli.main import main
-from afield.conformance.client import Command, Stage
+from afield.conformance.client import ClientCommand, Stage
 from afield.conformance.foreign import suites
 from afield.conformance.foreign.patterns import example
 from afield.conformance.foreign.rule_model import RuleModel, read_prompt
@@ -67,8 +67,8 @@ with open(os.environ["AFIELD_SUITE_RESULTS"], "w") as file:
 
 
 def fake(name: str, *rows: dict[str, Any], **more: Any) -> ForeignSuite:
-    def command(stage: Stage, variant: str) -> Command:
-        return Command((sys.executable, "-c", LINES, json.dumps(rows)))
+    def command(stage: Stage, variant: str) -> ClientCommand:
+        return ClientCommand((sys.executable, "-c", LINES, json.dumps(rows)))
 
     return ForeignSuite(name=name, install=lambda cache: cache, command=command, **more)
 
@@ -86,9 +86,9 @@ def test_the_command_prints_every_suite_and_ends_with_json(
         "good": fake("good", good, bad, {"finished": True}, not_ours={"x/u": "audio"}, variants=("x",)),
         "cut": fake("cut", good),
         "away": ForeignSuite(
-            name="away", install=unreachable, command=lambda s, v: Command(()), optional=True
+            name="away", install=unreachable, command=lambda s, v: ClientCommand(()), optional=True
         ),
-        "lost": ForeignSuite(name="lost", install=unreachable, command=lambda s, v: Command(())),
+        "lost": ForeignSuite(name="lost", install=unreachable, command=lambda s, v: ClientCommand(())),
     }
     monkeypatch.setattr(suites, "SUITES", table)
     assert main(["conformance", "--suites", "good", "away", "--json"]) == 0
@@ -141,7 +141,7 @@ async def test_the_model_calls_tools_and_goes_on_from_their_results(tmp_path: Pa
         second = await client.chat.completions.create(model="m", messages=messages, tools=[WEATHER])  # pyright: ignore
         assert second.choices[0].message.content == "The result is: 0 °C; 1 °C"
         await client.close()
-    talk = read_prompt(vocabulary, engine.ledger[0].prompt_ids)
+    talk = read_prompt(vocabulary, engine.recorded[0].prompt_ids)
     assert talk.question.endswith("<|im_end|>") and talk.thinks and talk.tools[0].name == "get_weather"
 
 

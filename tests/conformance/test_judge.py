@@ -18,7 +18,7 @@ from afield.chat.vocabulary import Vocabulary
 from afield.cli.main import main
 from afield.conformance import suite
 from afield.conformance.captured import CapturedRequest, captured
-from afield.conformance.client import Client, Command, Stage
+from afield.conformance.client import Client, ClientCommand, Stage
 from afield.conformance.clients import CLIENTS, chosen
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
 from afield.conformance.environments import interpreter, python_environment
@@ -27,8 +27,17 @@ from afield.conformance.faults import Faults
 from afield.conformance.judge import Verdict, judge
 from afield.conformance.model import write_model
 from afield.conformance.oracle import Oracle, Renderer, fold_system
-from afield.conformance.scenario import LONG, Fault, Reply, Scenario, Use, last_marker, marker, steps
-from afield.conformance.script import Sampler, Script
+from afield.conformance.scenario import (
+    LONG,
+    ModelReply,
+    NetworkFault,
+    Scenario,
+    ToolUse,
+    last_marker,
+    marker,
+    steps,
+)
+from afield.conformance.script import RandomTokenizer, Script
 from afield.errors import Unavailable, UsageError
 from afield.interfaces import SessionRecord, SessionSpec
 from afield.types import Exclusion, TurnStatus
@@ -38,8 +47,8 @@ pytestmark = pytest.mark.anyio
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-def look(thread: str, step: int) -> Use:
-    return Use("look", {"thread": thread, "step": step})
+def look(thread: str, step: int) -> ToolUse:
+    return ToolUse("look", {"thread": thread, "step": step})
 
 
 async def walk(base_url: str, key: str) -> None:
@@ -61,7 +70,11 @@ async def walk(base_url: str, key: str) -> None:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-COURSE = steps(look, faults={"main-3": Fault.REFUSE, "main-5": Fault.CUT}, excluded={"aborted": ("main-5",)})
+COURSE = steps(
+    look,
+    faults={"main-3": NetworkFault.REFUSE, "main-5": NetworkFault.CUT},
+    excluded={"aborted": ("main-5",)},
+)
 
 
 class Judged(Struct, frozen=True):
@@ -97,7 +110,7 @@ async def judged(tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -
     async with suite.gateway(COURSE, folder) as up:
         ticket = await up.gateway.open(SessionSpec(id="walk"))
         await walk(f"http://127.0.0.1:{up.port}/s/walk/v1", ticket.api_key)
-        assert up.faults.fired == {"main-3": Fault.REFUSE, "main-5": Fault.CUT}
+        assert up.faults.fired == {"main-3": NetworkFault.REFUSE, "main-5": NetworkFault.CUT}
         assert up.script.unsaid() == [] and up.script.surprises == []
         record = await up.gateway.finalize("walk")
         return Judged(list(up.ledger), record, up.script, up.faults.requests, up.renderer)
@@ -566,10 +579,10 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 
 @pytest.mark.parametrize("spell", [hermes, qwen_xml])
 def test_words_are_sampled_another_way_each_time_and_never_as_a_tokenizer_would(
-    vocabulary: Vocabulary, spell: Callable[[Reply], str]
+    vocabulary: Vocabulary, spell: Callable[[ModelReply], str]
 ):
-    words = spell(Reply(text="naïve 北京 ☂ 🚲 and on", reasoning="why?", uses=(look("main", 1),)))
-    sampler = Sampler(vocabulary)
+    words = spell(ModelReply(text="naïve 北京 ☂ 🚲 and on", reasoning="why?", uses=(look("main", 1),)))
+    sampler = RandomTokenizer(vocabulary)
     ways = {tuple(sampler.sample(words, random.Random(n))) for n in range(20)}
     assert {vocabulary.decode(ids) for ids in ways} == {words}
     assert len(ways) == 20
@@ -582,10 +595,10 @@ def test_a_thread_stands_at_its_last_marker():
 
 
 def test_a_fault_happens_once():
-    faults = Faults({"main-1": Fault.REFUSE})
+    faults = Faults({"main-1": NetworkFault.REFUSE})
     body = f'{{"messages": ["{marker("main", 1)}"]}}'.encode()
-    assert [faults.of(body), faults.of(body)] == [Fault.REFUSE, None]
-    assert faults.fired == {"main-1": Fault.REFUSE}
+    assert [faults.of(body), faults.of(body)] == [NetworkFault.REFUSE, None]
+    assert faults.fired == {"main-1": NetworkFault.REFUSE}
 
 
 @pytest.mark.parametrize("clean", [False, True])
@@ -594,7 +607,10 @@ async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_clie
     tmp_path: Path, stream: bool, clean: bool
 ):
     course = Scenario(
-        replies={"main-0": Reply(text=LONG)}, faults={"main-0": Fault.LOSE}, branches=1, clean=clean
+        replies={"main-0": ModelReply(text=LONG)},
+        faults={"main-0": NetworkFault.LOSE},
+        branches=1,
+        clean=clean,
     )
     body: Any = {"messages": [{"role": "user", "content": marker("main", 0)}], "stream": stream}
     async with suite.gateway(course, tmp_path) as up, aiohttp.ClientSession() as http:
@@ -618,15 +634,15 @@ async def test_a_lost_answer_is_complete_for_the_gateway_and_broken_for_its_clie
 
 def test_a_fault_where_nothing_is_said_is_refused():
     with pytest.raises(ValueError, match="main-7"):
-        Scenario(replies={"main-0": Reply(text="x")}, faults={"main-7": Fault.CUT}, branches=1)
+        Scenario(replies={"main-0": ModelReply(text="x")}, faults={"main-7": NetworkFault.CUT}, branches=1)
 
 
 # --- the suite -----------------------------------------------------------------------------------
 
 
 def client(code: str) -> Client:
-    def commands(stage: Stage) -> list[Command]:
-        return [Command((sys.executable, "-c", code))]
+    def commands(stage: Stage) -> list[ClientCommand]:
+        return [ClientCommand((sys.executable, "-c", code))]
 
     return Client(
         name="idle", install=lambda cache: cache, commands=commands, scenario=steps(look), timeout_s=20

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from afield.engines.recording import RecordingEngine
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.engine import SglangEngine
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
@@ -34,10 +34,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [first, reseed(first, root / "v1", 1), reseed(first, root / "v2", 2)]
 
 
-def nonsense(call: GenerateRequest) -> Scripted:
+def nonsense(call: GenerateRequest) -> ScriptedReply:
     """Depends on the prompt only, like a greedy model."""
     start = sum(call.prompt_ids)
-    return Scripted(token_ids=tuple((start + 7 * n) % 400 for n in range(200)), chunks=(1, 3, 2))
+    return ScriptedReply(token_ids=tuple((start + 7 * n) % 400 for n in range(200)), chunks=(1, 3, 2))
 
 
 # Servers are stood in for by small ones that speak their format; the real one is in tests/real.

@@ -13,7 +13,7 @@ import transformers
 
 from afield.demo import shop
 from afield.demo.agents import langgraph_agent, openai_agent, strands_agent
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import SessionSpec
 from afield.sdk.context import Context
 from support.gateways import POLICY, running
@@ -31,15 +31,17 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def said(text: str) -> Scripted:
-    return Scripted(token_ids=tuple(TOKENIZER.encode(f"{text}<|im_end|>", add_special_tokens=False)))
+def said(text: str) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(TOKENIZER.encode(f"{text}<|im_end|>", add_special_tokens=False)))
 
 
-def call(tool: str = "get_price", **arguments: str) -> Scripted:
+def call(tool: str = "get_price", **arguments: str) -> ScriptedReply:
     return said(f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>")
 
 
-async def play(name: str, store: Path, *script: Scripted, max_tokens: int | None = None) -> tuple[float, Any]:
+async def play(
+    name: str, store: Path, *script: ScriptedReply, max_tokens: int | None = None
+) -> tuple[float, Any]:
     """The agent's reward, and the calls the engine served."""
     engine = ScriptedEngine(list(script))
     async with running(engine, store) as up:
@@ -59,8 +61,8 @@ async def play(name: str, store: Path, *script: Scripted, max_tokens: int | None
         agent: Any = AGENTS[name].agent
         with anyio.fail_after(60):
             if inspect.iscoroutinefunction(agent):
-                return await agent(TASK, context), engine.ledger
-            return await anyio.to_thread.run_sync(agent, TASK, context), engine.ledger
+                return await agent(TASK, context), engine.recorded
+            return await anyio.to_thread.run_sync(agent, TASK, context), engine.recorded
 
 
 async def test_a_look_up_and_the_number_it_gives_earn_the_reward(name, tmp_path):

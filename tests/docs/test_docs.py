@@ -25,7 +25,7 @@ from afield.chat.tokenizer import THINKING
 from afield.cli.main import parser
 from afield.cli.report import Summary
 from afield.cli.train import OVERRIDABLE
-from afield.conformance.client import Command, Stage
+from afield.conformance.client import ClientCommand, Stage
 from afield.conformance.clients import CLIENTS
 from afield.exclusions import REASONS, SIDE_CALL_HEADER, SideCalls
 from afield.factory import RUNTIMES, TOLD
@@ -460,7 +460,7 @@ PROGRAMS = {
 }
 
 
-def staged(name: str, folder: Path) -> Command:
+def staged(name: str, folder: Path) -> ClientCommand:
     """How the conformance suite starts a program."""
     (folder / "home").mkdir()
     (folder / "work").mkdir()

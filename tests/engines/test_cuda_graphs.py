@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from afield.engines.torch.cuda_graphs import CudaGraphRunner, Shape, length_bucket, rows_bucket
+from afield.engines.torch.cuda_graphs import CudaGraphRunner, StepShape, length_bucket, rows_bucket
 from afield.engines.torch.decode_kernels import PLAIN, DecodeKernels, fit, swap_layers
-from afield.engines.torch.decoder import Ask, Decoder, Request, Sampled
+from afield.engines.torch.decoder import DecodeCall, DecodeParams, Decoder, SampledTokens
 from afield.engines.torch.kv_cache import KVCache, folded_attention, use_slots
 from afield.engines.torch.sampler import draw, pick
 from afield.engines.torch.weights import parameters
@@ -52,9 +52,9 @@ class Collected:
     """A sink that keeps everything."""
 
     def __init__(self) -> None:
-        self.pieces: list[Sampled] = []
+        self.pieces: list[SampledTokens] = []
 
-    def put(self, sampled: Sampled) -> None:
+    def put(self, sampled: SampledTokens) -> None:
         self.pieces.append(sampled)
 
     def fail(self, reason: str) -> None:
@@ -99,9 +99,9 @@ def a_decoder(
     )
 
 
-def add(decoder: Decoder, ask: Ask) -> tuple[Request, Collected]:
+def add(decoder: Decoder, ask: DecodeParams) -> tuple[DecodeCall, Collected]:
     sink = Collected()
-    request = Request(ask, sink)
+    request = DecodeCall(ask, sink)
     decoder.add(request)
     return request, sink
 
@@ -128,10 +128,10 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-def asks(count: int, kinds: int, longest: int = 60) -> list[Ask]:
+def asks(count: int, kinds: int, longest: int = 60) -> list[DecodeParams]:
     """Ragged prompts, of which neighbours share the beginning, and answers that end in many ways."""
     return [
-        Ask(
+        DecodeParams(
             a_prompt(n // 4, 20) + a_prompt(n, 1 + 5 * (n % 9)),
             max_tokens=1 + (7 * n) % longest,
             seed=n,
@@ -143,7 +143,7 @@ def asks(count: int, kinds: int, longest: int = 60) -> list[Ask]:
     ]
 
 
-def served(decoder: Decoder, wanted: list[Ask], *, per_step: int) -> list[Collected]:
+def served(decoder: Decoder, wanted: list[DecodeParams], *, per_step: int) -> list[Collected]:
     """Calls join a few at a time."""
     sinks: list[Collected] = []
     for n, ask in enumerate(wanted):
@@ -154,7 +154,7 @@ def served(decoder: Decoder, wanted: list[Ask], *, per_step: int) -> list[Collec
     return sinks
 
 
-def off(directories: dict[int, Path], ask: Ask, sink: Collected) -> float:
+def off(directories: dict[int, Path], ask: DecodeParams, sink: Collected) -> float:
     """Reported log-probabilities against a plain forward over the whole sequence, version by version."""
     sequence = torch.tensor([[*ask.prompt_ids, *sink.token_ids]])
     worst = 0.0
@@ -196,10 +196,10 @@ def test_fixed_steps_report_the_log_probabilities_of_a_plain_forward(
 @in_every_way
 def test_a_second_turn_reuses_what_fixed_steps_computed(directory: Path, ways: DecodeKernels | None) -> None:
     decoder = a_decoder(directory, ways=ways)
-    first = Ask(a_prompt(0, 50), max_tokens=24, seed=1)
+    first = DecodeParams(a_prompt(0, 50), max_tokens=24, seed=1)
     _, said = add(decoder, first)
     drain(decoder)
-    again = Ask([*first.prompt_ids, *said.token_ids, *a_prompt(1, 9)], max_tokens=5, seed=2)
+    again = DecodeParams([*first.prompt_ids, *said.token_ids, *a_prompt(1, 9)], max_tokens=5, seed=2)
     _, more = add(decoder, again)
     drain(decoder)
     assert decoder.counters.reused_tokens == 50 + 24 - 1
@@ -213,12 +213,12 @@ def test_a_prefix_that_ends_with_a_stop_token_is_reused_exactly(
     """The step after a stop token was launched before anybody saw it; what that wrote has to be right."""
     decoder = a_decoder(directory, ways=ways)
     every_token = tuple(range(0, 400, 3))
-    firsts = [Ask(a_prompt(n, 20), max_tokens=40, seed=n, stop_ids=every_token) for n in range(8)]
+    firsts = [DecodeParams(a_prompt(n, 20), max_tokens=40, seed=n, stop_ids=every_token) for n in range(8)]
     said = [add(decoder, ask)[1] for ask in firsts]
     drain(decoder)
     assert all(sink.pieces[-1].finish == "stop" for sink in said)
     seconds = [
-        Ask([*ask.prompt_ids, *sink.token_ids, 9, 9], max_tokens=6, seed=1)
+        DecodeParams([*ask.prompt_ids, *sink.token_ids, 9, 9], max_tokens=6, seed=1)
         for ask, sink in zip(firsts, said, strict=True)
     ]
     more = [add(decoder, ask)[1] for ask in seconds]
@@ -232,14 +232,14 @@ def test_a_call_that_leaves_harms_neither_the_others_nor_who_takes_its_slot(
     directory: Path, ways: DecodeKernels | None
 ) -> None:
     decoder = a_decoder(directory, max_slots=8, ways=ways)
-    staying = [Ask(a_prompt(n, 10 + n), max_tokens=80, seed=n) for n in range(6)]
+    staying = [DecodeParams(a_prompt(n, 10 + n), max_tokens=80, seed=n) for n in range(6)]
     sinks = [add(decoder, ask)[1] for ask in staying]
     for n in range(20):
-        leaving, _ = add(decoder, Ask(a_prompt(n % 6, 10), max_tokens=50, seed=99))
+        leaving, _ = add(decoder, DecodeParams(a_prompt(n % 6, 10), max_tokens=50, seed=99))
         decoder.step()
         decoder.step()
         decoder.drop(leaving)
-    late = Ask(a_prompt(3, 40), max_tokens=30, seed=7)
+    late = DecodeParams(a_prompt(3, 40), max_tokens=30, seed=7)
     staying, sinks = [*staying, late], [*sinks, add(decoder, late)[1]]
     drain(decoder)
     for ask, sink in zip(staying, sinks, strict=True):
@@ -250,11 +250,11 @@ def test_a_call_that_leaves_harms_neither_the_others_nor_who_takes_its_slot(
 @in_every_way
 def test_the_memory_grows_under_a_step_in_flight(directory: Path, ways: DecodeKernels | None) -> None:
     decoder = a_decoder(directory, ways=ways)
-    wanted = [Ask(a_prompt(n, 100), max_tokens=300, seed=n) for n in range(2)]
+    wanted = [DecodeParams(a_prompt(n, 100), max_tokens=300, seed=n) for n in range(2)]
     sinks = [add(decoder, ask)[1] for ask in wanted]
     for _ in range(10):
         decoder.step()
-    wanted += [Ask(a_prompt(n, 9), max_tokens=CONTEXT, seed=n) for n in range(2, 20)]
+    wanted += [DecodeParams(a_prompt(n, 9), max_tokens=CONTEXT, seed=n) for n in range(2, 20)]
     sinks += [add(decoder, ask)[1] for ask in wanted[2:]]
     drain(decoder)
     for ask, sink in zip(wanted[:4], sinks[:4], strict=True):
@@ -267,7 +267,7 @@ def test_tokens_in_flight_at_a_swap_are_the_old_version_s(
     directory: Path, other_directory: Path, ways: DecodeKernels | None
 ) -> None:
     decoder = a_decoder(directory, ways=ways)
-    wanted = [Ask(a_prompt(n, 10 + n), max_tokens=40, seed=n) for n in range(9)]
+    wanted = [DecodeParams(a_prompt(n, 10 + n), max_tokens=40, seed=n) for n in range(9)]
     sinks = [add(decoder, ask)[1] for ask in wanted]
     for _ in range(15):
         decoder.step()
@@ -282,7 +282,7 @@ def test_tokens_in_flight_at_a_swap_are_the_old_version_s(
 
 def test_far_apart_slots_run_together_in_a_small_step(directory: Path) -> None:
     decoder = a_decoder(directory)
-    wanted = [Ask(a_prompt(n, 12), max_tokens=40 if n in (3, 30) else 4, seed=n) for n in range(32)]
+    wanted = [DecodeParams(a_prompt(n, 12), max_tokens=40 if n in (3, 30) else 4, seed=n) for n in range(32)]
     sinks = [add(decoder, ask)[1] for ask in wanted]
     drain(decoder)
     assert decoder.steps is not None
@@ -295,13 +295,13 @@ def test_far_apart_slots_run_together_in_a_small_step(directory: Path) -> None:
 
 def test_by_lane_no_shape_depends_on_lengths_or_on_which_slots_are_idle(directory: Path) -> None:
     decoder = a_decoder(directory, ways=PLAIN)
-    wanted = [Ask(a_prompt(n, 12), max_tokens=200 if n % 4 == 3 else 4, seed=n) for n in range(32)]
+    wanted = [DecodeParams(a_prompt(n, 12), max_tokens=200 if n % 4 == 3 else 4, seed=n) for n in range(32)]
     sinks = [add(decoder, ask)[1] for ask in wanted]
     drain(decoder)
     assert decoder.steps is not None
     lengths = {shape.length for shape in decoder.steps.launched}
     assert len(lengths) <= 2  # before and after the memory grew
-    assert decoder.steps.launched[Shape(8, max(lengths), False)] > 50
+    assert decoder.steps.launched[StepShape(8, max(lengths), False)] > 50
     for n in (3, 31):
         assert len(sinks[n].token_ids) == 200
         assert off({0: directory}, wanted[n], sinks[n]) < TOLERANCE
@@ -324,7 +324,7 @@ def test_picking_by_blocks_is_drawing(vocabulary: int) -> None:
     logits = 4 * torch.randn(200, vocabulary, generator=generator)
     uniforms = torch.rand(200, dtype=torch.float64, generator=generator)
     temperatures = [(0.0, 0.5, 1.0, 1.7)[n % 4] for n in range(200)]
-    wanted = [Ask((), 1, 0, temperature=t) for t in temperatures]
+    wanted = [DecodeParams((), 1, 0, temperature=t) for t in temperatures]
     tokens, logprobs = pick(logits, torch.tensor(temperatures, dtype=torch.float64), uniforms)
     drawn, scored = draw(logits, wanted, uniforms.tolist())
     assert tokens.tolist() == drawn
@@ -370,9 +370,9 @@ def test_a_step_neither_reads_from_nor_writes_to_the_host(
     slots = KVCache(model.config.num_hidden_layers, 8, CONTEXT, torch.float32, model.device, ways)
     assert slots.take([1, 2, 3]) == (0, 0)
     steps = CudaGraphRunner(model, slots, 8)
-    steps.replay(Shape(8, 64, gathered))
+    steps.replay(StepShape(8, 64, gathered))
     with _HostSeen() as seen:
-        steps.replay(Shape(8, 64, gathered))
+        steps.replay(StepShape(8, 64, gathered))
     assert seen.operations == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from afield.engines.probe import checked, probe
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import UsageError
@@ -23,9 +23,9 @@ from support.tiny_model import build_tiny_model
 pytestmark = pytest.mark.anyio
 
 
-def script(call: GenerateRequest) -> Scripted:
+def script(call: GenerateRequest) -> ScriptedReply:
     start = sum(call.prompt_ids)
-    return Scripted(token_ids=tuple((start + 7 * n) % 400 for n in range(40)), chunks=(1, 3))
+    return ScriptedReply(token_ids=tuple((start + 7 * n) % 400 for n in range(40)), chunks=(1, 3))
 
 
 Change = Callable[[GenerateRequest, Chunk], Chunk]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from afield.engines.recording import Served
-from afield.engines.scripted import Scripted, ScriptedEngine, read_script
+from afield.engines.recording import CallStatus
+from afield.engines.scripted import ScriptedEngine, ScriptedReply, read_script
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, GenerateRequest, Image
 from afield.types import FinishReason, Sampling, VersionSpan
@@ -49,7 +49,7 @@ async def answer(engine: ScriptedEngine, call: GenerateRequest) -> list[Chunk]:
 
 async def test_answers_are_used_up_in_order() -> None:
     engine = ScriptedEngine(
-        [Scripted(token_ids=(7, 0)), Scripted(token_ids=(8, 9, 0), logprobs=(-1, -2, -3))]
+        [ScriptedReply(token_ids=(7, 0)), ScriptedReply(token_ids=(8, 9, 0), logprobs=(-1, -2, -3))]
     )
     assert [chunk.token_ids for chunk in await answer(engine, a_call())] == [(7,), (0,)]
     (whole,) = await answer(engine, a_call(stream=False))
@@ -59,35 +59,35 @@ async def test_answers_are_used_up_in_order() -> None:
 
 
 async def test_streamed_chunks_have_the_sizes_given() -> None:
-    engine = ScriptedEngine([Scripted(token_ids=tuple(range(1, 9)), chunks=(1, 3, 2))])
+    engine = ScriptedEngine([ScriptedReply(token_ids=tuple(range(1, 9)), chunks=(1, 3, 2))])
     assert [len(chunk.token_ids) for chunk in await answer(engine, a_call())] == [1, 3, 2, 2]
 
 
 async def test_a_version_that_changes_in_mid_answer_splits_the_chunk() -> None:
-    engine = ScriptedEngine([Scripted(token_ids=(5, 6, 7, 0), chunks=(4,), bump_after=3)], version=4)
+    engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6, 7, 0), chunks=(4,), bump_after=3)], version=4)
     chunks = await answer(engine, a_call())
     assert [(chunk.token_ids, chunk.low, chunk.high) for chunk in chunks] == [((5, 6, 7), 4, 4), ((0,), 5, 5)]
     assert (await engine.info()).version == 5
-    assert engine.ledger[0].versions == (VersionSpan(0, 3, 4, 4), VersionSpan(3, 4, 5, 5))
+    assert engine.recorded[0].versions == (VersionSpan(0, 3, 4, 4), VersionSpan(3, 4, 5, 5))
 
 
 async def test_a_scripted_failure_comes_after_its_tokens_and_is_in_the_ledger() -> None:
-    engine = ScriptedEngine([Scripted(token_ids=(5, 6), fail="unavailable")])
+    engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), fail="unavailable")])
     seen: list[Chunk] = []
     with pytest.raises(Unavailable, match="the script fails call 'c1'"):
         async for chunk in engine.generate(a_call()):
             seen.append(chunk)  # noqa: PERF401 (what came before the failure counts)
     assert [chunk.finish for chunk in seen] == [None, None]
-    (entry,) = engine.ledger
-    assert (entry.served, entry.token_ids, entry.finish) == (Served.FAILED, (5, 6), None)
+    (entry,) = engine.recorded
+    assert (entry.served, entry.token_ids, entry.finish) == (CallStatus.FAILED, (5, 6), None)
 
 
 async def test_a_call_that_hangs_ends_when_it_is_closed_or_the_engine_breaks() -> None:
-    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5,), fail="hang"))
+    engine = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5,), fail="hang"))
     async with asyncio.timeout(BOUND_S), aclosing(engine.generate(a_call())) as chunks:
         await anext(chunks)
     hanging = asyncio.create_task(answer(engine, a_call()))
-    slow = ScriptedEngine(lambda call: Scripted(token_ids=(5,), delay_s=3600))
+    slow = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5,), delay_s=3600))
     waiting = asyncio.create_task(answer(slow, a_call()))
     await asyncio.sleep(0.01)
     engine.break_down("out of memory")
@@ -95,7 +95,11 @@ async def test_a_call_that_hangs_ends_when_it_is_closed_or_the_engine_breaks() -
     for call in (hanging, waiting, answer(engine, a_call())):
         with pytest.raises(Unavailable, match="out of memory"):
             await call
-    assert [entry.served for entry in engine.ledger] == [Served.ABANDONED, Served.FAILED, Served.FAILED]
+    assert [entry.served for entry in engine.recorded] == [
+        CallStatus.ABANDONED,
+        CallStatus.FAILED,
+        CallStatus.FAILED,
+    ]
 
 
 async def test_a_file_answers_matching_prompts_and_the_others_in_order(tmp_path: Path) -> None:
@@ -151,30 +155,32 @@ def an_image(digest: str) -> Image:
 
 
 async def test_images_take_their_length_in_the_prompt_and_the_first_chunk_says_so() -> None:
-    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5, 6, 0)), image_id=ord("#"), image_length=3)
+    engine = ScriptedEngine(
+        lambda call: ScriptedReply(token_ids=(5, 6, 0)), image_id=ord("#"), image_length=3
+    )
     assert (await engine.info()).images
     call = structs.replace(a_call("a#b#"), images=(an_image("x"), an_image("y")))
     chunks = await answer(engine, call)
     expanded = tuple(map(ord, "a###b###"))
     assert [chunk.prompt_ids for chunk in chunks] == [expanded, None, None]
-    assert engine.ledger[0].prompt_ids == expanded
+    assert engine.recorded[0].prompt_ids == expanded
     (whole,) = await answer(engine, structs.replace(call, stream=False))
     assert whole.prompt_ids == expanded
 
 
 async def test_images_the_prompt_has_no_places_for_are_refused() -> None:
-    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5, 0)), image_id=ord("#"), max_context=9)
+    engine = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 0)), image_id=ord("#"), max_context=9)
     with pytest.raises(ValueError, match="has 1 images and 2 places"):
         await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"),)))
     with pytest.raises(ValueError, match="prompt of 9 ids"):
         await answer(engine, structs.replace(a_call("a##"), images=(an_image("x"), an_image("y"))))
-    blind = ScriptedEngine(lambda call: Scripted(token_ids=(5, 0)))
+    blind = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 0)))
     with pytest.raises(ValueError, match="does not take"):
         await answer(blind, structs.replace(a_call("#"), images=(an_image("x"),)))
 
 
 async def test_a_paused_engine_stands_still() -> None:
-    engine = ScriptedEngine(lambda call: Scripted(token_ids=(5, 6, 0)))
+    engine = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5, 6, 0)))
     async with asyncio.timeout(BOUND_S), aclosing(engine.generate(a_call())) as chunks:
         await anext(chunks)
         await engine.pause()

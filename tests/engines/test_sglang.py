@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from afield.engines.probe import probe
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.engine import SglangEngine
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.interfaces.engine import Chunk, GenerateRequest, Image
@@ -27,8 +27,8 @@ from support.replay_sglang import replaying
 pytestmark = pytest.mark.anyio
 
 
-def counting(call: GenerateRequest) -> Scripted:
-    return Scripted(token_ids=tuple(range(20, 60)), chunks=(1, 2), delay_s=0.002)
+def counting(call: GenerateRequest) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(range(20, 60)), chunks=(1, 2), delay_s=0.002)
 
 
 def logprobs(chunks: list[Chunk]) -> list[float]:
@@ -75,8 +75,8 @@ async def test_the_body_says_what_the_call_says() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_versions_are_exact_where_told_and_intervals_otherwise(stream: bool) -> None:
-    def script(call: GenerateRequest) -> Scripted:
-        return Scripted(token_ids=tuple(range(20, 32)), bump_after=5 if call.max_tokens == 12 else None)
+    def script(call: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(token_ids=tuple(range(20, 32)), bump_after=5 if call.max_tokens == 12 else None)
 
     async with connected(FakeSglang(ScriptedEngine(script, version=3)), version=3) as engine:
         chunks = await answer(engine, a_call(stream=stream))
@@ -106,8 +106,8 @@ async def test_log_probabilities_before_truncation_are_refused_where_that_matter
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
-        ("die", "broke off"),
-        ("error", "gave up in mid-answer: out of memory"),
+        ("die", "closed the connection"),
+        ("error", "failed in the middle of a reply: out of memory"),
         ("fewer", r"gave \d+ ids and \d+ log-probabilities"),
         ("other", "gave log-probabilities of other tokens"),
         ("lowest", "has no finite log-probability"),
@@ -213,7 +213,7 @@ async def test_a_server_that_was_started_again_is_found_out_by_its_answer(
         chunks = await answer(engine, a_call(stream=stream))
         told = chunks[-1].versions or tuple(_spans_of(chunks))
         assert {(span.low, span.high) for span in told} == {(0, 0)}
-        with pytest.raises(Unavailable, match="lost version 3: it was started again with older weights"):
+        with pytest.raises(Unavailable, match="lost version 3: it was restarted with older weights"):
             await answer(engine, a_call(stream=stream))
         assert (await engine.info()).version == 0
         await engine.load(3, weights)

@@ -18,7 +18,7 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from afield.engines.recording import RecordedCall, RecordingEngine, Served, read_ledger
+from afield.engines.recording import CallStatus, RecordedCall, RecordingEngine, read_recording
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.torch.sampler import draw
 from afield.errors import Unavailable, UsageError
@@ -152,9 +152,9 @@ async def test_rescoring_gives_the_recorded_log_probabilities(
             await answer(engine, a_call(f"{n}-b", second, sampling, stream=stream))
 
         await asyncio.gather(*(conversation(n) for n in range(44)))
-        assert len(engine.entries) == 88
-        assert {entry.served for entry in engine.entries} == {Served.COMPLETE}
-    assert max(worst_error(entry, {0: directory}) for entry in engine.entries) < TOLERANCE
+        assert len(engine.recorded) == 88
+        assert {entry.served for entry in engine.recorded} == {CallStatus.COMPLETE}
+    assert max(worst_error(entry, {0: directory}) for entry in engine.recorded) < TOLERANCE
 
 
 @pytest.mark.parametrize("fixed_steps", [False, True])
@@ -190,7 +190,7 @@ async def test_after_a_swap_every_token_is_scored_by_the_version_that_drew_it(
             assert {chunk.low for chunk in chunks} == {0, 7}
         assert [(chunk.low, chunk.finish) for chunk in await whole] == [(0, None), (7, FinishReason.LENGTH)]
     weights = {0: model, 7: other_weights}
-    assert max(worst_error(entry, weights) for entry in engine.entries) < TOLERANCE
+    assert max(worst_error(entry, weights) for entry in engine.recorded) < TOLERANCE
 
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ async def test_a_prompt_shared_with_a_call_in_flight_is_not_computed_again(model
             await answer(engine, a_call("b", [*shared, 9, 9, 9]))
             assert inner.counters.reused_tokens == 60
             await anext(long)
-    assert max(worst_error(entry, {0: model}) for entry in engine.entries) < TOLERANCE
+    assert max(worst_error(entry, {0: model}) for entry in engine.recorded) < TOLERANCE
 
 
 async def test_calls_beyond_the_slots_are_served_in_the_order_they_came(model: Path) -> None:
@@ -372,7 +372,7 @@ async def test_a_tied_model_takes_tied_weights_only(tmp_path: Path) -> None:
             await engine.load(1, str(untied))
         await engine.load(1, str(better))
         await answer(engine, a_call("c", a_prompt(0, 10)))
-    assert worst_error(engine.entries[0], {1: better}) < TOLERANCE
+    assert worst_error(engine.recorded[0], {1: better}) < TOLERANCE
 
 
 async def test_a_path_that_is_no_model_is_refused_by_name(model: Path, tmp_path: Path) -> None:
@@ -419,8 +419,8 @@ async def test_a_sliding_window_bounds_the_context(model: Path, tmp_path: Path) 
     async with asyncio.timeout(BOUND_S), RecordingEngine(TorchEngine(path)) as engine:
         assert (await engine.info()).max_context == 64
         await answer(engine, a_call("c", a_prompt(0, 30), max_tokens=100, stop_ids=()))
-    assert len(engine.entries[0].token_ids) == 34
-    assert worst_error(engine.entries[0], {0: path}) < TOLERANCE
+    assert len(engine.recorded[0].token_ids) == 34
+    assert worst_error(engine.recorded[0], {0: path}) < TOLERANCE
 
 
 async def test_settings_that_make_no_sense_are_refused(model: Path) -> None:
@@ -505,10 +505,10 @@ async def test_the_ledger_file_says_what_was_served_and_what_was_abandoned(
             begun = await anext(chunks)
         with pytest.raises(ValueError, match="empty prompt"):
             await answer(engine, a_call("refused", []))
-    whole, abandoned = read_ledger(path)
-    assert (whole.call_id, whole.served, whole.prompt_ids) == ("whole", Served.COMPLETE, call.prompt_ids)
+    whole, abandoned = read_recording(path)
+    assert (whole.call_id, whole.served, whole.prompt_ids) == ("whole", CallStatus.COMPLETE, call.prompt_ids)
     assert (whole.token_ids, whole.logprobs, whole.finish) == (chunk.token_ids, chunk.logprobs, chunk.finish)
-    assert (abandoned.call_id, abandoned.served, abandoned.finish) == ("cut", Served.ABANDONED, None)
+    assert (abandoned.call_id, abandoned.served, abandoned.finish) == ("cut", CallStatus.ABANDONED, None)
     assert abandoned.token_ids[: len(begun.token_ids)] == begun.token_ids
 
 

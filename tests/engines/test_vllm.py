@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from afield.engines.http import Events
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.http import SseParser
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.vllm.engine import VllmEngine
 from afield.errors import Conflict, Unavailable, UsageError
 from afield.gateway.engine_pool import EnginePool
@@ -45,7 +45,7 @@ def test_events_are_the_same_wherever_the_bytes_are_cut(cuts: list[int], end: by
         "",
     ]
     stream = end.join(line.encode() for line in lines)
-    events, found = Events(), []
+    events, found = SseParser(), []
     for size in [*cuts, len(stream)]:
         found += events.feed(stream[:size])
         stream = stream[size:]
@@ -102,8 +102,8 @@ async def test_the_body_says_what_the_call_says_and_nothing_of_the_server_s_defa
 
 
 async def test_versions_that_change_in_mid_answer_are_exact() -> None:
-    def script(call: GenerateRequest) -> Scripted:
-        return Scripted(token_ids=tuple(range(20, 32)), bump_after=5 if call.max_tokens == 12 else None)
+    def script(call: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(token_ids=tuple(range(20, 32)), bump_after=5 if call.max_tokens == 12 else None)
 
     async with connected(FakeVllm(ScriptedEngine(script, version=3)), version=3) as engine:
         streamed = await answer(engine, a_call())
@@ -165,13 +165,13 @@ async def test_a_server_with_raw_log_probabilities_is_found_out() -> None:
     ("fault", "complaint"),
     [
         ("500", "answers 500: EngineCore encountered an issue"),
-        ("die", "broke off"),
+        ("die", "closed the connection"),
         ("hang", "sent nothing for 1 s"),
         ("fewer", r"gave \d+ ids but \d+ log-probabilities"),
-        ("nan", "sent what is not expected"),
-        ("null", "sent what is not expected"),
+        ("nan", "sent an unexpected response"),
+        ("null", "sent an unexpected response"),
         ("clamped", "has no finite log-probability"),
-        ("garbage", "sent what is not expected .*502 Bad Gateway"),
+        ("garbage", "sent an unexpected response .*502 Bad Gateway"),
     ],
 )
 async def test_a_server_that_misbehaves_is_unavailable_and_named(
@@ -188,7 +188,7 @@ async def test_a_server_that_misbehaves_is_unavailable_and_named(
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
-        ("error", "gave up in mid-answer: out of memory"),
+        ("error", "failed in the middle of a reply: out of memory"),
         ("no end", "ended a stream without a finish, after 5"),
     ],
 )
@@ -220,15 +220,15 @@ async def test_a_model_the_server_does_not_have_is_refused_with_those_it_has() -
 
 
 async def test_leaving_early_ends_the_call_at_the_server() -> None:
-    inner = ScriptedEngine(lambda call: Scripted(token_ids=(5,) * 500, delay_s=0.01))
+    inner = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5,) * 500, delay_s=0.01))
     async with connected(FakeVllm(inner)) as engine:
-        before = len(inner.ledger)
+        before = len(inner.recorded)
         async with aclosing(engine.generate(a_call(max_tokens=500))) as chunks:
             await anext(chunks)
         async with asyncio.timeout(60):
-            while len(inner.ledger) == before:
+            while len(inner.recorded) == before:
                 await asyncio.sleep(0.01)
-        assert inner.ledger[-1].served == "abandoned"
+        assert inner.recorded[-1].served == "abandoned"
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 async def test_weights_are_swapped_in_a_pause_that_keeps_calls(weights: Path) -> None:
-    inner = ScriptedEngine(lambda call: Scripted(token_ids=tuple(range(20, 60)), delay_s=0.01))
+    inner = ScriptedEngine(lambda call: ScriptedReply(token_ids=tuple(range(20, 60)), delay_s=0.01))
     fake = FakeVllm(inner)
     async with connected(fake) as engine:
         call = asyncio.create_task(answer(engine, a_call(max_tokens=40)))
@@ -267,7 +267,7 @@ async def test_weights_are_swapped_in_a_pause_that_keeps_calls(weights: Path) ->
 
 
 async def test_a_pause_is_not_taken_for_a_hang() -> None:
-    fake = FakeVllm(ScriptedEngine(lambda call: Scripted(token_ids=(5,) * 20, delay_s=0.01)))
+    fake = FakeVllm(ScriptedEngine(lambda call: ScriptedReply(token_ids=(5,) * 20, delay_s=0.01)))
     async with connected(fake, idle_s=0.2) as engine:
         call = asyncio.create_task(answer(engine, a_call()))
         await asyncio.sleep(0.05)
@@ -338,7 +338,7 @@ async def test_a_server_that_was_started_again_is_found_out_by_its_answer(
         last = (await answer(engine, a_call(stream=stream)))[-1]
         told = last.versions or (VersionSpan(0, 12, last.low, last.high),)
         assert {span.low for span in told} == {0}
-        with pytest.raises(Unavailable, match="lost version 3: it was started again with older weights"):
+        with pytest.raises(Unavailable, match="lost version 3: it was restarted with older weights"):
             await answer(engine, a_call(stream=stream))
         await engine.load(3, str(weights))
         assert {chunk.low for chunk in await answer(engine, a_call(stream=stream))} == {3}
@@ -358,7 +358,7 @@ async def test_a_pause_whose_answer_got_lost_does_not_outlive_the_load(weights: 
     fake = FakeVllm(ScriptedEngine(counting))
     async with connected(fake) as engine:
         fake.lost_answers = ["/pause"]
-        with pytest.raises(Unavailable, match="broke off"):
+        with pytest.raises(Unavailable, match="closed the connection"):
             await engine.load(1, str(weights))
         assert fake.moving.is_set()
         assert len(ids(await answer(engine, a_call()))) == 12
@@ -382,7 +382,7 @@ async def test_what_the_server_cannot_do_is_refused_with_the_remedy(weights: Pat
 
 async def test_reading_a_long_stream_costs_little() -> None:
     """Processor time of client and fake server together; the client alone is a fraction of it."""
-    inner = ScriptedEngine(lambda call: Scripted(token_ids=(5,) * 4000, chunks=(1,)))
+    inner = ScriptedEngine(lambda call: ScriptedReply(token_ids=(5,) * 4000, chunks=(1,)))
     async with connected(FakeVllm(inner)) as engine:
         started = time.process_time()
         chunks = await answer(engine, a_call(max_tokens=4000))

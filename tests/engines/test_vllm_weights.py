@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.vllm.engine import VllmEngine
 from afield.engines.vllm.weight_transfer import VllmTransfer
 from afield.errors import Conflict, Unavailable, UsageError
@@ -38,7 +38,7 @@ def send(transfer: VllmTransfer, version: int, *names: str) -> None:
 
 
 async def test_weights_are_sent_while_calls_stand_still_and_the_gateway_is_told(weights: Path) -> None:
-    fake = FakeVllm(ScriptedEngine(lambda call: Scripted(token_ids=tuple(range(20, 60)), delay_s=0.01)))
+    fake = FakeVllm(ScriptedEngine(lambda call: ScriptedReply(token_ids=tuple(range(20, 60)), delay_s=0.01)))
     async with connected(fake) as engine:
         transfer = VllmTransfer(engine.url)
         await asyncio.to_thread(transfer.init_weight_transfer_engine, {"packed": False})

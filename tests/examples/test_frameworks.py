@@ -18,7 +18,7 @@ import transformers
 from langgraph.errors import GraphRecursionError
 from strands.types.exceptions import EventLoopException, MaxTokensReachedException
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import PolicyFailure, UsageError, WireError
 from afield.interfaces import SessionSpec
 from afield.sdk.classify import attribute
@@ -34,11 +34,11 @@ TOKENIZER = transformers.AutoTokenizer.from_pretrained(POLICY)
 MAKERS = {"strands": create_openai_compatible_model, "langchain": langchain.create_openai_compatible_model}
 
 
-def said(text: str) -> Scripted:
-    return Scripted(token_ids=tuple(TOKENIZER.encode(f"{text}<|im_end|>", add_special_tokens=False)))
+def said(text: str) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(TOKENIZER.encode(f"{text}<|im_end|>", add_special_tokens=False)))
 
 
-def call(tool: str, **arguments: Any) -> Scripted:
+def call(tool: str, **arguments: Any) -> ScriptedReply:
     return said(f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>")
 
 
@@ -61,7 +61,9 @@ CONTEXT = Context(
 
 
 @asynccontextmanager
-async def rollout(store: Path, *script: Scripted) -> AsyncIterator[tuple[dict[str, Any], ScriptedEngine]]:
+async def rollout(
+    store: Path, *script: ScriptedReply
+) -> AsyncIterator[tuple[dict[str, Any], ScriptedEngine]]:
     """The payload of a rollout whose session is open, and the engine behind it."""
     engine = ScriptedEngine(list(script))
     async with running(engine, store) as up:
@@ -95,7 +97,7 @@ async def test_a_strands_agent_runs_at_its_rollouts_gateway_from_any_event_loop(
         # A plain call runs in an event loop of its own.
         second = await anyio.to_thread.run_sync(agent, "Sure?")
     assert (str(first).strip(), str(second).strip()) == ("12", "again 12")
-    assert len(engine.ledger) == 3
+    assert len(engine.recorded) == 3
 
 
 async def test_a_langchain_model_asks_at_its_rollouts_gateway(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ async def test_a_langchain_model_asks_at_its_rollouts_gateway(tmp_path: Path) ->
         model = langchain.create_openai_compatible_model(payload)
         assert (await model.ainvoke("How much?")).content == "12"
         assert (await anyio.to_thread.run_sync(model.invoke, "Sure?")).content == "13"
-    assert len(engine.ledger) == 2
+    assert len(engine.recorded) == 2
 
 
 @pytest.mark.parametrize("where", [CONTEXT, {"_rollout": ROLLOUT}], ids=["context", "payload"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway import http
 from afield.gateway.outcomes import GatewayLimits
 from afield.interfaces import Chunk, GenerateRequest, SessionSpec
@@ -231,9 +231,9 @@ ENGINES: dict[str, Any] = {
     "fewer logprobs": lambda: Lying((-1.0,)),
     "no number": lambda: Lying((float("nan"),) * 3),
     "minus infinity": lambda: Lying((float("-inf"),) * 3),
-    "dies at once": lambda: ScriptedEngine([Scripted(fail="unavailable")]),
-    "dies in the middle": lambda: ScriptedEngine([Scripted(token_ids=(40, 41), fail="unavailable")]),
-    "gives up": lambda: ScriptedEngine([Scripted(token_ids=(40, 41), finish=FinishReason.ABORTED)]),
+    "dies at once": lambda: ScriptedEngine([ScriptedReply(fail="unavailable")]),
+    "dies in the middle": lambda: ScriptedEngine([ScriptedReply(token_ids=(40, 41), fail="unavailable")]),
+    "gives up": lambda: ScriptedEngine([ScriptedReply(token_ids=(40, 41), finish=FinishReason.ABORTED)]),
 }
 
 
@@ -264,7 +264,7 @@ async def test_an_engine_that_cannot_be_trusted_is_an_error_and_nothing_is_train
 
 
 async def test_an_engine_that_hangs_is_ended_with_its_session(tmp_path: Path) -> None:
-    async with place(tmp_path, ScriptedEngine([Scripted(token_ids=(40, 41), fail="hang")])) as there:
+    async with place(tmp_path, ScriptedEngine([ScriptedReply(token_ids=(40, 41), fail="hang")])) as there:
         client = await there.client()
         calling = asyncio.create_task(client.send(user("Hi"), toolset=0))
         session = there.gateway.sessions.get("r.1")

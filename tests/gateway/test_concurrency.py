@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Conflict
 from afield.gateway.front import Process
 from afield.gateway.sessions import SessionManager
@@ -127,10 +127,10 @@ async def test_an_open_whose_caller_left_is_there_for_the_next_one(tmp_path: Pat
             await leaving
 
 
-def drifting(call: GenerateRequest) -> Scripted:
+def drifting(call: GenerateRequest) -> ScriptedReply:
     """The number 12 digit by digit: the tokenizer has an id of its own for it."""
     ids = [i for digit in "12" for i in vocabulary().encode(digit)]
-    return Scripted(token_ids=(*ids, *vocabulary().encode("<|im_end|>")))
+    return ScriptedReply(token_ids=(*ids, *vocabulary().encode("<|im_end|>")))
 
 
 async def test_turns_that_drift_are_counted_when_sessions_end_together(tmp_path: Path) -> None:

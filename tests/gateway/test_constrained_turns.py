@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.engine import SglangEngine
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.engine import VllmEngine
@@ -221,8 +221,8 @@ async def test_what_cannot_be_enforced_is_refused_or_ignored(model: Path, tmp_pa
             assert "ignored:response_format" in turn.tags and turn.constraint is None
 
 
-def said(text: str, model: Path) -> Scripted:
-    return Scripted(token_ids=tuple(vocabulary(model).encode(f"{text}<|im_end|>")))
+def said(text: str, model: Path) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(vocabulary(model).encode(f"{text}<|im_end|>")))
 
 
 async def test_a_script_is_held_to_the_constraint(model: Path, tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ async def test_servers_are_given_the_grammar_as_a_structural_tag(
 
 
 async def test_a_server_that_enforces_nothing_is_found_out(model: Path, tmp_path: Path) -> None:
-    silent = ScriptedEngine(lambda _: Scripted(token_ids=tuple(range(20, 60))))
+    silent = ScriptedEngine(lambda _: ScriptedReply(token_ids=tuple(range(20, 60))))
     async with serving(FakeVllm(silent)) as url, running(VllmEngine(url), tmp_path / "store", model) as up:
         strict, lax = await up.agent(), await up.agent("r.2", unsupported="ignore")
         asked: Any = {"model": "m", "messages": USER, "tools": TOOLS, "tool_choice": "required"}

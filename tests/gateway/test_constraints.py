@@ -22,7 +22,7 @@ from afield.engines.torch.sampler import draw
 from afield.gateway import constraints, prompts
 from afield.gateway.model_request import ModelRequest
 from afield.gateway.schemas import SHAPES, enforceable
-from afield.masks import Masks
+from afield.masks import ConstraintMasks
 from afield.types import Constraint, Message, Sampling
 from support.gateways import POLICY
 from support.tiny_model import build_tokenizer
@@ -55,7 +55,7 @@ class Sampler:
         tokenizer.add_tokens(ENDS)
         tokenizer.save_pretrained(directory)
         self.tokenizer = tokenizer
-        self.masks = Masks(directory, len(tokenizer))
+        self.masks = ConstraintMasks(directory, len(tokenizer))
         self.stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
         texts = tokenizer.get_vocab().items()
         self.ends = {n for text, n in texts if text in ENDS or text[:1] in '"}]Ċ'}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.turn_tree import arguments_value
 from support.dialect_session import Client, Place, calls, place, said
 from support.random_agents import TOOLSETS
@@ -21,7 +21,7 @@ NO_ARGUMENTS = '\n<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>'
 def answering(*texts: str) -> ScriptedEngine:
     left = iter(texts)
 
-    def answer(_: Any) -> Scripted:
+    def answer(_: Any) -> ScriptedReply:
         return said(next(left))
 
     return ScriptedEngine(answer, max_context=8192)

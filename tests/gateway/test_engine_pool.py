@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 from msgspec import structs
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Conflict, NotFound, Unavailable, UsageError
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.queue_time import QueueTime
@@ -34,20 +34,20 @@ def a_call(name: str = "c1", *, session: str = "s.1", max_tokens: int = 40, stop
     )
 
 
-def by_position(call: GenerateRequest) -> Scripted:
+def by_position(call: GenerateRequest) -> ScriptedReply:
     """Every token follows from its place, so that a call continued elsewhere gives the same ids."""
     start = len(call.prompt_ids)
-    return Scripted(token_ids=tuple(100 + p for p in range(start, start + 60)), chunks=(1, 3))
+    return ScriptedReply(token_ids=tuple(100 + p for p in range(start, start + 60)), chunks=(1, 3))
 
 
-def slowly(call: GenerateRequest) -> Scripted:
+def slowly(call: GenerateRequest) -> ScriptedReply:
     answer = by_position(call)
-    return Scripted(token_ids=answer.token_ids, chunks=(2,), delay_s=0.005)
+    return ScriptedReply(token_ids=answer.token_ids, chunks=(2,), delay_s=0.005)
 
 
-def breaking(after: int, fail: str = "unavailable") -> Callable[[GenerateRequest], Scripted]:
-    def script(call: GenerateRequest) -> Scripted:
-        return Scripted(token_ids=by_position(call).token_ids[:after], chunks=(2,), fail=fail)  # type: ignore[arg-type]
+def breaking(after: int, fail: str = "unavailable") -> Callable[[GenerateRequest], ScriptedReply]:
+    def script(call: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(token_ids=by_position(call).token_ids[:after], chunks=(2,), fail=fail)  # type: ignore[arg-type]
 
     return script
 
@@ -96,17 +96,17 @@ async def test_a_session_stays_on_its_worker_and_sessions_are_spread() -> None:
         for turn in range(3):
             for n in range(6):
                 await answer(pool, a_call(f"{n}.{turn}", session=f"s.{n}"))
-    homes = [{entry.session_id for entry in engine.ledger} for engine in (a, b)]
+    homes = [{entry.session_id for entry in engine.recorded} for engine in (a, b)]
     assert [len(home) for home in homes] == [3, 3]
     assert not homes[0] & homes[1]
-    assert [len(engine.ledger) for engine in (a, b)] == [9, 9]
+    assert [len(engine.recorded) for engine in (a, b)] == [9, 9]
 
 
 async def test_calls_that_start_at_once_are_spread_evenly() -> None:
     engines = {name: ScriptedEngine(slowly) for name in "abcd"}
     async with pool_of(**engines) as pool:
         await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(20)))
-    assert {len(engine.ledger) for engine in engines.values()} == {5}
+    assert {len(engine.recorded) for engine in engines.values()} == {5}
 
 
 # --- failover ------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ async def test_a_call_goes_on_elsewhere_when_its_worker_breaks() -> None:
         chunks = await answer(pool, a_call())
         assert ids(chunks) == UNDISTURBED
         assert [chunk.finish for chunk in chunks] == [None] * (len(chunks) - 1) + [FinishReason.LENGTH]
-        assert good.ledger[0].prompt_ids == PROMPT + UNDISTURBED[:7]
+        assert good.recorded[0].prompt_ids == PROMPT + UNDISTURBED[:7]
         assert pool.stats()["failovers"] == 1
         assert pool.stats()["workers"]["a"]["failures"] == 1
         assert pool.stats()["in_flight"] == 0
@@ -126,7 +126,7 @@ async def test_a_call_goes_on_elsewhere_when_its_worker_breaks() -> None:
 
 async def test_log_probabilities_and_versions_of_all_pieces_arrive() -> None:
     good = ScriptedEngine(
-        lambda call: Scripted(token_ids=by_position(call).token_ids, bump_after=3), version=0
+        lambda call: ScriptedReply(token_ids=by_position(call).token_ids, bump_after=3), version=0
     )
     async with pool_of(a=ScriptedEngine(breaking(7)), b=good) as pool:
         chunks = await answer(pool, a_call())
@@ -149,9 +149,9 @@ class LateVersions(ScriptedEngine):
 async def test_exact_versions_told_at_the_end_count_from_the_first_token_of_the_call() -> None:
     finishes = iter([FinishReason.ABORTED, None])
 
-    def script(call: GenerateRequest) -> Scripted:
+    def script(call: GenerateRequest) -> ScriptedReply:
         finish = next(finishes)
-        return Scripted(token_ids=by_position(call).token_ids[: 6 if finish else 60], finish=finish)
+        return ScriptedReply(token_ids=by_position(call).token_ids[: 6 if finish else 60], finish=finish)
 
     async with pool_of(a=LateVersions(script)) as pool:
         chunks = await answer(pool, a_call())
@@ -176,10 +176,10 @@ async def test_a_call_survives_its_only_worker_when_that_comes_back() -> None:
 async def test_an_aborted_answer_is_resumed() -> None:
     answers = iter([FinishReason.ABORTED, FinishReason.ABORTED, None])
 
-    def script(call: GenerateRequest) -> Scripted:
+    def script(call: GenerateRequest) -> ScriptedReply:
         finish = next(answers)
         tokens = by_position(call).token_ids
-        return Scripted(token_ids=tokens[:4] if finish else tokens, finish=finish)
+        return ScriptedReply(token_ids=tokens[:4] if finish else tokens, finish=finish)
 
     async with pool_of(a=ScriptedEngine(script)) as pool:
         chunks = await answer(pool, a_call())
@@ -196,7 +196,7 @@ async def test_an_end_that_was_lost_with_its_worker_is_not_sampled_again() -> No
             assert ids(chunks) == UNDISTURBED[:6]
             assert chunks[-1].finish is finish
         good = ScriptedEngine(by_position)
-    assert not good.ledger
+    assert not good.recorded
 
 
 async def test_a_call_that_keeps_breaking_is_given_up_with_what_was_tried() -> None:
@@ -239,14 +239,14 @@ async def test_leaving_a_call_early_frees_its_place() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert pool.stats()["in_flight"] == 0
-    assert [entry.served for entry in engine.ledger] == ["abandoned", "abandoned"]
+    assert [entry.served for entry in engine.recorded] == ["abandoned", "abandoned"]
 
 
 async def test_forty_calls_on_four_workers_that_keep_breaking_all_end_right() -> None:
-    def flaky(seed: int) -> Callable[[GenerateRequest], Scripted]:
+    def flaky(seed: int) -> Callable[[GenerateRequest], ScriptedReply]:
         asked = iter(range(seed, 10_000))
 
-        def script(call: GenerateRequest) -> Scripted:
+        def script(call: GenerateRequest) -> ScriptedReply:
             n = next(asked)
             return breaking(n % 7)(call) if n % 3 == 0 else slowly(call)
 
@@ -270,7 +270,7 @@ async def test_new_calls_wait_at_the_gate_while_paused() -> None:
         waiting = asyncio.create_task(answer(pool, a_call()))
         await until(lambda: pool.stats()["waiting"] == 1)
         assert pool.stats()["paused"]
-        assert not engine.ledger
+        assert not engine.recorded
         await pool.resume()
         assert ids(await waiting) == UNDISTURBED
         assert pool.stats()["waiting"] == 0
@@ -320,7 +320,7 @@ async def test_kept_calls_stand_still_and_go_on_with_the_new_weights() -> None:
         assert pool.queue_time.waited_s("s.1") == stood
     assert ids(seen) == UNDISTURBED
     assert [(low, high) for _, low, high in spans(seen)] == [(0, 0), (4, 4)]
-    assert len(engine.ledger) == 1
+    assert len(engine.recorded) == 1
 
 
 async def collect_into(seen: list[Chunk], engine: Engine, call: GenerateRequest, busy_s: float = 0.0) -> None:
@@ -339,13 +339,13 @@ async def test_cut_calls_leave_the_engine_and_go_on_after_the_pause(busy: bool) 
         await until(lambda: len(seen) >= 1)
         await pool.pause("resume")
         assert pool.stats()["in_flight"] == 0
-        assert [entry.served for entry in engine.ledger] == ["abandoned"]
+        assert [entry.served for entry in engine.recorded] == ["abandoned"]
         cut_at = len(ids(seen))
         await pool.load(2, "weights-2")
         await pool.resume()
         await call
     assert ids(seen) == UNDISTURBED
-    assert engine.ledger[1].prompt_ids == PROMPT + UNDISTURBED[:cut_at]
+    assert engine.recorded[1].prompt_ids == PROMPT + UNDISTURBED[:cut_at]
     assert spans(seen) == [(cut_at, 0, 0), (40 - cut_at, 2, 2)]
     assert pool.failovers == 0
 
@@ -427,7 +427,7 @@ async def test_a_worker_added_later_gets_the_present_weights_before_its_first_ca
         assert await pool.add("scripted", "http://late:1") == added
         assert late.loaded == [(2, "two")]
         await asyncio.gather(*(answer(pool, a_call(session=f"s.{n}")) for n in range(4)))
-        assert len(late.ledger) == 2
+        assert len(late.recorded) == 2
 
 
 async def test_an_unfit_worker_is_refused_and_leaves_no_trace() -> None:
@@ -480,7 +480,7 @@ async def test_calls_with_images_go_to_workers_that_take_them() -> None:
         for _ in range(3):
             chunks = await answer(pool, call)
             assert chunks[0].prompt_ids == (*PROMPT[:10], 20, 20, 20, *PROMPT[11:])
-    assert len(sees.ledger) == 3
+    assert len(sees.recorded) == 3
 
 
 async def test_a_pool_that_is_closed_is_unavailable() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces.engine import GenerateRequest
 from support.fake_vllm import FakeVllm, serving
 from support.gateways import POLICY
@@ -18,8 +18,8 @@ from support.ports import free_ports
 pytestmark = pytest.mark.anyio
 
 
-def counting(call: GenerateRequest) -> Scripted:
-    return Scripted(token_ids=tuple(range(5, 5 + call.max_tokens)))
+def counting(call: GenerateRequest) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(range(5, 5 + call.max_tokens)))
 
 
 async def gateway(store: Path, port: int, timeout_s: float) -> asyncio.subprocess.Process:

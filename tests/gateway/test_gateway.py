@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from afield import trajectories
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Conflict, NotFound
 from afield.gateway.api_error import ApiError
 from afield.gateway.sessions import Session
@@ -37,8 +37,8 @@ TOOLS: list[Any] = [
 ]
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 def call(**arguments: Any) -> str:
@@ -65,7 +65,7 @@ async def complete(client: openai.AsyncOpenAI, messages: list[Any], stream: bool
 
 def check_against_ledger(engine: ScriptedEngine, forest: TurnTree) -> None:
     """Every committed turn is one ledger entry, prompt, ids, log-probabilities and versions alike."""
-    served = {entry.call_id.rpartition("/")[2]: entry for entry in engine.ledger}
+    served = {entry.call_id.rpartition("/")[2]: entry for entry in engine.recorded}
     for turn in forest.turns:
         entry = served[turn.id]
         path = list(forest.ids(turn.id))
@@ -79,7 +79,7 @@ def check_against_ledger(engine: ScriptedEngine, forest: TurnTree) -> None:
 async def test_turns_extend_each_other_token_by_token(tmp_path: Path, stream: bool) -> None:
     # The second answer is a token split no tokenizer would make: re-tokenising could not reproduce it.
     odd = tuple(VOCAB.encode("I")) + tuple(VOCAB.encode("t")) + tuple(VOCAB.encode(" costs $4")) + (STOP,)
-    script = [said(call(item="red mug")), Scripted(token_ids=odd, chunks=(1, 2)), said("Bye.")]
+    script = [said(call(item="red mug")), ScriptedReply(token_ids=odd, chunks=(1, 2)), said("Bye.")]
     engine = ScriptedEngine(script)
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -97,9 +97,9 @@ async def test_turns_extend_each_other_token_by_token(tmp_path: Path, stream: bo
     assert [t.tier for t in record.turns] == ["full", "append", "append"]
     check_against_ledger(engine, forest)
     (row,) = record.trajectories
-    last = engine.ledger[-1]
+    last = engine.recorded[-1]
     assert row.token_ids == last.prompt_ids + last.token_ids
-    assert sum(row.loss_mask) == sum(len(entry.token_ids) for entry in engine.ledger)
+    assert sum(row.loss_mask) == sum(len(entry.token_ids) for entry in engine.recorded)
 
 
 async def test_streaming_and_not_streaming_record_the_same(tmp_path: Path) -> None:
@@ -142,7 +142,9 @@ async def test_a_changed_history_branches_and_nothing_is_trained_twice(tmp_path:
     assert [t.parent for t in record.turns] == [None, "t1", "t1", None, None]
     assert record.turns[4].root != record.turns[0].root
     check_against_ledger(engine, TurnTree(record.turns))
-    assert sum(sum(t.loss_mask) for t in record.trajectories) == sum(len(e.token_ids) for e in engine.ledger)
+    assert sum(sum(t.loss_mask) for t in record.trajectories) == sum(
+        len(e.token_ids) for e in engine.recorded
+    )
     assert sum(t.weight for t in record.trajectories) == pytest.approx(1.0)
 
 
@@ -165,8 +167,8 @@ async def test_the_trainer_owns_sampling(tmp_path: Path) -> None:
             model="m", messages=ask, temperature=0.0, top_p=0.1, max_tokens=900
         )
         shorter = await client.chat.completions.create(model="m", messages=ask, max_tokens=2)
-    assert [e.sampling.temperature for e in engine.ledger] == [0.7, 0.7]
-    assert [len(e.token_ids) for e in engine.ledger] == [5, 2]
+    assert [e.sampling.temperature for e in engine.recorded] == [0.7, 0.7]
+    assert [len(e.token_ids) for e in engine.recorded] == [5, 2]
     assert shorter.choices[0].finish_reason == "length"
 
 
@@ -202,7 +204,7 @@ async def test_clients_that_ask_get_ids_and_logprobs(tmp_path: Path) -> None:
             for choice in chunk.choices:
                 ids += getattr(choice, "token_ids", [])
                 logprobs += [entry.logprob for entry in (choice.logprobs.content if choice.logprobs else [])]
-    one, two = engine.ledger
+    one, two = engine.recorded
     choice: Any = whole.choices[0]
     assert tuple(choice.token_ids) == one.token_ids
     assert tuple(e.logprob for e in choice.logprobs.content) == one.logprobs
@@ -220,7 +222,7 @@ async def test_stop_strings_cut_what_is_seen_and_what_is_recorded(tmp_path: Path
             text = seen["content"] if stream else seen.content
             assert text == "Thought: look. "
         record = await up.client.finalize("r.1")
-    for turn, entry in zip(record.turns, engine.ledger, strict=True):
+    for turn, entry in zip(record.turns, engine.recorded, strict=True):
         assert turn.token_ids == entry.token_ids[: len(turn.token_ids)]
         assert VOCAB.decode(turn.token_ids) == "Thought: look. Observation:"
         assert turn.messages[-1].content == "Thought: look. "
@@ -395,7 +397,7 @@ async def test_control_tokens_inside_content_stay_text(up: Running) -> None:
 
 
 async def test_an_engine_that_breaks_is_an_error_the_client_may_retry(tmp_path: Path) -> None:
-    answers = [Scripted(token_ids=(5, 6), fail="unavailable"), said("Better.")]
+    answers = [ScriptedReply(token_ids=(5, 6), fail="unavailable"), said("Better.")]
     engine = ScriptedEngine(answers)
     async with running(engine, tmp_path) as up:
         client = await up.agent(max_retries=1)
@@ -408,7 +410,9 @@ async def test_an_engine_that_breaks_is_an_error_the_client_may_retry(tmp_path: 
 
 
 async def test_a_stream_that_breaks_in_the_middle_is_an_error_and_leaves_its_partial(tmp_path: Path) -> None:
-    engine = ScriptedEngine([Scripted(token_ids=tuple(VOCAB.encode("Well, let me")), fail="unavailable")])
+    engine = ScriptedEngine(
+        [ScriptedReply(token_ids=tuple(VOCAB.encode("Well, let me")), fail="unavailable")]
+    )
     async with running(engine, tmp_path) as up:
         client = await up.agent(max_retries=0)
         with pytest.raises(openai.APIError):
@@ -452,7 +456,7 @@ async def test_a_client_that_leaves_in_the_middle_leaves_an_excluded_partial(tmp
 
 
 async def test_an_aborted_session_ends_its_calls_at_once(tmp_path: Path) -> None:
-    engine = ScriptedEngine([Scripted(token_ids=(5, 6), fail="hang")])
+    engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), fail="hang")])
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         calling = asyncio.create_task(up.ask("POST", "/s/r.1/v1/chat/completions", CHAT, ticket.api_key))
@@ -475,7 +479,7 @@ async def test_overlapping_calls_of_one_session_are_siblings(tmp_path: Path) -> 
         await asyncio.gather(*(complete(client, ask, n % 2 == 0) for n in range(12)))
         record = await up.client.finalize("r.1")
     check_against_ledger(engine, TurnTree(record.turns))
-    assert len(record.trajectories) == len(engine.ledger) == 12
+    assert len(record.trajectories) == len(engine.recorded) == 12
 
 
 async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None:
@@ -491,7 +495,7 @@ async def test_everything_is_still_there_after_a_restart(tmp_path: Path) -> None
         await complete(await up.agent(), more, False)
         record = await up.client.finalize("r.1")
     assert [t.parent for t in record.turns] == [None, "t1"]
-    assert record.trajectories[0].token_ids == again.ledger[0].prompt_ids + again.ledger[0].token_ids
+    assert record.trajectories[0].token_ids == again.recorded[0].prompt_ids + again.recorded[0].token_ids
 
 
 async def test_the_three_forms_agree(up: Running) -> None:

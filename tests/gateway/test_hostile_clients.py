@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from tests.gateway.test_shards import gateway, hello
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.dialects import Dialects, RawRequest
 from afield.gateway.responder import Responder
 from afield.interfaces import SessionSpec
@@ -31,8 +31,8 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "get_price", "para
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 async def opened(up: Running, session_id: str = "r.1") -> str:
@@ -192,7 +192,7 @@ async def test_a_gateway_that_is_stopped_says_so_and_its_log_stays_json(tmp_path
 
 
 async def test_a_stream_is_never_silent_for_longer_than_it_says(tmp_path: Path) -> None:
-    engine = ScriptedEngine([Scripted(token_ids=(5, 6), delay_s=0.1, fail="hang")])
+    engine = ScriptedEngine([ScriptedReply(token_ids=(5, 6), delay_s=0.1, fail="hang")])
     clock = asyncio.get_running_loop().time
     sent: list[tuple[float, bytes]] = []
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces.engine import GenerateRequest
 from support.gateways import running
 from support.tiny_vision_model import png
@@ -52,8 +52,8 @@ def seeing(model: Path) -> ScriptedEngine:
     picture = tokens.encode_raw("<|picture|>")
     assert len(picture) == 1
 
-    def script(call: GenerateRequest) -> Scripted:
-        return Scripted(token_ids=tuple(tokens.encode_raw("A cat.<|im_end|>")))
+    def script(call: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(token_ids=tuple(tokens.encode_raw("A cat.<|im_end|>")))
 
     return ScriptedEngine(script, image_id=picture[0], image_length=5)
 
@@ -82,7 +82,10 @@ async def test_an_image_is_recorded_as_the_engine_expands_it_and_stays_in_the_co
     assert list(row.token_ids[: len(one["prompt_ids"])]) == one["prompt_ids"]
     assert row.owned == len(one["token_ids"]) + len(two["token_ids"])
     # What was sent is the prompt with one place for the image; what was seen is what is recorded.
-    assert [call.prompt_ids for call in engine.ledger] == [tuple(one["prompt_ids"]), tuple(two["prompt_ids"])]
+    assert [call.prompt_ids for call in engine.recorded] == [
+        tuple(one["prompt_ids"]),
+        tuple(two["prompt_ids"]),
+    ]
 
 
 async def test_another_image_is_another_conversation(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from afield import trajectories
 from afield.chat import ChatTokenizer, TextDelta
-from afield.engines.scripted import Script, Scripted, ScriptedEngine
+from afield.engines.scripted import Script, ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.gateway.api_error import ApiError
 from afield.gateway.calls import Calls
@@ -30,8 +30,8 @@ TOKENS = ChatTokenizer.load(POLICY)
 STOP = TOKENS.stop_ids[0]
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 def ask(*words: str, **rest: Any) -> ModelRequest:
@@ -127,7 +127,7 @@ async def test_a_client_that_leaves_during_the_commit_leaves_one_committed_turn(
         again = await c.reply(session, ask("Hi"))
         assert again.content == "One."
         assert session.undelivered == []
-    assert len(c.engine.ledger) == 1
+    assert len(c.engine.recorded) == 1
 
 
 async def test_a_client_that_leaves_during_the_intent_leaves_an_aborted_call(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ async def test_calls_side_by_side_share_the_budget(tmp_path: Path) -> None:
         session = await c.open(budget=Budget(tokens=20))
         many = (c.run(session, ask("Hi", max_tokens=8)) for _ in range(50))
         results = await asyncio.gather(*many, return_exceptions=True)
-        assert session.sampled_tokens == sum(len(entry.token_ids) for entry in c.engine.ledger) == 20
+        assert session.sampled_tokens == sum(len(entry.token_ids) for entry in c.engine.recorded) == 20
         cut = [r[-1].turn for r in results if isinstance(r, list) and isinstance(r[-1], CallFinished)]
         assert [len(turn.token_ids) for turn in cut] == [8, 8, 4]
         assert all(turn.finish_reason is FinishReason.LENGTH for turn in cut)
@@ -174,7 +174,10 @@ async def test_a_call_waits_for_tokens_that_others_have_reserved_and_do_not_use(
 
 
 async def test_a_call_that_breaks_or_is_left_gives_its_tokens_back(tmp_path: Path) -> None:
-    broken, hanging = Scripted(token_ids=(5,), fail="unavailable"), Scripted(token_ids=(5,), fail="hang")
+    broken, hanging = (
+        ScriptedReply(token_ids=(5,), fail="unavailable"),
+        ScriptedReply(token_ids=(5,), fail="hang"),
+    )
     async with custody(tmp_path, [broken, hanging, said("Yes.")]) as c:
         session = await c.open(budget=Budget(tokens=100))
         with pytest.raises(ApiError, match="fails"):
@@ -200,7 +203,7 @@ async def test_long_conversations_cannot_outrun_the_budget_of_calls(tmp_path: Pa
 
 
 async def test_what_the_engine_broke_is_not_held_against_the_budget(tmp_path: Path) -> None:
-    broken = Scripted(token_ids=(5,), fail="unavailable")
+    broken = ScriptedReply(token_ids=(5,), fail="unavailable")
     async with custody(tmp_path, [broken, broken, said("At last.")]) as c:
         session = await c.open(budget=Budget(calls=1))
         for _ in range(2):
@@ -235,7 +238,7 @@ async def test_a_missed_answer_is_not_given_to_another_request(tmp_path: Path) -
         assert (await c.reply(session, ask("Hi"))).content == "alpha STOP beta"
         await c.sessions.exclude_turn(session, "t2")
         assert len((await c.reply(session, ask("Hi", max_tokens=2))).content) < len("alpha STOP")
-    assert len(c.engine.ledger) == 3
+    assert len(c.engine.recorded) == 3
 
 
 async def test_a_conversation_goes_on_from_the_twin_its_client_saw(tmp_path: Path) -> None:
@@ -311,7 +314,7 @@ async def test_rewards_that_come_at_once_are_all_kept(up: Running) -> None:
 
 
 async def test_a_call_whose_session_is_aborted_gets_an_answer(tmp_path: Path) -> None:
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(5, 6), fail="hang"))
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(5, 6), fail="hang"))
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -346,7 +349,7 @@ async def test_nesting_beyond_any_use_is_refused(up: Running) -> None:
 
 
 async def test_calls_a_dead_gateway_left_behind_are_named(tmp_path: Path) -> None:
-    async with custody(tmp_path, [Scripted(token_ids=(5,), fail="hang")]) as c:
+    async with custody(tmp_path, [ScriptedReply(token_ids=(5,), fail="hang")]) as c:
         session = await c.open()
         task = asyncio.create_task(c.run(session, ask("Hi")))
         while not c.store.turns("r.1"):
@@ -401,7 +404,7 @@ async def test_a_call_that_ends_after_finalize_took_the_record_changes_nothing(t
 
 
 async def test_a_call_that_is_left_after_finalize_took_the_record_changes_nothing(tmp_path: Path) -> None:
-    async with custody(tmp_path, [Scripted(token_ids=(5, 6), fail="hang")]) as c:
+    async with custody(tmp_path, [ScriptedReply(token_ids=(5, 6), fail="hang")]) as c:
         session = await c.open()
         late = asyncio.create_task(c.reply(session, ask("Hi")))
         while session.sampled_tokens < 2:

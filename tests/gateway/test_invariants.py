@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from afield import trajectories
 from afield.chat import ChatTokenizer, TextDelta
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.torch import decoder
 from afield.engines.torch.engine import TorchEngine
 from afield.gateway import calls, session_keys
@@ -251,18 +251,18 @@ async def test_a_stream_that_drops_a_word_is_seen(
 
 async def killed(tmp_path: Path) -> tuple[dict[str, list[int]], int, Seen]:
     """Two calls to their end and one in flight; then the store as a killed process would leave it."""
-    answers = (said("One."), said("Two."), Scripted(token_ids=(40, 41), fail="hang"))
+    answers = (said("One."), said("Two."), ScriptedReply(token_ids=(40, 41), fail="hang"))
     async with place(tmp_path / "store", in_order(*answers)) as there:
         client = await there.client()
         first = await client.say(user("Hi"), headers=NAMED)
         second = await client.say(user("Hi"), first.reply, user("And?"))
         third = asyncio.create_task(client.send(user("Hi"), first.reply, user("Or?")))
         while not there.gateway.sessions.get("r.1").sampled_tokens >= 2 + sum(
-            len(entry.token_ids) for entry in there.ledger.entries
+            len(entry.token_ids) for entry in there.ledger.recorded
         ):
             await asyncio.sleep(0.01)
         shutil.copytree(tmp_path / "store", tmp_path / "copy")
-        ended = {h.turn_id: [*there.ledger.entries[n].token_ids] for n, h in enumerate((first, second))}
+        ended = {h.turn_id: [*there.ledger.recorded[n].token_ids] for n, h in enumerate((first, second))}
         third.cancel()
         await asyncio.gather(third, return_exceptions=True)
     async with place(tmp_path / "copy", in_order(said("Again."))) as there:

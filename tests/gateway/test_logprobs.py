@@ -18,7 +18,7 @@ from google.genai import types
 from msgspec import structs
 from transformers import AutoModelForCausalLM
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.torch.engine import TorchEngine
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import EngineInfo
@@ -112,7 +112,7 @@ async def test_bytes_are_those_of_the_token_also_within_a_character(tmp_path: Pa
     text = "aé😀"
     ids = VOCAB.encode(text)
     assert any("\ufffd" in VOCAB.decode([token]) for token in ids)  # or this would show nothing
-    engine = ScriptedEngine([Scripted(token_ids=(*ids, STOP or 0))])
+    engine = ScriptedEngine([ScriptedReply(token_ids=(*ids, STOP or 0))])
     async with running(engine, tmp_path / "s") as up:
         client = await up.agent()
         answer = await client.chat.completions.create(
@@ -173,7 +173,7 @@ class Silent(ScriptedEngine):
 
 
 async def test_what_the_engine_cannot_tell_is_refused_by_name(tmp_path: Path) -> None:
-    engine = Silent(lambda _: Scripted(token_ids=(*VOCAB.encode("Hi."), STOP or 0)))
+    engine = Silent(lambda _: ScriptedReply(token_ids=(*VOCAB.encode("Hi."), STOP or 0)))
     async with running(engine, tmp_path / "s") as up:
         client = await up.agent()
         asks: list[tuple[str, Any]] = [
@@ -301,8 +301,8 @@ async def test_gemini_tells_candidates(up: Running) -> None:
 
 
 async def test_an_answer_that_is_given_again_has_its_log_probabilities(tmp_path: Path) -> None:
-    def said(call: Any) -> Scripted:
-        return Scripted(token_ids=(*VOCAB.encode("Hello there."), STOP or 0))
+    def said(call: Any) -> ScriptedReply:
+        return ScriptedReply(token_ids=(*VOCAB.encode("Hello there."), STOP or 0))
 
     ask: Any = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
     ask["extra_headers"] = {"Idempotency-Key": "k1"}

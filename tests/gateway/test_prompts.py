@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.turn_ids import response_id
 from afield.interfaces import SessionSpec
 from afield.types import Message
@@ -228,7 +228,7 @@ async def test_a_request_with_a_known_idempotency_key_gets_the_answer_there_is(t
             for n in range(3)
         ]
         assert [h.reply.content for h in heard] == ["One."] * 3
-        assert len((await good(there, client)).turns) == len(there.ledger.entries) == 1
+        assert len((await good(there, client)).turns) == len(there.ledger.recorded) == 1
 
 
 async def test_a_retry_waits_for_the_call_it_repeats(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ async def test_a_retry_waits_for_the_call_it_repeats(tmp_path: Path) -> None:
 
 
 async def test_an_error_leaves_a_partial_and_the_next_try_names_it(tmp_path: Path) -> None:
-    broken = Scripted(token_ids=(40, 41), fail="unavailable")
+    broken = ScriptedReply(token_ids=(40, 41), fail="unavailable")
     async with answering(tmp_path, broken, said("Better.")) as there:
         client = await there.client()
         assert (await client.send(user("Hi"), toolset=0)).status in (200, 503)
@@ -271,7 +271,7 @@ async def test_an_answer_whose_end_was_missed_is_given_to_whoever_asks_again(tmp
         assert excluded(await there.look(client)) == {"t1": "undelivered"}
         assert (await client.say(user("Hi"), toolset=0)).reply.content == "Once."
         assert excluded(await good(there, client)) == {}
-        assert len(there.ledger.entries) == 1
+        assert len(there.ledger.recorded) == 1
 
 
 async def test_more_room_supersedes_an_answer_that_was_cut_off(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ async def test_an_old_turn_that_is_kept_word_for_word_is_not_trained_twice(tmp_p
         seen = await good(there, client)
         assert parents(seen) == [None, None]
         assert sum(sum(row["loss_mask"]) for row in seen.linear["trajectories"]) == sum(
-            len(entry.token_ids) for entry in there.ledger.entries
+            len(entry.token_ids) for entry in there.ledger.recorded
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.orchestrator.test_rollout import state
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.engine import SglangEngine
 from afield.engines.vllm.engine import VllmEngine
 from afield.gateway.engine_pool import EnginePool
@@ -22,7 +22,7 @@ from support.fake_sglang import FakeSglang, serving_sglang
 from support.fake_vllm import FakeVllm, serving
 
 pytestmark = pytest.mark.anyio
-ANSWER = Scripted(token_ids=(5, 6))
+ANSWER = ScriptedReply(token_ids=(5, 6))
 
 
 class Full(ScriptedEngine):

@@ -16,7 +16,7 @@ from aiohttp import web
 from tests.gateway.test_images import ASKED, TEMPLATE, seeing
 from tests.gateway.test_interrupted_calls import ask, custody
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Conflict, Unavailable
 from afield.gateway.app import GatewayApp
 from afield.gateway.echoed_turns import recognised
@@ -42,8 +42,8 @@ VOCAB = vocabulary()
 STOP = VOCAB.control["<|im_end|>"]
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 class Lingering(ScriptedEngine):
@@ -246,7 +246,7 @@ async def test_a_retry_with_an_image_gets_the_answer_there_is(tmp_path: Path) ->
         for count in ("0", "1"):
             named = {"x-stainless-retry-count": count, "idempotency-key": "one"}
             await client.chat.completions.create(model="m", messages=ASKED, extra_headers=named)
-    assert len(engine.ledger) == 1
+    assert len(engine.recorded) == 1
 
 
 # --- which turn ----------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ async def test_a_raw_prompt_that_spells_the_end_of_a_turn_has_it_once(tmp_path: 
         await client.completions.create(model="m", prompt=more)
         record = await up.client.finalize("r.1")
     assert record.turns[1].parent == "t1"
-    assert list(engine.ledger[1].prompt_ids) == list(VOCAB.encode(more))
+    assert list(engine.recorded[1].prompt_ids) == list(VOCAB.encode(more))
 
 
 async def test_a_raw_prompt_never_says_what_was_cut_off_twice(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ async def test_a_raw_prompt_never_says_what_was_cut_off_twice(tmp_path: Path) ->
         assert first.choices[0].text == "4"
         again = "User: 2+2\n4\nUser: 3+3\n"
         await client.completions.create(model="m", prompt=again)
-    assert VOCAB.decode(engine.ledger[1].prompt_ids) == again
+    assert VOCAB.decode(engine.recorded[1].prompt_ids) == again
 
 
 def turn(n: int, reply: Message, *asked: Message, root: str = "r") -> Turn:
@@ -428,7 +428,7 @@ async def test_a_worker_that_refuses_to_be_looked_at_is_looked_at_again() -> Non
             raise ValueError("400: not now")
         return await engine.info()
 
-    engine = ScriptedEngine([Scripted(fail="unavailable"), said("x")])
+    engine = ScriptedEngine([ScriptedReply(fail="unavailable"), said("x")])
     async with (
         asyncio.timeout(90),
         EnginePool({"one": engine}, check=check, unavailable_timeout_s=60) as pool,

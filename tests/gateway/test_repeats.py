@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway import repeats
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Link, Message, Sampling, Turn, TurnStatus, VersionSpan
@@ -28,7 +28,7 @@ AGAIN = {"x-stainless-retry-count": "1"}
 async def test_retries_of_a_real_client_never_give_the_answer_of_another_sample(tmp_path: Path) -> None:
     calls = iter(range(100))
 
-    def script(_: Any) -> Scripted:
+    def script(_: Any) -> ScriptedReply:
         n = next(calls)
         fails = {"fail": "unavailable"} if n in (1, 3, 4) else {}
         return said(f"Sample {n}.", n, **fails)
@@ -184,7 +184,7 @@ async def test_an_answer_that_was_lost_behind_the_gateway_is_not_trained_beside_
 async def test_sub_agents_that_got_the_same_words_go_on_from_an_answer_each(tmp_path: Path) -> None:
     thoughts = iter(["<think>\nLeft?\n</think>\n\nYes.", "<think>\nRight?\n</think>\n\nYes."])
 
-    def script(call: Any) -> Scripted:
+    def script(call: Any) -> ScriptedReply:
         return said(next(thoughts, "Done."))
 
     async with place(tmp_path, ScriptedEngine(script, max_context=8192)) as there:
@@ -216,25 +216,25 @@ async def test_threads_that_a_client_names_keep_their_answers_apart(tmp_path: Pa
 
 
 async def test_a_completion_that_is_continued_gets_no_end_of_turn_that_nobody_wrote(tmp_path: Path) -> None:
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*VOCAB.encode(" two"), STOP)))
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*VOCAB.encode(" two"), STOP)))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
         text = (await client.completions.create(model="m", prompt="One")).choices[0].text
         await client.completions.create(model="m", prompt=f"One{text} three")
         await client.completions.create(model="m", prompt=f"One{text}<|im_end|> three")
         record = await up.client.finalize("r.1")
-    assert VOCAB.decode(engine.ledger[1].prompt_ids) == "One two three"
-    assert VOCAB.decode(engine.ledger[2].prompt_ids) == "One two<|im_end|> three"
+    assert VOCAB.decode(engine.recorded[1].prompt_ids) == "One two three"
+    assert VOCAB.decode(engine.recorded[2].prompt_ids) == "One two<|im_end|> three"
     assert [turn.parent for turn in record.turns] == [None, None, "t1"]
 
 
 async def test_a_completion_that_was_cut_off_is_continued_by_its_own_ids(tmp_path: Path) -> None:
     ids = (*VOCAB.encode("o"), *VOCAB.encode("n"), *VOCAB.encode("e"))
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*ids, STOP)))
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, STOP)))
     async with running(engine, tmp_path) as up:
         client = await up.agent()
         text = (await client.completions.create(model="m", prompt="Say ", max_tokens=3)).choices[0].text
         await client.completions.create(model="m", prompt=f"Say {text} more")
         record = await up.client.finalize("r.1")
     assert record.turns[1].parent == "t1"
-    assert engine.ledger[1].prompt_ids[: len(engine.ledger[0].prompt_ids) + 3][-3:] == ids
+    assert engine.recorded[1].prompt_ids[: len(engine.recorded[0].prompt_ids) + 3][-3:] == ids

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedReply, ScriptedEngine
 from afield.gateway.outcomes import GatewayLimits
 from afield.gateway.server import ConnectionLimits
 from afield.interfaces import SessionSpec
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.anyio
 MB = 1024 * 1024
 
 
-def hello(call: GenerateRequest) -> Scripted:
-    return Scripted(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
+def hello(call: GenerateRequest) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
 
 
 def resident_bytes() -> int:

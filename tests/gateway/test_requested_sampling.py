@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces.engine import GenerateRequest
 from afield.types import Sampling
 from support.gateways import running, vocabulary
@@ -19,9 +19,9 @@ SAID: Any = [{"role": "user", "content": "Hi"}]
 def engine() -> tuple[ScriptedEngine, list[Sampling]]:
     asked: list[Sampling] = []
 
-    def script(call: GenerateRequest) -> Scripted:
+    def script(call: GenerateRequest) -> ScriptedReply:
         asked.append(call.sampling)
-        return Scripted(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
+        return ScriptedReply(token_ids=tuple(vocabulary().encode("hello<|im_end|>")))
 
     return ScriptedEngine(script), asked
 

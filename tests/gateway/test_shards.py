@@ -17,7 +17,7 @@ import aiohttp
 import openai
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.gateway.client import HttpGateway
 from afield.gateway.shards import owner, route
@@ -33,11 +33,11 @@ PAUSE, RESUME = ("/policy/pause", {"in_flight": "keep"}), ("/policy/resume", {})
 SESSIONS = [f"r{n}.1" for n in range(8)]
 
 
-def hello(call: GenerateRequest) -> Scripted:
+def hello(call: GenerateRequest) -> ScriptedReply:
     """A word and its end; what the probe of a new worker asks gets as many ids as it wants."""
     reply = vocabulary().encode("hello<|im_end|>")
     wanted = reply if reply[-1] in call.stop_ids else range(5, 5 + call.max_tokens)
-    return Scripted(token_ids=tuple(wanted))
+    return ScriptedReply(token_ids=tuple(wanted))
 
 
 @asynccontextmanager

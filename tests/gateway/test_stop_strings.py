@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.wire import body as sglang_body
 from afield.engines.torch.engine import TorchEngine
 from afield.engines.vllm.wire import completions_body, generate_body
@@ -83,7 +83,7 @@ async def test_a_turn_ends_with_the_token_that_completes_the_stop_string(
 ) -> None:
     ids = ids_of(STOPPED + " none. And much more that nobody asked for.")
     end = next(n for n in range(len(ids)) if "Observation:" in text_of(ids[:n]))
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*ids, STOP), chunks=chunks), max_context=8192)
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, STOP), chunks=chunks), max_context=8192)
     async with place(tmp_path, engine) as there:
         client = await there.client()
         assert await ask(client, dialect, "Observation:", stream) == "Thought: look.\n"
@@ -91,7 +91,7 @@ async def test_a_turn_ends_with_the_token_that_completes_the_stop_string(
         state = await there.gateway.state("r.1")
     assert tuple(turn["token_ids"]) == ids[:end]
     assert turn["finish_reason"] == "stop"
-    assert turn["logprobs"] == list(there.ledger.entries[0].logprobs[:end])
+    assert turn["logprobs"] == list(there.ledger.recorded[0].logprobs[:end])
     assert [turn["versions"][0][0], turn["versions"][-1][1]] == [0, end]
     assert state.tokens["sampled"] == end
 
@@ -100,7 +100,7 @@ async def test_a_stop_string_that_ends_inside_a_token_keeps_that_token_whole(tmp
     ids = (*TOKENIZER.encode("It is red", add_special_tokens=False).ids,)
     whole = next(n for n in ids if len(text_of([n])) > 2)
     inner = text_of([whole])[:2]
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*ids, *ids, STOP)), max_context=8192)
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, *ids, STOP)), max_context=8192)
     async with place(tmp_path, engine) as there:
         client = await there.client()
         await ask(client, "chat", inner)
@@ -111,7 +111,7 @@ async def test_a_stop_string_that_ends_inside_a_token_keeps_that_token_whole(tmp
 
 async def test_what_follows_a_stop_string_is_not_in_the_next_prompt(tmp_path: Path) -> None:
     ids = ids_of(STOPPED + " none, and much more.")
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*ids, STOP), chunks=(50,)), max_context=8192)
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, STOP), chunks=(50,)), max_context=8192)
     async with place(tmp_path, engine) as there:
         client = await there.client()
         shown = await ask(client, "chat", "Observation:")
@@ -159,7 +159,7 @@ async def test_a_stop_string_inside_a_call_that_turned_out_broken_ends_the_turn_
     text = 'So.\n<tool_call>\n{"name": "bash", "arguments": {oops HALT and more and more}}\n</tool_call>'
     ids = ids_of(text)
     end = next(n for n in range(len(ids)) if "HALT" in text_of(ids[:n]))
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*ids, STOP), chunks=(4,)), max_context=8192)
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*ids, STOP), chunks=(4,)), max_context=8192)
     async with place(tmp_path, engine) as there:
         client = await there.client()
         shown = await ask(client, "chat", "HALT", toolset=1)
@@ -259,8 +259,8 @@ def test_a_call_without_stop_strings_is_not_detokenised() -> None:
 
 
 async def test_a_call_moves_to_another_worker_with_its_stop_strings() -> None:
-    broken = ScriptedEngine([Scripted(token_ids=(5, 6), fail="unavailable")])
-    whole = ScriptedEngine([Scripted(token_ids=(7, 9))])
+    broken = ScriptedEngine([ScriptedReply(token_ids=(5, 6), fail="unavailable")])
+    whole = ScriptedEngine([ScriptedReply(token_ids=(7, 9))])
     async with EnginePool({"a": broken, "b": whole}, tries=2) as pool:
         chunks = [chunk async for chunk in pool.generate(structs.replace(CALL, stream=True))]
     assert [t for chunk in chunks for t in chunk.token_ids] == [5, 6, 7, 9]

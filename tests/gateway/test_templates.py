@@ -10,7 +10,7 @@ import pytest
 
 from afield.chat.message_rules import RULES
 from afield.conformance.clients import CLIENTS
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import UsageError
 from afield.sdk.context import Context
 from support.client_gateway import place
@@ -19,7 +19,7 @@ from support.gateways import running
 from templates.models import ALL, write_model
 
 pytestmark = pytest.mark.anyio
-REPLY = Scripted(token_ids=(7, 8, 2))
+REPLY = ScriptedReply(token_ids=(7, 8, 2))
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Hi"}
 LATER = {"role": "system", "content": "Speak French."}

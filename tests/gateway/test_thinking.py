@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError
 from afield.gateway.model_request import ModelRequest, Reasoning
 from afield.gateway.thinking import template_arguments
@@ -151,7 +151,7 @@ OFF = [
 
 async def test_every_dialect_can_turn_thinking_off(tmp_path: Path, models: dict[str, Path]) -> None:
     vocab = vocabulary(models["switched"])
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(*vocab.encode("Hello."), STOP)))
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(*vocab.encode("Hello."), STOP)))
     async with running(engine, tmp_path, models["switched"]) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
         for dialect, body in [*OFF, *((name, {}) for name in PATHS)]:
@@ -160,7 +160,7 @@ async def test_every_dialect_can_turn_thinking_off(tmp_path: Path, models: dict[
             )
             assert status == 200, answer
         record = await up.client.finalize("r.1")
-    ended = [vocab.decode(entry.prompt_ids).endswith(CLOSED) for entry in engine.ledger]
+    ended = [vocab.decode(entry.prompt_ids).endswith(CLOSED) for entry in engine.recorded]
     assert ended == [True] * len(OFF) + [False] * len(PATHS)
     assert {turn.messages[-1].content for turn in record.turns} == {"Hello."}
     assert not any(turn.tags for turn in record.turns)
@@ -272,7 +272,9 @@ async def send(up: Running, key: str, dialect: str, body: dict[str, Any], stream
 async def test_hidden_thoughts_stay_in_the_record_and_the_conversation_goes_on(
     tmp_path: Path, dialect: str, stream: bool
 ) -> None:
-    engine = ScriptedEngine([Scripted(token_ids=(*VOCAB.encode(text), STOP), chunks=(2,)) for text in SAID])
+    engine = ScriptedEngine(
+        [ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), chunks=(2,)) for text in SAID]
+    )
     async with running(engine, tmp_path) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
         for body in conversation(dialect):
@@ -284,7 +286,7 @@ async def test_hidden_thoughts_stay_in_the_record_and_the_conversation_goes_on(
         f"{SECRET}{n}" for n in (1, 2, 3)
     ]
     (row,) = record.trajectories
-    assert row.token_ids == engine.ledger[-1].prompt_ids + engine.ledger[-1].token_ids
+    assert row.token_ids == engine.recorded[-1].prompt_ids + engine.recorded[-1].token_ids
     assert not any(turn.links for turn in record.turns)
 
 
@@ -299,7 +301,7 @@ SHOWING = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
 async def test_thoughts_are_shown_to_a_client_that_asks(tmp_path: Path, dialect: str, stream: bool) -> None:
-    script = [Scripted(token_ids=(*VOCAB.encode(SAID[2]), STOP), chunks=(99,))]
+    script = [ScriptedReply(token_ids=(*VOCAB.encode(SAID[2]), STOP), chunks=(99,))]
     async with running(ScriptedEngine(script), tmp_path) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
         text = await send(up, key, dialect, {**BODIES[dialect], **SHOWING[dialect]}, stream)
@@ -310,7 +312,7 @@ async def test_thoughts_are_shown_to_a_client_that_asks(tmp_path: Path, dialect:
 async def test_an_omitted_thinking_block_is_a_signature_that_names_the_turn(
     tmp_path: Path, stream: bool
 ) -> None:
-    script = [Scripted(token_ids=(*VOCAB.encode(SAID[2]), STOP), chunks=(3,))]
+    script = [ScriptedReply(token_ids=(*VOCAB.encode(SAID[2]), STOP), chunks=(3,))]
     async with running(ScriptedEngine(script), tmp_path) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
         asked = {**BODIES["anthropic"], "thinking": {"type": "adaptive", "display": "omitted"}}

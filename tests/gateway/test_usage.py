@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from afield.chat.parsers.harmony import HarmonyReader
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import SessionSpec
 from support.gateways import Running, running, vocabulary
 from support.invariants import STOP
@@ -84,7 +84,7 @@ async def test_tokens_that_were_thought_are_counted_one_by_one(
     odd = (*(token for letter in TEXT for token in VOCAB.encode(letter)), STOP)  # its markers too
     none = (*VOCAB.encode("Seven."), STOP)
     cut = usual[: thought(usual) - 2]  # in the middle of a thought
-    script = [Scripted(token_ids=ids, chunks=(1, 3)) for ids in (usual, odd, none, cut)]
+    script = [ScriptedReply(token_ids=ids, chunks=(1, 3)) for ids in (usual, odd, none, cut)]
     async with running(ScriptedEngine(script), tmp_path) as up:
         key = (await up.client.open(SessionSpec(id="r.1"))).api_key
         told = [counts(dialect, await usage(up, dialect, stream, key)) for _ in script]

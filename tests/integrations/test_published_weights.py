@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.engines.test_sglang import a_call
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.engines.sglang.engine import SglangEngine
 from afield.errors import Unavailable
 from afield.gateway.client import HttpGateway
@@ -32,7 +32,7 @@ class Unloading(ScriptedEngine):
 
 
 async def test_a_version_that_no_engine_has_loaded_is_not_published_by_asking_again(tmp_path: Path) -> None:
-    engine = Unloading(lambda _: Scripted(token_ids=(1, 2)))
+    engine = Unloading(lambda _: ScriptedReply(token_ids=(1, 2)))
     async with (
         asyncio.timeout(BOUND_S),
         running(engine, tmp_path) as up,
@@ -49,7 +49,7 @@ async def test_a_version_that_no_engine_has_loaded_is_not_published_by_asking_ag
 
 async def test_an_sglang_server_that_was_started_again_gets_its_adapter_again(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
-    fake = FakeSglang(ScriptedEngine(lambda call: Scripted(token_ids=(5,) * call.max_tokens)), loras=2)
+    fake = FakeSglang(ScriptedEngine(lambda call: ScriptedReply(token_ids=(5,) * call.max_tokens)), loras=2)
     async with asyncio.timeout(BOUND_S), serving_sglang(fake) as url, SglangEngine(url) as engine:
         await engine.load(3, str(tmp_path))
         assert (await engine.info()).version == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from afield.engines.recording import RecordedCall, read_ledger
+from afield.engines.recording import RecordedCall, read_recording
 from afield.orchestrator.run_directory import RunDirectory
 from afield.types import RolloutResult, Trajectory
 from support.processes import afield, summary
@@ -32,7 +32,7 @@ def finished_of(run: RunDirectory) -> list[RolloutResult]:
 
 def test_every_engine_call_is_in_exactly_one_trajectory_token_by_token(run: RunDirectory) -> None:
     served: dict[tuple[str, str], RecordedCall] = {}
-    for entry in read_ledger(run.path / "engine-calls.jsonl"):
+    for entry in read_recording(run.path / "engine-calls.jsonl"):
         session_id, _, turn_id = entry.call_id.rpartition("/")
         assert (session_id, turn_id) not in served
         served[session_id, turn_id] = entry

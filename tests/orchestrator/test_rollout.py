@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from afield.engines.scripted import Scripted
+from afield.engines.scripted import ScriptedReply
 from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, TaskFailure, Unavailable
 from afield.interfaces import Exit, Fence, GenerateRequest, Phase, SessionState, SessionStatus, Waiting
 from afield.orchestrator.deadlines import Deadlines, Progress, overdue
@@ -472,7 +472,7 @@ async def test_what_broke_around_a_rollout_does_not_redraw_it(
     seeds: list[int | None] = []
     drawn: list[str] = []
 
-    def script(call: GenerateRequest) -> Scripted:
+    def script(call: GenerateRequest) -> ScriptedReply:
         drawn.append(call.draw)
         return YES
 

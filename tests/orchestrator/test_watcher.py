@@ -21,7 +21,7 @@ from msgspec import structs
 
 import afield
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable, UsageError
 from afield.gateway.app import GatewayApp
 from afield.gateway.engine_pool import EnginePool
@@ -82,7 +82,7 @@ async def test_many_states_come_at_once_and_unknown_sessions_are_left_out(tmp_pa
 
 
 async def test_a_call_that_runs_is_in_flight_and_neither_dangling_nor_idle(tmp_path: Path) -> None:
-    engine = ScriptedEngine([Scripted(token_ids=(40, 41), fail="hang"), said("Yes.")])
+    engine = ScriptedEngine([ScriptedReply(token_ids=(40, 41), fail="hang"), said("Yes.")])
     async with running(engine, tmp_path) as up:
         ticket = await up.client.open(SessionSpec(id="r.1"))
         await asyncio.sleep(0.1)
@@ -410,7 +410,7 @@ async def test_sessions_that_are_over_leave_nothing_in_memory(tmp_path: Path) ->
                     await knock(app, "DELETE", f"/sessions/r{n}.1", key=ADMIN)
 
         def held() -> tuple[int, int]:
-            engine.ledger.clear()  # the script's own notes
+            engine.recorded.clear()  # the script's own notes
             gc.collect()
             return len(gc.get_objects()), sys.getallocatedblocks()
 

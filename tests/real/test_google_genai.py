@@ -12,7 +12,7 @@ import pytest
 
 from afield.conformance.client import from_pypi
 from afield.conformance.foreign.suites import GENAI
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.interfaces import SessionSpec
 from afield.settings import Environment
@@ -24,8 +24,8 @@ VOCAB = vocabulary()
 CALL = '<tool_call>\n{"name": "get_price", "arguments": {"item": "x"}}\n</tool_call>'
 
 
-def said(text: str) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), VOCAB.id_of("<|im_end|>") or 0))
+def said(text: str) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), VOCAB.id_of("<|im_end|>") or 0))
 
 
 async def asked(python: Path, folder: Path) -> tuple[dict[str, Any], Any, str]:

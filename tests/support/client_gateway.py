@@ -12,7 +12,7 @@ import openai
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from afield.client import RolloutClient
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.client import HttpGateway
 from afield.interfaces import Runtime, SessionSpec, SessionState, Transport
 from afield.orchestrator.config import RolloutConfig
@@ -25,7 +25,7 @@ from support.gateways import ADMIN, POLICY, Running, running, vocabulary
 from support.processes import until
 
 VOCAB = vocabulary()
-YES = Scripted(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
+YES = ScriptedReply(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
 
 
 class Place:

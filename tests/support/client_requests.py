@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import SessionRecord, SessionSpec
 from support.gateways import running
 from support.paths import TESTS
@@ -33,7 +33,7 @@ async def replayed(model: Path, store: Path, **spec: Any) -> tuple[dict[str, Ses
     """What each client's session recorded with this model, and the requests that got no answer."""
     unanswered: list[str] = []
     records: dict[str, SessionRecord] = {}
-    engine = ScriptedEngine(lambda _: Scripted(token_ids=(7, 8, 9)), max_context=MAX_CONTEXT)
+    engine = ScriptedEngine(lambda _: ScriptedReply(token_ids=(7, 8, 9)), max_context=MAX_CONTEXT)
     async with running(engine, store, model) as up, aiohttp.ClientSession() as http:
         for client, sent in requests().items():
             ticket = await up.client.open(SessionSpec(id=client, **spec))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from afield.engines.scripted import Scripted
+from afield.engines.scripted import ScriptedReply
 from afield.interfaces.engine import Chunk, Engine, GenerateRequest
 from afield.types import Sampling
 
@@ -43,10 +43,10 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def slowly(call: GenerateRequest) -> Scripted:
+def slowly(call: GenerateRequest) -> ScriptedReply:
     """Counts on from the prompt's last id, so that a call taken up again shows where it stood."""
     first = call.prompt_ids[-1] + 1
-    return Scripted(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
+    return ScriptedReply(token_ids=tuple(range(first, first + call.max_tokens)), delay_s=0.05)
 
 
 async def begin(fake: Fake, engine: Engine, call: GenerateRequest) -> asyncio.Task[list[Chunk]]:

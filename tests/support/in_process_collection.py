@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import Runtime, Transport, Waiting
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
@@ -25,7 +25,7 @@ from afield.types import Attempt, Group, Outcome, Rollout, RolloutResult, Task
 from support.gateways import Running, running, vocabulary
 
 VOCAB = vocabulary()
-YES = Scripted(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
+YES = ScriptedReply(token_ids=(*VOCAB.encode("Yes."), VOCAB.id_of("<|im_end|>") or 0))
 
 
 class Seen:

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from afield.engines.scripted import Scripted
+from afield.engines.scripted import ScriptedReply
 from afield.interfaces import GenerateRequest
 from afield.types import FinishReason, Message
 from support.dialect_clients import LAST, Answer, Ask, Heard, read, write
@@ -78,7 +78,7 @@ class Wild:
         self.began: dict[str, list[str]] = {}
         self.rngs: dict[str, random.Random] = {}
 
-    def __call__(self, call: GenerateRequest) -> Scripted:
+    def __call__(self, call: GenerateRequest) -> ScriptedReply:
         self.began[call.session_id].append(call.id.rpartition("/")[2])
         plan = self.plans[call.session_id].pop(0)
         rng = self.rngs[call.session_id]
@@ -87,8 +87,8 @@ class Wild:
         if plan.fail or plan.hang or plan.gives_up:
             fail = None if plan.gives_up else "hang" if plan.hang else "unavailable"
             finish = FinishReason.ABORTED if plan.gives_up else None
-            return Scripted(token_ids=tuple(ids[:cut]), fail=fail, finish=finish, chunks=(1, 2))
-        return Scripted(
+            return ScriptedReply(token_ids=tuple(ids[:cut]), fail=fail, finish=finish, chunks=(1, 2))
+        return ScriptedReply(
             token_ids=(*ids, STOP),
             chunks=tuple(rng.choice([1, 1, 2, 5]) for _ in range(3)),
             bump_after=cut if rng.random() < 0.15 else None,

@@ -18,7 +18,7 @@ import aiohttp
 from msgspec import Struct
 
 from afield.conformance.foreign.template import NO_THOUGHT, TEMPLATE
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedReply, ScriptedEngine
 from afield.gateway.parameters import NOTHING, TABLE, RequestParameter
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
@@ -505,9 +505,9 @@ async def run(directory: Path, count: int, seed: int = 0) -> dict[str, Any]:
     calls: list[GenerateRequest] = []
     said = (*VOCAB.encode(SAID), VOCAB.control[STOP])
 
-    def script(call: GenerateRequest) -> Scripted:
+    def script(call: GenerateRequest) -> ScriptedReply:
         calls.append(call)
-        return Scripted(token_ids=said, chunks=(64,))
+        return ScriptedReply(token_ids=said, chunks=(64,))
 
     told: dict[str, Any] = {"requests": 0, "answered": 0, "refused": 0, "problems": []}
     model = write_model(directory / "model")

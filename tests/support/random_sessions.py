@@ -65,7 +65,7 @@ class World:
 
     async def judged(self, agent: Agent) -> Seen:
         mine, others = self._entries(agent.session_id)
-        self.engine.ledger[:] = others
+        self.engine.recorded[:] = others
         tools = {made.turn_id: list(TOOLSETS[made.request[0]]) for made in agent.made if made.turn_id}
         seen = await look(self.get, agent.session_id, mine, tools)
         for turn in seen.turns:
@@ -84,8 +84,8 @@ class World:
         return seen
 
     def _entries(self, session_id: str) -> tuple[list[RecordedCall], list[RecordedCall]]:
-        mine = [entry for entry in self.engine.ledger if entry.session_id == session_id]
-        return mine, [entry for entry in self.engine.ledger if entry.session_id != session_id]
+        mine = [entry for entry in self.engine.recorded if entry.session_id == session_id]
+        return mine, [entry for entry in self.engine.recorded if entry.session_id != session_id]
 
     async def populate(self, seeds: Sequence[int], steps: int = STEPS) -> dict[str, Seen]:
         """All of them, a few at a time, every dialect in its turn."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 from msgspec import Struct, field
 
 from afield import trajectories, wire
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import (
     Conflict,
     InfrastructureFailure,
@@ -86,7 +86,7 @@ from support.virtual_time import VirtualLoop
 
 EXP = "faults"
 TASKS, ROLLOUTS, BATCH = 4, 8, 2  # 32 rollouts in two steps
-ANSWER = Scripted(token_ids=(11, 12, 13), chunks=(1,), delay_s=0.5)
+ANSWER = ScriptedReply(token_ids=(11, 12, 13), chunks=(1,), delay_s=0.5)
 PROMPT = (1, 2, 3)
 THINKS_S = 2.0  # an agent between two calls
 GRADES_S = 1.0

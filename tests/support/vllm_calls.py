@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from afield.engines.scripted import Scripted
+from afield.engines.scripted import ScriptedReply
 from afield.engines.vllm.engine import VllmEngine
 from afield.interfaces.engine import GenerateRequest
 from support.engine_calls import BOUND_S
 from support.fake_vllm import FakeVllm, serving
 
 
-def counting(call: GenerateRequest) -> Scripted:
-    return Scripted(token_ids=tuple(range(20, 60)), chunks=(1, 2))
+def counting(call: GenerateRequest) -> ScriptedReply:
+    return ScriptedReply(token_ids=tuple(range(20, 60)), chunks=(1, 2))
 
 
 @asynccontextmanager

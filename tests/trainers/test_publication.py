@@ -21,7 +21,7 @@ from afield.factory import published_dtype
 from afield.gateway.engine_pool import common_dtype
 from afield.interfaces.weight_probe import read_witness
 from afield.options import LoraOptions, TrainerOptions
-from afield.rounding import Rounding, arrived, rounded
+from afield.rounding import Rounding, measure_update, rounded
 from afield.settings import TrainConfig
 from afield.trainers.grpo import GRPO
 from afield.trainers.model import PolicyModel
@@ -95,8 +95,8 @@ def test_an_update_below_the_spacing_of_bfloat16_is_published(
     count = sum(parameter.numel() for parameter in policy.trainable)
     noise = told.noise**0.5 / told.update**0.5 / count**0.5
     assert told.kept == pytest.approx(1.0, abs=6 * noise)
-    along = sum(arrived(masters[n], sent[n], start[n]).along for n in start)
-    update = sum(arrived(masters[n], sent[n], start[n]).update for n in start)
+    along = sum(measure_update(masters[n], sent[n], start[n]).along for n in start)
+    update = sum(measure_update(masters[n], sent[n], start[n]).update for n in start)
     assert along / update == pytest.approx(told.kept, rel=1e-6)
     nearest = policy.export(tmp_path / "near", Rounding(dtype="bfloat16", version=7, nearest=True))
     assert by > 1e-5 or (nearest.kept or 0) < 0.5

@@ -1,7 +1,7 @@
 """Messages to token ids and back, for one model at a time. Start at `ChatTokens.load`."""
 
 from afield.chat.parsers.events import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
-from afield.chat.parsers.parser import Parser
+from afield.chat.parsers.parser import ReplyParser
 from afield.chat.profile import TemplateProfile
 from afield.chat.template import TemplateRefusal, Tool
 from afield.chat.tokenizer import ChatTokenizer
@@ -9,8 +9,8 @@ from afield.chat.tokenizer import ChatTokenizer
 __all__ = [
     "ChatTokenizer",
     "Event",
-    "Parser",
     "ReasoningDelta",
+    "ReplyParser",
     "TemplateProfile",
     "TemplateRefusal",
     "TextDelta",

@@ -24,7 +24,7 @@ from afield.chat.message_rule_probes import as_taken, unchanged, with_rules
 from afield.chat.model_files import ModelFiles
 from afield.chat.parsers.formats import FORMATS, HARMONY, REASONING
 from afield.chat.parsers.harmony import MARKERS, HarmonyReader
-from afield.chat.parsers.parser import Parser, Spellings
+from afield.chat.parsers.parser import ReplyParser, Spellings
 from afield.chat.parsers.reply import Reader, ReplyReader
 from afield.chat.profile import TemplateProfile, profile_template
 from afield.chat.profile_cache import remembered
@@ -285,7 +285,9 @@ class ChatTokenizer:
         ids = self._vocab.encode(text)
         return ids if truncated else ids[1:]
 
-    def parser(self, *, tools: Sequence[Tool], hold_calls: bool = False, verbatim: bool = False) -> Parser:
+    def parser(
+        self, *, tools: Sequence[Tool], hold_calls: bool = False, verbatim: bool = False
+    ) -> ReplyParser:
         """A fresh parser for one reply.
 
         A call is reported as it is sampled, and withdrawn should it turn out malformed; with
@@ -293,7 +295,7 @@ class ChatTokenizer:
         `verbatim` shows control tokens in the middle of a reply as they are spelled, which is how a
         constraint has read them.
         """
-        return Parser(self._verbatim if verbatim else self._spellings, self._reader(tools, hold_calls))
+        return ReplyParser(self._verbatim if verbatim else self._spellings, self._reader(tools, hold_calls))
 
     def reply_form(self) -> ReplyForm:
         """How the model spells a reply to the prompts that are rendered here."""
@@ -315,10 +317,10 @@ class ChatTokenizer:
             tools=tools,
         )
 
-    def plain_parser(self, *, verbatim: bool = False) -> Parser:
+    def plain_parser(self, *, verbatim: bool = False) -> ReplyParser:
         """For a reply that is nothing but text: no reasoning, no calls."""
         reader = ReplyReader(reasoning=None, thinking=False, tool_format=None, hold_calls=True)
-        return Parser(self._verbatim if verbatim else self._spellings, reader)
+        return ReplyParser(self._verbatim if verbatim else self._spellings, reader)
 
     def encode_raw(self, text: str) -> list[int]:
         """A prompt that a client wrote itself: control tokens that it spells are meant."""

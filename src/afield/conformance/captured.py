@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
-from afield.conformance.scenario import Fault
+from afield.conformance.scenario import NetworkFault
 
 RETRY_COUNT = "x-stainless-retry-count"
 
@@ -23,7 +23,7 @@ class CapturedRequest(Struct, frozen=True, kw_only=True):
     """Header fields by lower-case name."""
     body: bytes
     """Body without transfer encoding, still with its content encoding."""
-    fault: Fault | None = None
+    fault: NetworkFault | None = None
     """What the proxy did to it."""
 
     @property
@@ -46,7 +46,7 @@ class CapturedRequest(Struct, frozen=True, kw_only=True):
         return self.headers.get(RETRY_COUNT, "0") not in ("", "0")
 
 
-def captured(head: bytes, body: bytes, fault: Fault | None) -> CapturedRequest:
+def captured(head: bytes, body: bytes, fault: NetworkFault | None) -> CapturedRequest:
     line, _, fields = head.decode("latin-1").partition("\r\n")
     method, target, *_ = line.split(" ")
     pairs = (field.partition(":") for field in fields.split("\r\n") if field)

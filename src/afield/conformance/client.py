@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from afield.conformance.environments import interpreter, npm_environment, python_environment
-from afield.conformance.judge import Served
+from afield.conformance.judge import ServedCall
 from afield.conformance.pins import NPM, PYTHON
 from afield.conformance.scenario import Scenario, marker
 
@@ -44,7 +44,7 @@ class Stage(Struct, frozen=True, kw_only=True):
         return own | OFFLINE | LOCAL | more
 
 
-class Command(Struct, frozen=True):
+class ClientCommand(Struct, frozen=True):
     argv: tuple[str, ...]
     environment: Mapping[str, str] = {}
 
@@ -55,9 +55,9 @@ class Client(Struct, frozen=True, kw_only=True):
 
     name: str
     install: Callable[[Path], Path]
-    commands: Callable[[Stage], Sequence[Command]]
+    commands: Callable[[Stage], Sequence[ClientCommand]]
     scenario: Scenario
-    inspect: Callable[[Stage, Sequence[Served]], list[str]] = lambda stage, ledger: []
+    inspect: Callable[[Stage, Sequence[ServedCall]], list[str]] = lambda stage, ledger: []
     timeout_s: float = 400.0
 
 
@@ -73,7 +73,7 @@ def from_npm(name: str) -> Callable[[Path], Path]:
     return lambda cache: npm_environment(cache, name, NPM[name])
 
 
-async def run(command: Command, stage: Stage, path: str, log: Path, timeout_s: float) -> str | None:
+async def run(command: ClientCommand, stage: Stage, path: str, log: Path, timeout_s: float) -> str | None:
     """What went wrong, or None. The whole process group ends with the command."""
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(

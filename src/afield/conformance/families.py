@@ -17,7 +17,7 @@ from msgspec import Struct
 from afield.conformance.environments import wheel_files
 from afield.conformance.model import TEMPLATE
 from afield.conformance.pins import TEMPLATES
-from afield.conformance.scenario import Reply, Use
+from afield.conformance.scenario import ModelReply, ToolUse
 from afield.errors import UsageError
 
 THINK = "<think>\n"
@@ -31,7 +31,7 @@ class TemplateFamily(Struct, frozen=True, kw_only=True):
     """Name on the command line and in results."""
     source: Callable[[Path], str]
     """The Jinja text; takes the folder of the cache."""
-    spell: Callable[[Reply], str]
+    spell: Callable[[ModelReply], str]
     """A reply as the model writes it behind the generation prompt, without the stop token."""
     opening: str = ""
     """What the generation prompt says behind the assistant's header."""
@@ -39,7 +39,7 @@ class TemplateFamily(Struct, frozen=True, kw_only=True):
     """Whether the template refuses a system message that is not the first message."""
 
 
-def hermes(reply: Reply) -> str:
+def hermes(reply: ModelReply) -> str:
     parts = [reply.text] if reply.text else []
     for use in reply.uses:
         call = json.dumps({"name": use.name, "arguments": use.arguments}, ensure_ascii=False)
@@ -48,13 +48,13 @@ def hermes(reply: Reply) -> str:
     return thought + "\n".join(parts)
 
 
-def qwen_xml(reply: Reply) -> str:
+def qwen_xml(reply: ModelReply) -> str:
     calls = "\n".join(_xml_call(use) for use in reply.uses)
     between = "\n\n" if reply.text and calls else ""
     return f"{reply.reasoning}{CLOSE}{reply.text}{between}{calls}"
 
 
-def _xml_call(use: Use) -> str:
+def _xml_call(use: ToolUse) -> str:
     values = "".join(
         f"<parameter={name}>\n{_xml_value(value)}\n</parameter>\n" for name, value in use.arguments.items()
     )

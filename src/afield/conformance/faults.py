@@ -1,16 +1,15 @@
-"""A proxy between client and gateway: keeps every request, and lets chosen ones fail, each once.
+"""Fault-injecting proxy between client and gateway, which also captures every request.
 
-Bytes pass as they are. A request is recognised by the last marker in its body. `Fault` says what happens
-to it:
+Bytes pass unchanged. The last marker in a request's body identifies it; each `NetworkFault` happens once:
 
 1. refuse: the proxy answers with the dialect's own 500; the gateway never sees the request.
-2. cut: the connection breaks in both directions after `CUT_S`, in the middle of a slow answer.
-3. lose: the proxy reads the whole answer, so that the gateway has delivered it; the client gets the first
-   chunk of a streamed answer, nothing of another, and a broken connection. Clients that have seen some of
-   the text ask for the rest of it, which is another request.
+2. cut: the connection breaks in both directions after `CUT_S`, in the middle of a slow response.
+3. lose: the proxy reads the whole response, so that the gateway has delivered it. The client gets the first
+   chunk of a streamed response (nothing of any other) and a broken connection. A client that has some of the
+   text asks for the rest of it, which is another request.
 
-With `clean` a client sees a broken stream end in good order, without its last events; some give up on
-anything else.
+With `clean`, a broken stream ends in good order without its last events; some clients give up on anything
+else.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import islice
 
 from afield.conformance.captured import CapturedRequest, captured
-from afield.conformance.scenario import Fault, last_marker
+from afield.conformance.scenario import NetworkFault, last_marker
 
 CUT_S = 2.0
 LAST_CHUNK = b"0\r\n\r\n"
@@ -32,13 +31,13 @@ GONE = (ConnectionError, asyncio.IncompleteReadError)
 class Faults:
     """`fired` says what happened so far; `requests` are all that were sent, in order of arrival."""
 
-    def __init__(self, faults: Mapping[str, Fault], *, clean: bool = False) -> None:
+    def __init__(self, faults: Mapping[str, NetworkFault], *, clean: bool = False) -> None:
         self._left = dict(faults)
         self.clean = clean
-        self.fired: dict[str, Fault] = {}
+        self.fired: dict[str, NetworkFault] = {}
         self.requests: list[CapturedRequest] = []
 
-    def of(self, body: bytes) -> Fault | None:
+    def of(self, body: bytes) -> NetworkFault | None:
         where = last_marker(body.decode(errors="replace"))
         fault = self._left.pop(where, None) if where else None
         if where and fault:
@@ -106,14 +105,14 @@ class _Connection:
                 wire, body = await _body(self._reader, head)
                 fault = self._faults.of(body)
                 self._faults.requests.append(captured(head, body, fault))
-                if fault is Fault.REFUSE:
+                if fault is NetworkFault.REFUSE:
                     self._writer.write(refusal(head))
                     await self._writer.drain()
                     continue
-                self._losing = fault is Fault.LOSE
+                self._losing = fault is NetworkFault.LOSE
                 forth.write(head + wire)
                 await forth.drain()
-                if fault is Fault.CUT:
+                if fault is NetworkFault.CUT:
                     await asyncio.sleep(CUT_S)
                     forth.transport.abort()
                     await self._break(LAST_CHUNK)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from afield.conformance.client import SCRIPTS, TASK, Client, Command, Stage, from_pypi
-from afield.conformance.scenario import ABORTED, Answer, Reply, Use, marker, shell, steps
+from afield.conformance.client import SCRIPTS, TASK, Client, ClientCommand, Stage, from_pypi
+from afield.conformance.scenario import ABORTED, Answer, ModelReply, ToolUse, marker, shell, steps
 
 # --- mini-swe-agent ------------------------------------------------------------------------------
 
 
-def _mini(stage: Stage) -> list[Command]:
+def _mini(stage: Stage) -> list[ClientCommand]:
     argv = (
         str(stage.programs / "mini"),
         "-y",
@@ -27,16 +27,16 @@ def _mini(stage: Stage) -> list[Command]:
         "OPENAI_API_KEY": stage.api_key,
         "OPENAI_API_BASE": stage.openai_base_url,
     }
-    return [Command(argv, environment)]
+    return [ClientCommand(argv, environment)]
 
 
-def _bash(thread: str, step: int) -> Use:
-    return Use("bash", {"command": shell(thread, step)})
+def _bash(thread: str, step: int) -> ToolUse:
+    return ToolUse("bash", {"command": shell(thread, step)})
 
 
-SUBMIT = Reply(
+SUBMIT = ModelReply(
     text="That was the last step.",
-    uses=(Use("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),),
+    uses=(ToolUse("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),),
 )
 MINI = Client(
     name="mini-swe-agent",
@@ -51,29 +51,31 @@ MINI = Client(
 GO_ON = f"Go on from where you were. {marker('main', 8)}"
 
 
-def _script(name: str, *more: str) -> Callable[[Stage], list[Command]]:
-    def commands(stage: Stage) -> list[Command]:
+def _script(name: str, *more: str) -> Callable[[Stage], list[ClientCommand]]:
+    def commands(stage: Stage) -> list[ClientCommand]:
         session = (stage.openai_base_url, stage.api_key, stage.model)
-        return [Command((str(stage.programs / "python"), str(SCRIPTS / name), *session, TASK, GO_ON, *more))]
+        return [
+            ClientCommand((str(stage.programs / "python"), str(SCRIPTS / name), *session, TASK, GO_ON, *more))
+        ]
 
     return commands
 
 
-def _look(thread: str, step: int) -> Use:
-    return Use("look", {"thread": thread, "step": step})
+def _look(thread: str, step: int) -> ToolUse:
+    return ToolUse("look", {"thread": thread, "step": step})
 
 
 def _helped(argument: str) -> dict[str, Answer]:
     """A sub-agent at the second step, asked by this argument of a tool; and a stop at the seventh."""
     return {
-        "main-2": Reply(uses=(Use("ask", {argument: f"Walk a little – 少し. {marker('sub', 0)}"}),)),
-        "sub-0": Reply(text="I look twice.", uses=(_look("sub", 1), _look("sub", 1))),
-        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
-        "main-7": Reply(text="This is halfway."),
+        "main-2": ModelReply(uses=(ToolUse("ask", {argument: f"Walk a little – 少し. {marker('sub', 0)}"}),)),
+        "sub-0": ModelReply(text="I look twice.", uses=(_look("sub", 1), _look("sub", 1))),
+        "sub-1": ModelReply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-7": ModelReply(text="This is halfway."),
     }
 
 
-SUMMARY = Reply(text="* Steps one to seven were done. ✓")
+SUMMARY = ModelReply(text="* Steps one to seven were done. ✓")
 
 STRANDS = Client(
     name="strands",
@@ -112,8 +114,8 @@ PYDANTIC = Client(
 )
 
 
-def _final(text: str) -> Reply:
-    return Reply(text="Done.", uses=(Use("final_answer", {"answer": text}),))
+def _final(text: str) -> ModelReply:
+    return ModelReply(text="Done.", uses=(ToolUse("final_answer", {"answer": text}),))
 
 
 SMOLAGENTS = Client(
@@ -133,15 +135,15 @@ SMOLAGENTS = Client(
 )
 
 
-def _litellm(provider: str) -> Callable[[Stage], list[Command]]:
+def _litellm(provider: str) -> Callable[[Stage], list[ClientCommand]]:
     """Gemini's own API lies below the base URL itself."""
 
-    def commands(stage: Stage) -> list[Command]:
+    def commands(stage: Stage) -> list[ClientCommand]:
         base_url = stage.base_url if provider == "gemini" else stage.openai_base_url
         argv = (str(stage.programs / "python"), str(SCRIPTS / "litellm_agent.py"))
         session = (base_url, stage.api_key, f"{provider}/{stage.model}")
         words = (TASK, GO_ON, "plain" if provider == "gemini" else "keys")
-        return [Command((*argv, *session, *words), {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})]
+        return [ClientCommand((*argv, *session, *words), {"LITELLM_LOCAL_MODEL_COST_MAP": "True"})]
 
     return commands
 
@@ -161,10 +163,10 @@ LITELLM_GEMINI = Client(
 )
 
 
-def _adk(stage: Stage) -> list[Command]:
+def _adk(stage: Stage) -> list[ClientCommand]:
     environment = {"GOOGLE_API_KEY": stage.api_key, "GOOGLE_GEMINI_BASE_URL": stage.base_url}
     argv = (str(stage.programs / "python"), str(SCRIPTS / "google_adk_agent.py"), stage.model, TASK, GO_ON)
-    return [Command(argv, environment)]
+    return [ClientCommand(argv, environment)]
 
 
 ADK = Client(

@@ -27,7 +27,7 @@ from afield.types import Trajectory, Turn, TurnStatus
 Key = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
-class Served(Protocol):
+class ServedCall(Protocol):
     """A ledger's entry."""
 
     @property
@@ -65,7 +65,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 def judge(
-    ledger: Sequence[Served],
+    ledger: Sequence[ServedCall],
     record: SessionRecord,
     branches: int,
     allowed: Mapping[str, Sequence[str]],
@@ -97,7 +97,7 @@ def judge(
     )
 
 
-def _key(entry: Served) -> Key:
+def _key(entry: ServedCall) -> Key:
     return entry.prompt_ids, entry.token_ids, entry.logprobs
 
 
@@ -154,7 +154,7 @@ def _unaccounted(
 
 
 def _unlisted(
-    ledger: Sequence[Served],
+    ledger: Sequence[ServedCall],
     record: SessionRecord,
     recorded: Mapping[str, Key],
     allowed: Mapping[str, Sequence[str]],

@@ -30,7 +30,7 @@ from msgspec import Struct
 from afield.conformance.captured import CapturedRequest
 from afield.conformance.decoders import ClientCall, ClientMessage, ClientRequest, UnknownShape, decode
 from afield.conformance.families import TemplateFamily
-from afield.conformance.scenario import Fault, Reply
+from afield.conformance.scenario import ModelReply, NetworkFault
 
 HEADER = "<|im_start|>"
 MARK = "\ue001"  # stands before every control token
@@ -194,7 +194,7 @@ class Oracle:
         renderer: Renderer,
         sent: Sequence[CapturedRequest],
         ledger: Sequence[ServedCall],
-        replies: Mapping[str, Reply],
+        replies: Mapping[str, ModelReply],
     ) -> None:
         """`replies` are what the model said, by the id of the engine's call."""
         self._renderer = renderer
@@ -226,7 +226,7 @@ class Oracle:
         problems = list(self._problems)
         for call in self._ledger:
             blocks = self._renderer.blocks(call.prompt_ids)
-            free = [e for e in self._expected if e.call is None and e.sent.fault is not Fault.REFUSE]
+            free = [e for e in self._expected if e.call is None and e.sent.fault is not NetworkFault.REFUSE]
             match = next((e for e in free if self._difference(e, call, blocks) is None), None)
             if match is not None:
                 match.call = call
@@ -302,7 +302,7 @@ class Oracle:
 
     def _unasked(self, n: int, expected: Expected) -> str | None:
         """Why a request that the engine never saw is not to be explained."""
-        if expected.call is not None or expected.sent.fault is Fault.REFUSE:
+        if expected.call is not None or expected.sent.fault is NetworkFault.REFUSE:
             return None
         twins = [e for e in self._expected[:n] if e.call and e.request == expected.request]
         if any(twin.sent.fault for twin in twins) or (twins and expected.sent.repeats):
@@ -326,13 +326,13 @@ def _shared(wanted: Sequence[Block], blocks: Sequence[Block]) -> int:
     return next((n for n, same in enumerate(equal) if not same), len(equal))
 
 
-def _in_full(message: ClientMessage, reply: Reply) -> ClientMessage:
+def _in_full(message: ClientMessage, reply: ModelReply) -> ClientMessage:
     uses = zip(message.calls, reply.uses, strict=True)
     calls = tuple(ClientCall(call.id, call.name, use.arguments) for call, use in uses)
     return ClientMessage(role="assistant", content=reply.text, reasoning=reply.reasoning, calls=calls)
 
 
-def echoes(message: ClientMessage, reply: Reply) -> bool:
+def echoes(message: ClientMessage, reply: ModelReply) -> bool:
     """Whether an assistant message is this reply: text and reasoning may be left out, not changed."""
     calls = [(call.name, call.arguments) for call in message.calls]
     if calls != [(use.name, use.arguments) for use in reply.uses]:

@@ -45,23 +45,23 @@ def last_marker(text: str) -> str | None:
     return found[-1] if found else None
 
 
-class Use(Struct, frozen=True):
+class ToolUse(Struct, frozen=True):
     """A tool call the model makes."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class ModelReply(Struct, frozen=True, kw_only=True):
     text: str = ""
     reasoning: str = ""
-    uses: tuple[Use, ...] = ()
+    uses: tuple[ToolUse, ...] = ()
 
 
-Answer = Reply | Callable[[str], Reply]  # from the prompt, where the reply has to quote it
+Answer = ModelReply | Callable[[str], ModelReply]  # from the prompt, where the reply has to quote it
 
 
-class Fault(StrEnum):
+class NetworkFault(StrEnum):
     """What happens, once, to the request with a certain marker."""
 
     REFUSE = "refuse"  # a 500 before any byte
@@ -69,7 +69,7 @@ class Fault(StrEnum):
     LOSE = "lose"  # the answer is complete, and breaks off on its way to the client
 
 
-FAULTS = {"main-3": Fault.REFUSE, "main-4": Fault.LOSE, "main-5": Fault.CUT}
+FAULTS = {"main-3": NetworkFault.REFUSE, "main-4": NetworkFault.LOSE, "main-5": NetworkFault.CUT}
 LEFT_OUT = {ABORTED: ("main-5",), ABANDONED: ("main-4",)}
 
 
@@ -78,7 +78,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     replies: Mapping[str, Answer]
     """What the model says, by the marker of the request."""
-    faults: Mapping[str, Fault]
+    faults: Mapping[str, NetworkFault]
     """What goes wrong, by the marker of the request."""
     branches: int
     """Committed leaves that the forest has in the end."""
@@ -95,14 +95,14 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
 
 def steps(
-    use: Callable[[str, int], Use],
+    use: Callable[[str, int], ToolUse],
     *,
     last: int = 9,
     branches: int = 1,
     parallel: bool = True,
     instead: Mapping[str, Answer] | None = None,
     asides: Mapping[str, Answer] | None = None,
-    faults: Mapping[str, Fault] | None = None,
+    faults: Mapping[str, NetworkFault] | None = None,
     excluded: Mapping[str, tuple[str, ...]] = LEFT_OUT,
     clean: bool = False,
 ) -> Scenario:
@@ -115,8 +115,8 @@ def steps(
         said = LONG if n == 5 else "" if n % 3 == 2 else f"Step {n} is done – on to the next, naïvely ☂."
         thought = f"What comes after {n}? Number {n + 1}, 当然." if n % 3 == 1 else ""
         uses = (use(BESIDE, n + 1), use("main", n + 1)) if parallel and n == 0 else (use("main", n + 1),)
-        replies[f"main-{n}"] = Reply(text=said, reasoning=thought, uses=uses)
-    replies[f"main-{last}"] = Reply(text="All steps are done. ✓")
+        replies[f"main-{n}"] = ModelReply(text=said, reasoning=thought, uses=uses)
+    replies[f"main-{last}"] = ModelReply(text="All steps are done. ✓")
     return Scenario(
         replies=replies | dict(instead or {}),
         faults=faults if faults is not None else FAULTS,

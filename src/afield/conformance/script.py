@@ -16,7 +16,7 @@ from typing import Any
 from afield import factory
 from afield.conformance.families import CHATML, TemplateFamily
 from afield.conformance.model import CONTROL, MARKERS
-from afield.conformance.scenario import Fault, Reply, Scenario, last_marker
+from afield.conformance.scenario import ModelReply, NetworkFault, Scenario, last_marker
 from afield.interfaces import GenerateRequest
 
 SLOW_S = 0.05  # before each chunk of a reply that is going to be cut
@@ -26,7 +26,7 @@ TURN = "<|im_start|>assistant\n"
 _SPECIAL = re.compile("|".join(re.escape(text) for text in (*CONTROL, *MARKERS)))
 
 
-class Sampler:
+class RandomTokenizer:
     """Text to ids, another way each time."""
 
     def __init__(self, vocabulary: Any) -> None:
@@ -65,11 +65,11 @@ class Script:
         self._scenario = scenario
         self._family = family
         self._vocabulary = vocabulary
-        self._sampler = Sampler(vocabulary)
-        self._scripted: Callable[..., Any] = factory.load("engines.scripted:Scripted")
+        self._sampler = RandomTokenizer(vocabulary)
+        self._scripted: Callable[..., Any] = factory.load("engines.scripted:ScriptedReply")
         self.asked: Counter[str] = Counter()
         self.surprises: list[str] = []
-        self.replies: dict[str, Reply] = {}
+        self.replies: dict[str, ModelReply] = {}
         self.places: dict[str, str] = {}
 
     def __call__(self, call: GenerateRequest) -> Any:
@@ -78,21 +78,21 @@ class Script:
         self.asked[where] += 1
         self.replies[call.id], self.places[call.id] = reply, where
         chance = random.Random(f"{where} {self.asked[where]}")
-        slow = self._scenario.faults.get(where) is Fault.CUT and self.asked[where] == 1
+        slow = self._scenario.faults.get(where) is NetworkFault.CUT and self.asked[where] == 1
         return self._scripted(
             token_ids=(*self._sampler.sample(self._family.spell(reply), chance), *call.stop_ids[:1]),
             chunks=tuple(chance.randint(1, 4) for _ in range(12)),
             delay_s=(SLOW_S if call.stream else SLOW_WHOLE_S) if slow else 0.0,
         )
 
-    def _reply(self, prompt: str) -> tuple[str, Reply]:
+    def _reply(self, prompt: str) -> tuple[str, ModelReply]:
         asides = self._scenario.asides
         new = prompt.removesuffix(TURN + self._family.opening).rpartition(TURN)[2]
         where = next((phrase for phrase in asides if phrase in new), last_marker(prompt))
         answer = asides.get(where or "") or self._scenario.replies.get(where or "")
         if where is None or answer is None:
             self.surprises.append(f"nothing to say at {where}; the prompt ends {prompt[-300:]!r}")
-            return "surprise", Reply(text="This was not foreseen.")
+            return "surprise", ModelReply(text="This was not foreseen.")
         return where, answer(prompt) if callable(answer) else answer
 
     def unsaid(self) -> list[str]:

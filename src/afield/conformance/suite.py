@@ -34,7 +34,7 @@ SETTLE_S = 60.0
 FEWEST_TURNS = 8
 
 
-class Up(Struct, frozen=True):
+class GatewayUnderTest(Struct, frozen=True):
     """A gateway that serves, and what is behind and before it."""
 
     gateway: Gateway
@@ -81,7 +81,7 @@ async def check(
         return structs.replace(verdict, problems=(*problems, *verdict.problems))
 
 
-def prompt_problems(up: Up) -> list[str]:
+def prompt_problems(up: GatewayUnderTest) -> list[str]:
     """Where the engine's prompts are not what the client sent."""
     return Oracle(up.renderer, up.faults.requests, up.ledger, up.script.replies).problems
 
@@ -89,13 +89,13 @@ def prompt_problems(up: Up) -> list[str]:
 @asynccontextmanager
 async def gateway(
     scenario: Scenario, folder: Path, family: TemplateFamily = CHATML, template: str = TEMPLATE
-) -> AsyncIterator[Up]:
+) -> AsyncIterator[GatewayUnderTest]:
     model = write_model(folder / "model", template)
     script = Script(scenario, vocabulary_of(model), family)
     engine = factory.load("engines.scripted:ScriptedEngine")(script, max_context=MAX_CONTEXT)
     faults = Faults(scenario.faults, clean=scenario.clean)
     async with serving(engine, model, folder) as up, faulty(up.address, faults) as port:
-        yield Up(up.gateway, engine.ledger, script, faults, port, Renderer(model, family))
+        yield GatewayUnderTest(up.gateway, engine.recorded, script, faults, port, Renderer(model, family))
 
 
 class Serving(Struct, frozen=True):
@@ -148,7 +148,7 @@ async def _drive(client: Client, stage: Stage, path: str, log: Path) -> list[str
     return []
 
 
-async def _settled(up: Up, session_id: str) -> None:
+async def _settled(up: GatewayUnderTest, session_id: str) -> None:
     """Calls whose client has left end a moment later."""
     for _ in range(int(SETTLE_S / 0.1)):
         if not (await up.gateway.state(session_id)).dangling:
@@ -156,7 +156,7 @@ async def _settled(up: Up, session_id: str) -> None:
         await asyncio.sleep(0.1)
 
 
-def _course(scenario: Scenario, up: Up, record: SessionRecord) -> list[str]:
+def _course(scenario: Scenario, up: GatewayUnderTest, record: SessionRecord) -> list[str]:
     """Whether the client was really led through all of it."""
     problems = [f"a surprise: {surprise}" for surprise in up.script.surprises]
     problems += [f"never asked at {where!r}" for where in up.script.unsaid()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from afield.conformance.client import TASK, Client, Command, Stage, from_npm
+from afield.conformance.client import TASK, Client, ClientCommand, Stage, from_npm
 from afield.conformance.scenario import (
     ABANDONED,
     ABORTED,
@@ -13,10 +13,10 @@ from afield.conformance.scenario import (
     LEFT_OUT,
     LONG,
     Answer,
-    Fault,
-    Reply,
+    ModelReply,
+    NetworkFault,
     Scenario,
-    Use,
+    ToolUse,
     bracketed,
     last_marker,
     marker,
@@ -27,15 +27,17 @@ from afield.conformance.scenario import (
 GO_ON = f"Go on from where you were. {marker('main', 8)}"
 
 
-def _so_far(prompt: str) -> Reply:
+def _so_far(prompt: str) -> ModelReply:
     """A summary that says where the thread stands."""
-    return Reply(text=f"* Everything was done up to here – そこまで: {bracketed(last_marker(prompt) or '')}")
+    return ModelReply(
+        text=f"* Everything was done up to here – そこまで: {bracketed(last_marker(prompt) or '')}"
+    )
 
 
 # --- Claude Code ---------------------------------------------------------------------------------
 
 
-def _claude(stage: Stage) -> list[Command]:
+def _claude(stage: Stage) -> list[ClientCommand]:
     environment = {
         "IS_SANDBOX": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -44,14 +46,14 @@ def _claude(stage: Stage) -> list[Command]:
     }
     options = ("--model", stage.model, "--dangerously-skip-permissions", "--output-format", "json")
 
-    def say(*words: str) -> Command:
-        return Command((str(stage.programs / "claude"), "-p", *words, *options), environment)
+    def say(*words: str) -> ClientCommand:
+        return ClientCommand((str(stage.programs / "claude"), "-p", *words, *options), environment)
 
     return [say(TASK), say("/compact", "--continue"), say(GO_ON, "--continue")]
 
 
-def _claude_bash(thread: str, step: int) -> Use:
-    return Use("Bash", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
+def _claude_bash(thread: str, step: int) -> ToolUse:
+    return ToolUse("Bash", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
 
 
 def _claude_scenario() -> Scenario:
@@ -62,12 +64,14 @@ def _claude_scenario() -> Scenario:
         "run_in_background": False,
     }
     instead: dict[str, Answer] = {
-        "main-2": Reply(text="Somebody else can do this.", uses=(Use("Agent", ask),)),
-        "sub-0": Reply(text="I walk.", uses=(_claude_bash("sub", 1), _claude_bash("sub", 1))),
-        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
-        "main-7": Reply(text="This is halfway."),
+        "main-2": ModelReply(text="Somebody else can do this.", uses=(ToolUse("Agent", ask),)),
+        "sub-0": ModelReply(text="I walk.", uses=(_claude_bash("sub", 1), _claude_bash("sub", 1))),
+        "sub-1": ModelReply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-7": ModelReply(text="This is halfway."),
     }
-    summary = Reply(text="<analysis>\nShort – 短い.\n</analysis>\n<summary>\nSteps one to seven.\n</summary>")
+    summary = ModelReply(
+        text="<analysis>\nShort – 短い.\n</analysis>\n<summary>\nSteps one to seven.\n</summary>"
+    )
     # The main thread, its sub-agent, the summary (which leaves out the last turn), and the new context.
     return steps(_claude_bash, instead=instead, asides={"Respond with TEXT ONLY": summary}, branches=4)
 
@@ -98,35 +102,35 @@ COMPACT_AT = 30_000  # tokens of the suite's own tokenizer: more than the openin
 MUCH = "seq 10000 16000"
 
 
-def _codex(stage: Stage) -> list[Command]:
+def _codex(stage: Stage) -> list[ClientCommand]:
     text = CODEX_CONFIG.format(
         model=json.dumps(stage.model), limit=COMPACT_AT, base_url=json.dumps(stage.openai_base_url)
     )
     (stage.home / "config.toml").write_text(text)
     argv = (str(stage.programs / "codex"), "exec", "--skip-git-repo-check")
     environment = {"CODEX_HOME": str(stage.home), "AFIELD_SESSION_KEY": stage.api_key}
-    return [Command((*argv, "--dangerously-bypass-approvals-and-sandbox", TASK), environment)]
+    return [ClientCommand((*argv, "--dangerously-bypass-approvals-and-sandbox", TASK), environment)]
 
 
-def _codex_exec(thread: str, step: int) -> Use:
-    return Use("exec_command", {"cmd": shell(thread, step)})
+def _codex_exec(thread: str, step: int) -> ToolUse:
+    return ToolUse("exec_command", {"cmd": shell(thread, step)})
 
 
-def _codex_sub(prompt: str) -> Reply:
+def _codex_sub(prompt: str) -> ModelReply:
     """The sub-agent's first step; or, in the thread that has just spawned it, the wait for its end."""
     if spawned := re.findall(r'"agent_id":\s*"([^"]+)"', prompt):
-        return Reply(uses=(Use("wait_agent", {"targets": spawned[-1:], "timeout_ms": 60_000}),))
-    return Reply(text="I walk.", uses=(_codex_exec("sub", 1), _codex_exec("sub", 1)))
+        return ModelReply(uses=(ToolUse("wait_agent", {"targets": spawned[-1:], "timeout_ms": 60_000}),))
+    return ModelReply(text="I walk.", uses=(_codex_exec("sub", 1), _codex_exec("sub", 1)))
 
 
 def _codex_scenario() -> Scenario:
     ask = {"message": f"Walk a little on your own. {marker('sub', 0)}"}
-    much = Use("exec_command", {"cmd": f"{MUCH}; {shell('main', 7)}", "max_output_tokens": 20000})
+    much = ToolUse("exec_command", {"cmd": f"{MUCH}; {shell('main', 7)}", "max_output_tokens": 20000})
     instead: dict[str, Answer] = {
-        "main-2": Reply(text="Somebody else can do this.", uses=(Use("spawn_agent", ask),)),
+        "main-2": ModelReply(text="Somebody else can do this.", uses=(ToolUse("spawn_agent", ask),)),
         "sub-0": _codex_sub,
-        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
-        "main-6": Reply(text="Now for a lot of text.", uses=(much,)),
+        "sub-1": ModelReply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-6": ModelReply(text="Now for a lot of text.", uses=(much,)),
     }
     asides: dict[str, Answer] = {"CONTEXT CHECKPOINT COMPACTION": _so_far}
     # Before the compaction, the sub-agent, the summary (asked for without tools), and after it.
@@ -142,7 +146,7 @@ CODEX = Client(name="codex", install=from_npm("codex"), commands=_codex, scenari
 OPENCODE_LIMIT = {"context": 32_000, "output": 4096}  # the opening prompt fits, what MUCH prints does not
 
 
-def _opencode(stage: Stage) -> list[Command]:
+def _opencode(stage: Stage) -> list[ClientCommand]:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "afield",
@@ -161,11 +165,11 @@ def _opencode(stage: Stage) -> list[Command]:
     (stage.work / "opencode.json").write_text(json.dumps(config))
     off = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD")
     environment = {f"OPENCODE_DISABLE_{name}": "1" for name in off}
-    return [Command((str(stage.programs / "opencode"), "run", "--model", named, TASK), environment)]
+    return [ClientCommand((str(stage.programs / "opencode"), "run", "--model", named, TASK), environment)]
 
 
-def _opencode_bash(thread: str, step: int) -> Use:
-    return Use("bash", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
+def _opencode_bash(thread: str, step: int) -> ToolUse:
+    return ToolUse("bash", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
 
 
 def _opencode_scenario() -> Scenario:
@@ -175,16 +179,16 @@ def _opencode_scenario() -> Scenario:
         "subagent_type": "general",
     }
     instead: dict[str, Answer] = {
-        "main-2": Reply(text="Somebody else can do this.", uses=(Use("task", ask),)),
-        "sub-0": Reply(text="I walk.", uses=(_opencode_bash("sub", 1), _opencode_bash("sub", 1))),
-        "sub-1": Reply(text=f"The helper is done; go on. {marker('main', 3)}"),
-        "main-6": Reply(
+        "main-2": ModelReply(text="Somebody else can do this.", uses=(ToolUse("task", ask),)),
+        "sub-0": ModelReply(text="I walk.", uses=(_opencode_bash("sub", 1), _opencode_bash("sub", 1))),
+        "sub-1": ModelReply(text=f"The helper is done; go on. {marker('main', 3)}"),
+        "main-6": ModelReply(
             text="Now for a lot of text.",
-            uses=(Use("bash", {"command": f"{MUCH}; {shell('main', 7)}", "description": "Much"}),),
+            uses=(ToolUse("bash", {"command": f"{MUCH}; {shell('main', 7)}", "description": "Much"}),),
         ),
     }
     asides: dict[str, Answer] = {
-        "You are a title generator": Reply(text="Steps, one by one"),
+        "You are a title generator": ModelReply(text="Steps, one by one"),
         "You are a context summarization agent": _so_far,
     }
     # The title, before the compaction, the sub-agent, the summary, and after it.
@@ -200,7 +204,7 @@ OPENCODE = Client(
 # --- Qwen Code and Gemini CLI --------------------------------------------------------------------
 
 
-def _qwen_code(stage: Stage) -> list[Command]:
+def _qwen_code(stage: Stage) -> list[ClientCommand]:
     environment = {
         "PATH": f"{stage.programs}:{stage.path}",
         "OPENAI_API_KEY": stage.api_key,
@@ -210,12 +214,14 @@ def _qwen_code(stage: Stage) -> list[Command]:
     settings = {"security": {"auth": {"selectedType": "openai"}}, "general": {"disableAutoUpdate": True}}
     (stage.home / ".qwen").mkdir()
     (stage.home / ".qwen" / "settings.json").write_text(json.dumps(settings))
-    return [Command((str(stage.programs / "qwen"), "--yolo", "-p", TASK), environment)]
+    return [ClientCommand((str(stage.programs / "qwen"), "--yolo", "-p", TASK), environment)]
 
 
-def _shell_command(thread: str, step: int) -> Use:
+def _shell_command(thread: str, step: int) -> ToolUse:
     # It may miss the output of a command that ends at once.
-    return Use("run_shell_command", {"command": f"{shell(thread, step)}; sleep 0.3", "is_background": False})
+    return ToolUse(
+        "run_shell_command", {"command": f"{shell(thread, step)}; sleep 0.3", "is_background": False}
+    )
 
 
 QWEN_CODE = Client(
@@ -227,7 +233,7 @@ QWEN_CODE = Client(
 )
 
 
-def _gemini_cli(stage: Stage) -> list[Command]:
+def _gemini_cli(stage: Stage) -> list[ClientCommand]:
     environment = {
         "GEMINI_API_KEY": stage.api_key,
         "GOOGLE_GEMINI_BASE_URL": stage.base_url,
@@ -242,23 +248,23 @@ def _gemini_cli(stage: Stage) -> list[Command]:
     (stage.home / ".gemini" / "settings.json").write_text(json.dumps(settings))
     argv = (str(stage.programs / "gemini"), "--yolo", "-m", stage.model)
     words = (("-p", TASK), ("--resume", "latest", "-p", GO_ON))
-    return [Command((*argv, *more), environment) for more in words]
+    return [ClientCommand((*argv, *more), environment) for more in words]
 
 
-def _gemini_shell(thread: str, step: int) -> Use:
-    return Use("run_shell_command", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
+def _gemini_shell(thread: str, step: int) -> ToolUse:
+    return ToolUse("run_shell_command", {"command": shell(thread, step), "description": f"Step {step} – 歩"})
 
 
 def _gemini_scenario() -> Scenario:
     """It ends when its connection is reset, and takes what arrived for the whole answer, unless it had
     asked with words of the user."""
     instead: dict[str, Answer] = {
-        "main-0": Reply(text=LONG, uses=(_gemini_shell(BESIDE, 1), _gemini_shell("main", 1))),
-        "main-5": Reply(text="Step 5 is done.", uses=(_gemini_shell("main", 6),)),
-        "main-7": Reply(text="This is halfway."),
-        "main-8": Reply(text=LONG, uses=(_gemini_shell("main", 9),)),
+        "main-0": ModelReply(text=LONG, uses=(_gemini_shell(BESIDE, 1), _gemini_shell("main", 1))),
+        "main-5": ModelReply(text="Step 5 is done.", uses=(_gemini_shell("main", 6),)),
+        "main-7": ModelReply(text="This is halfway."),
+        "main-8": ModelReply(text=LONG, uses=(_gemini_shell("main", 9),)),
     }
-    faults = {"main-3": Fault.REFUSE, "main-0": Fault.CUT, "main-8": Fault.LOSE}
+    faults = {"main-3": NetworkFault.REFUSE, "main-0": NetworkFault.CUT, "main-8": NetworkFault.LOSE}
     excluded = {ABORTED: ("main-0",), ABANDONED: ("main-8",)}
     # A session that is resumed has another context in front.
     return steps(_gemini_shell, instead=instead, faults=faults, excluded=excluded, clean=True, branches=2)

@@ -11,9 +11,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from afield.conformance.client import SCRIPTS, TASK, Client, Command, Stage, from_pypi
-from afield.conformance.judge import Served
-from afield.conformance.scenario import FAULTS, LEFT_OUT, LONG, Answer, Fault, Reply, Scenario, marker, shell
+from afield.conformance.client import SCRIPTS, TASK, Client, ClientCommand, Stage, from_pypi
+from afield.conformance.judge import ServedCall
+from afield.conformance.scenario import (
+    FAULTS,
+    LEFT_OUT,
+    LONG,
+    Answer,
+    ModelReply,
+    NetworkFault,
+    Scenario,
+    marker,
+    shell,
+)
 
 TASK_TOML = """\
 schema_version = "1.4"
@@ -31,7 +41,7 @@ THRESHOLD = 1000
 MUCH = "seq -s ' ' 1000 3000"
 
 
-def _commands(stage: Stage) -> list[Command]:
+def _commands(stage: Stage) -> list[ClientCommand]:
     task = stage.work / "task"
     (task / "environment").mkdir(parents=True)
     (task / "tests").mkdir()
@@ -55,13 +65,13 @@ def _commands(stage: Stage) -> list[Command]:
         "PYTHONPATH": str(SCRIPTS),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    return [Command(tuple(argv), environment)]
+    return [ClientCommand(tuple(argv), environment)]
 
 
-def _typed(said: str, *commands: str, complete: bool = False) -> Reply:
+def _typed(said: str, *commands: str, complete: bool = False) -> ModelReply:
     keys = [{"keystrokes": f"{command}\n", "duration": 0.4} for command in commands]
     body = {"analysis": said, "plan": "Weiter – 次へ.", "commands": keys, "task_complete": complete}
-    return Reply(text=json.dumps(body, ensure_ascii=False))
+    return ModelReply(text=json.dumps(body, ensure_ascii=False))
 
 
 def _scenario() -> Scenario:
@@ -73,15 +83,15 @@ def _scenario() -> Scenario:
     replies["main-9"] = _typed("All steps are done. ✓", complete=True)
     # What was typed last is forgotten by the summary; the answers say where to go on.
     asides: dict[str, Answer] = {
-        "The next agent has a few questions": Reply(text=f"1. Go on from {marker('main', 8)}."),
-        "You are about to hand off your work": Reply(text="* Steps one to seven – 七つ."),
-        "You are picking up work from a previous": Reply(text="1. Where do I go on?"),
+        "The next agent has a few questions": ModelReply(text=f"1. Go on from {marker('main', 8)}."),
+        "You are about to hand off your work": ModelReply(text="* Steps one to seven – 七つ."),
+        "You are picking up work from a previous": ModelReply(text="1. Where do I go on?"),
     }
     # The thread with its summary and answers, the questions, and the thread after the handover.
     return Scenario(replies=replies, faults=FAULTS, asides=asides, branches=3, excluded=LEFT_OUT)
 
 
-def _kept(stage: Stage, ledger: Sequence[Served]) -> list[str]:
+def _kept(stage: Stage, ledger: Sequence[ServedCall]) -> list[str]:
     served = {(entry.prompt_ids, entry.token_ids, entry.logprobs) for entry in ledger}
     turns: list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]] = []
     for path in (stage.work / "jobs").glob("*/*/result.json"):
@@ -93,7 +103,7 @@ def _kept(stage: Stage, ledger: Sequence[Served]) -> list[str]:
     problems = [f"{strange} of {len(turns)} turns terminus-2 kept are not what the engine served"]
     whole = sum(1 for entry in ledger if entry.token_ids)
     # It never saw the answers that the proxy lost; each was sampled again, or given again.
-    lost = sum(fault is Fault.LOSE for fault in FAULTS.values())
+    lost = sum(fault is NetworkFault.LOSE for fault in FAULTS.values())
     missing = [f"terminus-2 kept {len(set(turns))} turns, the engine served {whole}"]
     return problems * bool(strange) + missing * (not whole - lost <= len(set(turns)) <= whole)
 

@@ -27,7 +27,7 @@ GAP, SHORTEST_GAP_S, LONGEST_GAP_S = 0.03, 0.002, 0.03
 KEEP_S = 4.0  # uvicorn drops idle connections after 5
 
 
-class Silence:
+class IdleTimer:
     """Calls `late` when `hear` was not called for `seconds`. `hear` costs one assignment."""
 
     def __init__(self, seconds: float, held: Callable[[], bool], late: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class Silence:
         self._timer.cancel()
 
 
-class Http:
+class EngineHttpClient:
     """HTTP client of one server. `held` tells whether its generation is paused."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Http:
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S)
-        # `Silence` times idle connections; a reply may take as long as the model needs.
+        # `IdleTimer` times idle connections; a reply may take as long as the model needs.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(10.0, self._idle_s))
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self
@@ -117,11 +117,11 @@ class Http:
     @asynccontextmanager
     async def _answer(
         self, method: str, path: str, body: Any, headers: dict[str, str], idle_s: float, *, still: bool
-    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Silence]]:
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, IdleTimer]]:
         if self._session is None:
             raise Unavailable(f"the engine at {self.url} is not connected; enter it with `async with`")
         data = None if body is None else msgspec.json.encode(body)
-        silence = Silence(idle_s, self._held if still else lambda: False, late=lambda: None)
+        silence = IdleTimer(idle_s, self._held if still else lambda: False, late=lambda: None)
         response: aiohttp.ClientResponse | None = None
         try:
             async with asyncio.timeout(None) as limit:
@@ -186,7 +186,7 @@ def _message(data: bytes) -> str:
 LONGEST = 64 << 20
 
 
-class Events:
+class SseParser:
     """Parser of server-sent events from bytes that may be cut anywhere, also inside a character."""
 
     def __init__(self) -> None:

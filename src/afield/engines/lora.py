@@ -1,9 +1,8 @@
-"""Low-rank adapters: what a directory of weights holds, and who is being answered with which of them.
+"""LoRA adapters: peft's adapter_config.json, and leases on the versions a server serves.
 
-A directory with adapter_config.json is an adapter, as peft saves it; any other is a whole model. On a server
-that serves several adapters at once a call keeps the one it began with: it holds a `Lease`. When there are
-more versions in use than the server has room for, the leases of the oldest are called back, and their calls
-go on with the newest.
+A directory with adapter_config.json is an adapter; any other is a whole model. A call holds an `AdapterLease`
+on the version it began with. When more versions are in use than the server has room for, the leases of the
+oldest are revoked, and their calls continue with the newest version.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ TENSORS = "adapter_model.safetensors"
 
 
 class AdapterConfig(Struct, frozen=True, kw_only=True):
-    """What of peft's adapter_config.json changes the numbers. What cannot be merged is told by `unfit`."""
+    """Fields of peft's adapter_config.json that change the merged weights; see `unfit`."""
 
     peft_type: str = "LORA"
     r: int
@@ -44,7 +43,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def unfit(self) -> str | None:
-        """The first thing that makes it more than a product of two matrices beside each weight."""
+        """The first field that keeps the adapter from being merged; None if it can be."""
         if self.peft_type != "LORA":
             return f"peft_type {self.peft_type!r}"
         others: dict[str, object] = {
@@ -60,7 +59,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
             "use_qalora": self.use_qalora,
             "use_bdlora": self.use_bdlora,
         }
-        return next((name for name, there in others.items() if there), None)
+        return next((name for name, used in others.items() if used), None)
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -74,47 +73,47 @@ def read_config(path: Path) -> AdapterConfig:
         raise UsageError(f"adapter {str(path)!r}: {CONFIG} cannot be read: {error}") from error
 
 
-class Lease:
-    """One call's hold on a version. `id` names the call at the server."""
+class AdapterLease:
+    """One call's hold on an adapter version; `id` is the request id at the server."""
 
-    __slots__ = ("called_back", "id", "version")
+    __slots__ = ("id", "revoked", "version")
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.id = uuid4().hex
-        self.called_back = False
+        self.revoked = False
 
 
-class Leases:
-    """`newest` is what calls that begin now are answered with; None while no adapter is served."""
+class AdapterLeases:
+    """Adapter versions in use. `newest` serves new calls; None while no adapter is served."""
 
     def __init__(self) -> None:
         self.newest: int | None = None
-        self._held: dict[int, set[Lease]] = {}
+        self._held: dict[int, set[AdapterLease]] = {}
 
     @contextmanager
-    def held(self) -> Iterator[Lease | None]:
-        """A lease on the newest version for as long as this lasts."""
+    def held(self) -> Iterator[AdapterLease | None]:
+        """A lease on the newest version, for the length of the block."""
         if self.newest is None:
             yield None
             return
-        lease = Lease(self.newest)
+        lease = AdapterLease(self.newest)
         self._held.setdefault(lease.version, set()).add(lease)
         try:
             yield lease
         finally:
-            there = self._held[lease.version]
-            there.discard(lease)
-            if not there:
+            leases = self._held[lease.version]
+            leases.discard(lease)
+            if not leases:
                 del self._held[lease.version]
 
     def in_use(self, version: int) -> bool:
         return version == self.newest or version in self._held
 
-    def call_back(self, room: int) -> list[Lease]:
-        """The leases of the oldest versions, until no more than `room` versions are in use."""
+    def revoke(self, room: int) -> list[AdapterLease]:
+        """Revoke the leases of the oldest versions, until at most `room` versions are in use."""
         kept = sorted({*self._held, *([] if self.newest is None else [self.newest])})[-room:] if room else []
         gone = [lease for version, held in self._held.items() if version not in kept for lease in held]
         for lease in gone:
-            lease.called_back = True
+            lease.revoked = True
         return gone

@@ -24,7 +24,7 @@ from afield.types import FinishReason, Sampling, VersionSpan
 from afield.wire import decode, encode
 
 
-class Served(StrEnum):
+class CallStatus(StrEnum):
     COMPLETE = "complete"
     ABANDONED = "abandoned"
     FAILED = "failed"
@@ -41,7 +41,7 @@ class RecordedCall(Struct, frozen=True, kw_only=True):
     versions: tuple[VersionSpan, ...]
     finish: FinishReason | None
     sampling: Sampling
-    served: Served
+    served: CallStatus
 
 
 class RecordingEngine:
@@ -50,7 +50,7 @@ class RecordingEngine:
     def __init__(self, engine: Engine, path: str | Path | None = None) -> None:
         self._engine = engine
         self._path = None if path is None else Path(path)
-        self.entries: list[RecordedCall] = []
+        self.recorded: list[RecordedCall] = []
 
     async def __aenter__(self) -> Self:
         if self._path is not None:
@@ -70,40 +70,40 @@ class RecordingEngine:
 
     def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         chunks = self._engine.generate(call)
-        return chunks if call.session_id == SESSION else watch(call, chunks, self._write)
+        return chunks if call.session_id == SESSION else record(call, chunks, self._write)
 
     def _write(self, entry: RecordedCall) -> None:
         if self._path is None:
-            self.entries.append(entry)
+            self.recorded.append(entry)
             return
         # Opened each time: calls that a closing engine fails are written after it has closed.
         with self._path.open("ab") as file:
             file.write(encode(entry) + b"\n")
 
 
-def read_ledger(path: str | Path) -> list[RecordedCall]:
+def read_recording(path: str | Path) -> list[RecordedCall]:
     lines = Path(path).read_bytes().splitlines()
     return [decode(line, RecordedCall, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
 
 
-async def watch(
+async def record(
     call: GenerateRequest, chunks: AsyncGenerator[Chunk], write: Callable[[RecordedCall], None]
 ) -> AsyncGenerator[Chunk]:
     """The same chunks; an entry is written when the call ends, however it does."""
     seen: list[Chunk] = []
-    owed: Served | None = Served.ABANDONED
+    owed: CallStatus | None = CallStatus.ABANDONED
     try:
         async for chunk in chunks:
             seen.append(chunk)
             if chunk.finish is not None:
-                write(_entry(call, seen, Served.COMPLETE))
+                write(_entry(call, seen, CallStatus.COMPLETE))
                 owed = None
             yield chunk
     except ValueError:
         owed = None
         raise
     except Unavailable:
-        owed = Served.FAILED
+        owed = CallStatus.FAILED
         raise
     finally:
         if owed is not None:
@@ -111,7 +111,7 @@ async def watch(
         await chunks.aclose()
 
 
-def _entry(call: GenerateRequest, chunks: list[Chunk], served: Served) -> RecordedCall:
+def _entry(call: GenerateRequest, chunks: list[Chunk], served: CallStatus) -> RecordedCall:
     return RecordedCall(
         call_id=call.id,
         session_id=call.session_id,

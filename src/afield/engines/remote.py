@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Struct, structs
 
 from afield.engines.checks import check_call, check_mode, is_newer
-from afield.engines.http import CALLERS_FAULT, Http
-from afield.engines.lora import Lease, Leases, is_adapter
+from afield.engines.http import CALLERS_FAULT, EngineHttpClient
+from afield.engines.lora import AdapterLease, AdapterLeases, is_adapter
 from afield.engines.probe import MODE_PROMPTS, TokenLogprobs, mode_call
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
@@ -68,7 +69,9 @@ class RemoteEngine(ABC):
     ) -> None:
         """`version` is the version of weights the server has no label for. `idle_s` limits the time between
         two reads of a stream, `answer_s` the time to wait for a whole response."""
-        self._http = Http(url, api_key=api_key, idle_s=idle_s, held=lambda: self._held or self._swapping)
+        self._http = EngineHttpClient(
+            url, api_key=api_key, idle_s=idle_s, held=lambda: self._held or self._swapping
+        )
         self.url = self._http.url
         self._initial, self._version = version, version
         self._vocab_size, self._answer_s = vocab_size or UNKNOWN_VOCABULARY, answer_s
@@ -77,7 +80,7 @@ class RemoteEngine(ABC):
         self._lost: int | None = None  # version that a restarted server has lost
         self._ends = 0  # how often loading weights ended all calls
         self._loading = asyncio.Lock()
-        self._leases = Leases()
+        self._leases = AdapterLeases()
         self._known: EngineInfo | None = None
 
     async def __aenter__(self) -> Self:
@@ -113,7 +116,7 @@ class RemoteEngine(ABC):
 
         A call that the server aborted to load weights continues with the new ones.
         """
-        sampled = Pieces()
+        sampled = CallProgress()
         while True:
             ends = self._ends
             with self._leases.held() as lease:
@@ -123,7 +126,7 @@ class RemoteEngine(ABC):
                 pieces = self._streamed(rest, lease) if rest.stream else self._whole(rest, lease)
                 async with aclosing(pieces):
                     async for chunk in pieces:
-                        interrupted = ends != self._ends or (lease is not None and lease.called_back)
+                        interrupted = ends != self._ends or (lease is not None and lease.revoked)
                         # A server cannot begin in the middle of a grammar.
                         resumes = (
                             interrupted and call.constraint is None and chunk.finish is FinishReason.ABORTED
@@ -218,10 +221,12 @@ class RemoteEngine(ABC):
         """Label the weights that another process has loaded."""
 
     @abstractmethod
-    def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
+    def _whole(self, call: GenerateRequest, lease: AdapterLease | None = None) -> AsyncGenerator[Chunk]: ...
 
     @abstractmethod
-    def _streamed(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]: ...
+    def _streamed(
+        self, call: GenerateRequest, lease: AdapterLease | None = None
+    ) -> AsyncGenerator[Chunk]: ...
 
     # --- shared -----------------------------------------------------------------------------------
 
@@ -317,7 +322,26 @@ def _rest(call: GenerateRequest, sampled: list[int]) -> GenerateRequest:
 # --- versions, errors and gauges as servers report them ---------------------------------------------
 
 
-class Span(Struct):
+class ModelCard(Struct):
+    """Entry of `/v1/models`: a model or a LoRA adapter."""
+
+    id: str
+    max_model_len: int | None = None
+    """Context length; None for SGLang and for adapters."""
+    parent: str | None = None
+    """The base model of an adapter (vLLM)."""
+
+
+class ModelList(Struct):
+    """Body of `/v1/models`."""
+
+    data: list[ModelCard]
+
+
+MODELS = msgspec.json.Decoder(ModelList)
+
+
+class LabelSpan(Struct):
     """Tokens `start` to `end` that one labelled version sampled."""
 
     version: str
@@ -325,7 +349,7 @@ class Span(Struct):
     end: int
 
 
-class Problem(Struct):
+class StreamError(Struct):
     """Error event of a stream; streams have no status of their own."""
 
     message: str = ""
@@ -338,7 +362,7 @@ class Problem(Struct):
         return Unavailable(f"{url} failed in the middle of a reply: {self.message}")
 
 
-def exact_spans(spans: list[Span], length: int, initial: int, url: str) -> tuple[VersionSpan, ...]:
+def exact_spans(spans: list[LabelSpan], length: int, initial: int, url: str) -> tuple[VersionSpan, ...]:
     """A server's spans as `VersionSpan`s; raises Unavailable unless they cover all `length` tokens."""
     named = (
         (span.start, span.end, as_version(span.version, initial)) for span in spans if span.end > span.start
@@ -350,7 +374,7 @@ def exact_spans(spans: list[Span], length: int, initial: int, url: str) -> tuple
     return exact
 
 
-class Pieces:
+class CallProgress:
     """Tokens and versions of a call that takes several requests, counted from its first token."""
 
     def __init__(self) -> None:

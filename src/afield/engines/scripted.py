@@ -1,6 +1,6 @@
 """The scripted engine: answers that were written beforehand, for tests and `--engine scripted=FILE`.
 
-A script is a function from the call to a `Scripted` answer, or a list of answers used up in order.
+A script is a function from the call to a `ScriptedReply` answer, or a list of answers used up in order.
 `read_script` makes such a function from a JSONL file. It follows the engine contract to the letter
 (context, `max_tokens`, stop ids, versions) and keeps a ledger of every call served. It fails, hangs
 or changes its version in the middle of an answer when the script says so. With an `image_id` it takes
@@ -22,19 +22,19 @@ import msgspec
 from msgspec import Struct, structs
 
 from afield.engines.checks import check_call, is_newer
-from afield.engines.recording import RecordedCall, watch
+from afield.engines.recording import RecordedCall, record
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest, TopLogprobs
 from afield.types import FinishReason
 
 if TYPE_CHECKING:
-    from afield.masks import Masks, Walker
+    from afield.masks import ConstraintMasks, ConstraintMatcher
 
 Failing = Literal["unavailable", "hang"]
 MAX_TOP_LOGPROBS = 20
 
 
-class Scripted(Struct, frozen=True, kw_only=True):
+class ScriptedReply(Struct, frozen=True, kw_only=True):
     """One answer. What it does not say follows from the call, as with a real engine.
 
     `chunks` are the sizes of streamed chunks, the last one repeated. `delay_s` passes before each
@@ -58,7 +58,7 @@ class Scripted(Struct, frozen=True, kw_only=True):
             raise ValueError(f"chunk sizes {self.chunks} must be positive")
 
 
-Script = Callable[[GenerateRequest], Scripted] | Sequence[Scripted]
+Script = Callable[[GenerateRequest], ScriptedReply] | Sequence[ScriptedReply]
 
 
 class ScriptedEngine:
@@ -80,12 +80,12 @@ class ScriptedEngine:
         self._max_context, self._vocab_size = max_context, vocab_size
         self._image_id, self._image_length = image_id, image_length
         self._model = model
-        self._known_masks: Masks | None = None
+        self._known_masks: ConstraintMasks | None = None
         self._moving = asyncio.Event()
         self._moving.set()
         self._broken: str | None = None
         self._breaking = asyncio.Event()
-        self.ledger: list[RecordedCall] = []
+        self.recorded: list[RecordedCall] = []
         self.loaded: list[tuple[int, str]] = []
 
     async def __aenter__(self) -> Self:
@@ -128,7 +128,7 @@ class ScriptedEngine:
             self.loaded.append((version, path))
 
     def generate(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
-        return watch(call, self._chunks(call), self.ledger.append)
+        return record(call, self._chunks(call), self.recorded.append)
 
     async def _chunks(self, call: GenerateRequest) -> AsyncGenerator[Chunk]:
         expanded = self._expanded(call)
@@ -157,7 +157,7 @@ class ScriptedEngine:
         if answer.fail == "unavailable":
             raise Unavailable(f"the script fails call {call.id!r} here")
 
-    def _held(self, call: GenerateRequest) -> Scripted:
+    def _held(self, call: GenerateRequest) -> ScriptedReply:
         if call.constraint is None or self._model is None or (masks := self._masks(self._model)) is None:
             return self._answer(call)
         walker = masks.walk(call.constraint)
@@ -173,12 +173,12 @@ class ScriptedEngine:
                 )
         return answer
 
-    def _masks(self, model: str | Path) -> Masks | None:
+    def _masks(self, model: str | Path) -> ConstraintMasks | None:
         """None where they cannot be made: without xgrammar."""
-        from afield.masks import Masks
+        from afield.masks import ConstraintMasks
 
         if self._known_masks is None:
-            self._known_masks = Masks(model, self._vocab_size)
+            self._known_masks = ConstraintMasks(model, self._vocab_size)
         return None if self._known_masks.missing else self._known_masks
 
     def _expanded(self, call: GenerateRequest) -> tuple[int, ...]:
@@ -207,7 +207,7 @@ class ScriptedEngine:
             raise Unavailable(self._broken)
 
 
-def _drawn(call: GenerateRequest, walker: Walker, vocabulary: int) -> Scripted:
+def _drawn(call: GenerateRequest, walker: ConstraintMatcher, vocabulary: int) -> ScriptedReply:
     """Something that the constraint allows, all tokens alike; it ends as soon as it may."""
     from afield.bitmasks import allowed
 
@@ -220,13 +220,13 @@ def _drawn(call: GenerateRequest, walker: Walker, vocabulary: int) -> Scripted:
         ids.append(rng.choice(ends or may))
         logprobs.append(-math.log(len(ends or may)))
         walker.accept(ids[-1])
-    return Scripted(token_ids=tuple(ids), logprobs=tuple(logprobs))
+    return ScriptedReply(token_ids=tuple(ids), logprobs=tuple(logprobs))
 
 
-def _in_order(answers: Sequence[Scripted]) -> Callable[[GenerateRequest], Scripted]:
+def _in_order(answers: Sequence[ScriptedReply]) -> Callable[[GenerateRequest], ScriptedReply]:
     left = iter(answers)
 
-    def answer(call: GenerateRequest) -> Scripted:
+    def answer(call: GenerateRequest) -> ScriptedReply:
         for scripted in left:
             return scripted
         raise Unavailable(f"the script's {len(answers)} answers are used up; write one for call {call.id!r}")
@@ -234,7 +234,9 @@ def _in_order(answers: Sequence[Scripted]) -> Callable[[GenerateRequest], Script
     return answer
 
 
-def _as_sampled(answer: Scripted, call: GenerateRequest, room: int) -> tuple[tuple[int, ...], FinishReason]:
+def _as_sampled(
+    answer: ScriptedReply, call: GenerateRequest, room: int
+) -> tuple[tuple[int, ...], FinishReason]:
     """The answer's tokens up to the first stop id, `max_tokens` or the end of the context."""
     limit = min(call.max_tokens, room)
     stops = (n for n, token in enumerate(answer.token_ids, 1) if token in call.stop_ids)
@@ -245,7 +247,7 @@ def _as_sampled(answer: Scripted, call: GenerateRequest, room: int) -> tuple[tup
     return answer.token_ids[:limit], answer.finish or (FinishReason.LENGTH if cut else FinishReason.STOP)
 
 
-def _cuts(answer: Scripted, length: int, stream: bool) -> Iterator[tuple[int, int]]:
+def _cuts(answer: ScriptedReply, length: int, stream: bool) -> Iterator[tuple[int, int]]:
     """Where chunks begin and end; one version never shares a chunk with the next."""
     sizes = chain(answer.chunks, repeat(answer.chunks[-1])) if stream else repeat(length)
     start = 0
@@ -291,7 +293,7 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScriptRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A line of a script. A row with `match` answers every prompt that contains it, as often as asked;
     the others are used up in order. `text` is ended with the call's first stop id; with `one_of` it is
     drawn among these, by the name of the call's random numbers."""
@@ -318,8 +320,8 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         drawn = random.Random(call.draw or call.id).random()
         return self.one_of[int(drawn * len(self.one_of))]
 
-    def answer(self, token_ids: tuple[int, ...]) -> Scripted:
-        return Scripted(
+    def answer(self, token_ids: tuple[int, ...]) -> ScriptedReply:
+        return ScriptedReply(
             token_ids=token_ids,
             logprobs=self.logprobs,
             finish=self.finish,
@@ -329,13 +331,13 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[GenerateRequest], Scripted]:
+def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[GenerateRequest], ScriptedReply]:
     """The script in a JSONL file; rows with `text` or `match` need a codec."""
     rows = _read_rows(Path(path), codec)
     matching = [row for row in rows if row.match is not None]
     in_order = iter([row for row in rows if row.match is None])
 
-    def answer(call: GenerateRequest) -> Scripted:
+    def answer(call: GenerateRequest) -> ScriptedReply:
         prompt = codec.decode(call.prompt_ids) if codec and matching else ""
         row = next((r for r in matching if r.match is not None and r.match in prompt), None)
         row = row or next(in_order, None)
@@ -351,15 +353,15 @@ def read_script(path: str | Path, codec: Codec | None = None) -> Callable[[Gener
     return answer
 
 
-def _read_rows(path: Path, codec: Codec | None) -> list[Row]:
+def _read_rows(path: Path, codec: Codec | None) -> list[ScriptRow]:
     if not path.is_file():
         raise UsageError(f"script {str(path)!r} does not exist; expected a JSONL file of answers")
-    rows: list[Row] = []
+    rows: list[ScriptRow] = []
     for n, line in enumerate(path.read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            row = msgspec.json.decode(line, type=Row)
+            row = msgspec.json.decode(line, type=ScriptRow)
         except msgspec.MsgspecError as error:
             raise UsageError(f"{path}, line {n}: {error}") from error
         if codec is None and (row.text is not None or row.one_of or row.match is not None):

@@ -10,7 +10,7 @@ from typing import Any
 from afield.errors import UsageError
 from afield.factory.registry import ENGINES, SERVERS, choose, load
 from afield.interfaces import Engine, EngineInfo
-from afield.vision import read_config, sees
+from afield.vision import has_vision, read_config
 
 log = logging.getLogger("afield.factory")
 HALVES = ("bfloat16", "float16")
@@ -65,7 +65,7 @@ def pool(
     dtype: str = "auto",
 ) -> Any:
     """All engines of a gateway as one. Servers are tried out before use; what runs in process is ours."""
-    images = sees(model)
+    images = has_vision(model)
     named = [f"{spec.partition('=')[0]}-{n}" for n, spec in enumerate(specs, 1)]
     workers = {
         name: engine(spec, model, slots=slots, seed=seed, ledger=ledger, images=images, dtype=dtype)

@@ -16,7 +16,7 @@ from contextlib import aclosing
 
 from msgspec import structs
 
-from afield.chat import ChatTokenizer, Event, Parser, ToolStart
+from afield.chat import ChatTokenizer, Event, ReplyParser, ToolStart
 from afield.errors import Unavailable
 from afield.gateway import constraints, prompts
 from afield.gateway.api_error import ApiError, bad_request, engine_down
@@ -247,7 +247,7 @@ class Calls:
         return []
 
     def _deltas_again(
-        self, request: ModelRequest, turn: Turn, scores: Scores | None, parser: Parser, stops: StopStrings
+        self, request: ModelRequest, turn: Turn, scores: Scores | None, parser: ReplyParser, stops: StopStrings
     ) -> list[CallDelta]:
         """A turn as one chunk."""
         chunk = Chunk(
@@ -271,7 +271,7 @@ class Calls:
 
     def _parsers(
         self, tokenizer: ChatTokenizer, request: ModelRequest, constraint: Constraint | None
-    ) -> tuple[Parser, StopStrings]:
+    ) -> tuple[ReplyParser, StopStrings]:
         verbatim = constraint is not None
         if request.prompt is not None:
             parser = tokenizer.plain_parser(verbatim=verbatim)
@@ -673,7 +673,7 @@ def _asks_scores(request: ModelRequest) -> bool:
     return request.top_logprobs > 0 or request.prompt_logprobs is not None or request.by_token
 
 
-def _text_positions(request: ModelRequest, parser: Parser) -> TextPositions | None:
+def _text_positions(request: ModelRequest, parser: ReplyParser) -> TextPositions | None:
     return TextPositions(parser.size) if request.by_token else None
 
 

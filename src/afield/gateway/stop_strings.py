@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from msgspec import structs
 
-from afield.chat import Event, Parser, TextDelta, ToolEnd
+from afield.chat import Event, ReplyParser, TextDelta, ToolEnd
 from afield.interfaces import Chunk, Engine, GenerateRequest
 from afield.types import FinishReason, Message, VersionSpan
 
@@ -20,7 +20,7 @@ from afield.types import FinishReason, Message, VersionSpan
 class StopStrings:
     """Feed it ids; it holds text back while a stop string could still be forming."""
 
-    def __init__(self, stops: Sequence[str], parser: Parser) -> None:
+    def __init__(self, stops: Sequence[str], parser: ReplyParser) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._parser = parser
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1

@@ -25,7 +25,7 @@ from afield.batches.rewards import turn_returns, unused_turn_rewards, weigh_rewa
 from afield.errors import DamagedFile, Unavailable, UsageError
 from afield.interfaces.trainer import StepReport
 from afield.options import LoraOptions, Thinking
-from afield.rounding import Arrived, Rounding, dtype_of, rounding_of
+from afield.rounding import PublishedUpdate, Rounding, torch_dtype, make_rounding
 from afield.trainers.batch import Row, TrainingBatch, check_rows, to_batch
 from afield.trainers.diagnostics import BatchDiagnostics, check_against_turns, delivery
 from afield.trainers.losses import (
@@ -227,7 +227,7 @@ class GRPO:
         """What the engine's own arithmetic makes of the sampler, on the tokens of this step."""
         if not (rows := [row for row in rows if row.trajectory.owned]):
             return None
-        found = self.optimizer.control_logprob_diff(rows, dtype_of(self.engine_dtype or "float32"))
+        found = self.optimizer.control_logprob_diff(rows, torch_dtype(self.engine_dtype or "float32"))
         return None if found is None else max(found, LEAST)
 
     def _compared(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -344,7 +344,7 @@ class GRPO:
 
         They are rounded stochastically, by the run's seed and the version: repeating gives the same bits.
         """
-        rounding = rounding_of(dtype, self.seed, version, nearest=self.rounding == "nearest")
+        rounding = make_rounding(dtype, self.seed, version, nearest=self.rounding == "nearest")
         told = self._export(directory, rounding)
         self.version, self.engine_dtype = version, dtype
         metrics = told.metrics() if rounding.lossy else {"update_kept": 1.0, "rounding_noise_norm": 0.0}
@@ -358,7 +358,7 @@ class GRPO:
             )
         return metrics
 
-    def _export(self, directory: Path, rounding: Rounding) -> Arrived:
+    def _export(self, directory: Path, rounding: Rounding) -> PublishedUpdate:
         if self.publishes_adapter:
             return self.policy.export_adapter(directory, rounding)
         return self.policy.export(directory, rounding)

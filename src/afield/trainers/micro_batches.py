@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from afield.bitmasks import restrict
 from afield.errors import UsageError
-from afield.masks import Masks
+from afield.masks import ConstraintMasks
 from afield.trainers.batch import Row
 from afield.trainers.images import ImageReader
 from afield.trainers.logprobs import chunked_logprobs, gather_hidden, has_linear_head
@@ -57,7 +57,7 @@ def split_micro_batches(
     layout: LayoutName = "tree",
     longest: int | None = None,
     reader: ImageReader | None = None,
-    masks: Masks | None = None,
+    masks: ConstraintMasks | None = None,
 ) -> list[MicroBatch]:
     """Passes over at most `max_tokens` tokens each, unless one row alone has more. With a `longest` row for
     trees, longer ones are padded; so are rows with images, which need `reader`. Turns that were sampled under
@@ -139,7 +139,7 @@ def _pass(
     return MicroBatch(rows, layout, computed, torch.tensor(sources, device=device), *columns, masked=None)
 
 
-def _masked(batch: MicroBatch, masks: Masks | None) -> MicroBatch:
+def _masked(batch: MicroBatch, masks: ConstraintMasks | None) -> MicroBatch:
     """With the masks that the constraints of its turns give for the very ids that were sampled."""
     tokens: list[int] = []
     words: list[Tensor] = []
@@ -158,7 +158,7 @@ def _masked(batch: MicroBatch, masks: Masks | None) -> MicroBatch:
     )
 
 
-def _along(row: Row, turn: TurnRange, masks: Masks | None) -> Tensor:
+def _along(row: Row, turn: TurnRange, masks: ConstraintMasks | None) -> Tensor:
     where = f"rollout {row.rollout_id}, turn {turn.id}"
     assert turn.constraint is not None
     if masks is None or masks.missing:

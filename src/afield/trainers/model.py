@@ -19,10 +19,10 @@ from torch import Tensor
 
 from afield.errors import UsageError
 from afield.interfaces.weight_probe import WeightProbe, write_witness
-from afield.masks import Masks
+from afield.masks import ConstraintMasks
 from afield.options import LoraOptions
 from afield.precision import in_float32
-from afield.rounding import Arrived, Rounding, dtype_of, write_rounding
+from afield.rounding import PublishedUpdate, Rounding, torch_dtype, write_rounding
 from afield.trainers import lora as adapters
 from afield.trainers.images import ImageReader
 from afield.trainers.micro_batches import LayoutName
@@ -90,7 +90,7 @@ class PolicyModel:
         config = self.model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.images, self.no_images = self._load_vision()
-        self.masks = Masks(self.path, self.vocabulary)
+        self.masks = ConstraintMasks(self.path, self.vocabulary)
         self.context = max_row_length(config, tree=False)
         self.tree_context = max_row_length(config, tree=True)
         if self.layout == "tree" and self.tree_context != self.context:
@@ -153,7 +153,7 @@ class PolicyModel:
             raise UsageError("this policy keeps no reference; make it with reference=True")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        dtype = self._computing or dtype_of(self.dtype)
+        dtype = self._computing or torch_dtype(self.dtype)
         if dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=dtype)
@@ -213,13 +213,13 @@ class PolicyModel:
             return adapters.merged_state(self.model, self.gather_for_export)
         return {name: self.gather_for_export(tensor) for name, tensor in self.model.state_dict().items()}
 
-    def export(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
+    def export(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
         """Write the whole model's directory as an engine loads it. Repeating replaces it.
 
         Weights are float32, or what `rounding` makes of them; the witness beside them is theirs.
         """
         if not rounding.lossy:
-            weights, witness, told = self.weights(), self.weight_probe(), Arrived()
+            weights, witness, told = self.weights(), self.weight_probe(), PublishedUpdate()
         else:
             with self.published(rounding) as told:
                 weights, witness = self._rounded_weights(rounding), self.weight_probe()
@@ -231,12 +231,12 @@ class PolicyModel:
                 write_witness(fresh, witness)
         return self.sum_over_ranks(told)
 
-    def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> Arrived:  # noqa: B008
+    def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
         """Write the adapters alone, in peft's format. Repeating replaces the directory."""
         if not self.lora:
             raise UsageError("there are no adapters to export; set a LoRA rank, or export the whole model")
         with as_adapters(self.model, rounding, self.gather, self.shard) as told:
-            dtype = dtype_of(rounding.dtype)
+            dtype = torch_dtype(rounding.dtype)
             tensors = {name: tensor.to(dtype) for name, tensor in self.state().items()}
             witness = self.weight_probe()
         if self.writes:
@@ -247,7 +247,7 @@ class PolicyModel:
         return told
 
     @contextmanager
-    def published(self, rounding: Rounding) -> Iterator[Arrived]:
+    def published(self, rounding: Rounding) -> Iterator[PublishedUpdate]:
         """The whole model computes with the weights of this version, for as long as the block lasts."""
         if self._checkpoint is None:
             with as_merged(self.model, rounding, self.gather, self.shard) as told:
@@ -258,7 +258,7 @@ class PolicyModel:
 
     def _rounded_weights(self, rounding: Rounding) -> dict[str, Tensor]:
         """Inside `published`: the tensors as they are written. Buffers are no weights, and stay."""
-        dtype, tensors = dtype_of(rounding.dtype), self.model.state_dict()
+        dtype, tensors = torch_dtype(rounding.dtype), self.model.state_dict()
         weights = names_of(self.model).keys()
         if self.lora:
             tensors = adapters.base_state(self.model)
@@ -281,7 +281,7 @@ class PolicyModel:
         """A tensor of the model, all of it, in every process and on its device."""
         return tensor
 
-    def sum_over_ranks(self, told: Arrived) -> Arrived:
+    def sum_over_ranks(self, told: PublishedUpdate) -> PublishedUpdate:
         """Over all processes."""
         return told
 

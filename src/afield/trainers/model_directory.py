@@ -17,7 +17,7 @@ from typing import Any, Literal
 from afield.errors import Unavailable, UsageError, boundary
 from afield.model_lock import ALONE
 from afield.types import Failure, FailureKind, Reason
-from afield.vision import sees
+from afield.vision import has_vision
 
 WEIGHTS = (
     "*.safetensors",
@@ -39,7 +39,11 @@ def load_model(path: Path, device: Any, dtype: Literal["float32", "bfloat16"] = 
     problems: list[Failure] = []
     loaded: Any = None
     with boundary(FailureKind.INFRASTRUCTURE, Reason.LAUNCH, problems.append), ALONE:
-        kind = transformers.AutoModelForImageTextToText if sees(path) else transformers.AutoModelForCausalLM
+        kind = (
+            transformers.AutoModelForImageTextToText
+            if has_vision(path)
+            else transformers.AutoModelForCausalLM
+        )
         loaded = kind.from_pretrained(path, dtype=dtype, local_files_only=True, output_loading_info=True)
     if loaded is None:
         raise UsageError(f"{path} cannot be loaded as a causal language model: {problems[0].message}")

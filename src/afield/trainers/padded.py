@@ -11,7 +11,7 @@ from torch import Tensor
 
 from afield.trainers.batch import Row
 from afield.trainers.images import ImageReader
-from afield.vision import ImageFeatures, PixelInputs, Vision, joined
+from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
 
 class BatchImages(NamedTuple):
@@ -25,7 +25,7 @@ class BatchImages(NamedTuple):
     positions: Tensor | None  # [3, rows, width]
 
     def features(self, model: Any) -> ImageFeatures:
-        found = joined(self.vision.features(model, self.pictures))
+        found = concat_features(self.vision.features(model, self.pictures))
         return ImageFeatures(found.rows[self.source], tuple(layer[self.source] for layer in found.deep))
 
 

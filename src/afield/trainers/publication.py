@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from afield.errors import UsageError
-from afield.rounding import Arrived, Rounding, arrived, dtype_of, rounded
+from afield.rounding import PublishedUpdate, Rounding, measure_update, rounded, torch_dtype
 from afield.trainers import lora as adapters
 
 log = logging.getLogger("afield.trainers")
@@ -102,10 +102,10 @@ def as_published(
     rounding: Rounding,
     start: Checkpoint,
     shard: Callable[[Tensor], TensorShard] = undivided,
-) -> Iterator[Arrived]:
+) -> Iterator[PublishedUpdate]:
     """All weights of `model` are what `rounding` makes of them, until the block ends."""
     with _restored() as put, torch.no_grad():
-        total = Arrived()
+        total = PublishedUpdate()
         for name, parameter in canonical(model).items():
             part = shard(parameter.detach())
             before = start.flat(name, part.first, part.tensor.numel()).view(part.tensor.shape)
@@ -119,13 +119,13 @@ def as_merged(
     rounding: Rounding,
     whole: Callable[[Tensor], Tensor],
     shard: Callable[[Tensor], TensorShard] = undivided,
-) -> Iterator[Arrived]:
+) -> Iterator[PublishedUpdate]:
     """Adapters are merged into the weights below them and switched off, until the block ends."""
     with _restored() as put, adapters.adapters_disabled(model), torch.no_grad():
-        total = Arrived()
+        total = PublishedUpdate()
         for one in adapters.adapted_weights(model):
             part = shard(one.weight)
-            if part.tensor.dtype not in (torch.float32, dtype_of(rounding.dtype)):
+            if part.tensor.dtype not in (torch.float32, torch_dtype(rounding.dtype)):
                 raise UsageError(
                     f"adapters on {part.tensor.dtype} weights cannot be merged for an engine in"
                     f" {rounding.dtype}; set learn.dtype = 'float32', or learn.lora.publish = 'adapter'"
@@ -143,10 +143,10 @@ def as_adapters(
     rounding: Rounding,
     whole: Callable[[Tensor], Tensor],
     shard: Callable[[Tensor], TensorShard] = undivided,
-) -> Iterator[Arrived]:
+) -> Iterator[PublishedUpdate]:
     """The adapters' own tensors are rounded, until the block ends; the weights below stay as they are."""
     with _restored() as put, torch.no_grad():
-        total = Arrived()
+        total = PublishedUpdate()
         masters = [
             (whole(one.down).float(), whole(one.up).float(), one) for one in adapters.adapted_weights(model)
         ]
@@ -160,7 +160,7 @@ def as_adapters(
         yield total
 
 
-def _product(down: Tensor, up: Tensor, sent_down: Tensor, sent_up: Tensor, scale: float) -> Arrived:
+def _product(down: Tensor, up: Tensor, sent_down: Tensor, sent_up: Tensor, scale: float) -> PublishedUpdate:
     """Of the products of two factors, without forming them."""
 
     def dot(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> float:
@@ -168,10 +168,12 @@ def _product(down: Tensor, up: Tensor, sent_down: Tensor, sent_up: Tensor, scale
 
     update = dot(down, up, down, up)
     along = dot(sent_down, sent_up, down, up)
-    return Arrived(update, along, max(dot(sent_down, sent_up, sent_down, sent_up) - 2 * along + update, 0.0))
+    return PublishedUpdate(
+        update, along, max(dot(sent_down, sent_up, sent_down, sent_up) - 2 * along + update, 0.0)
+    )
 
 
-Put = Callable[[str, TensorShard, Tensor, Tensor | None, Rounding], Arrived]
+Put = Callable[[str, TensorShard, Tensor, Tensor | None, Rounding], PublishedUpdate]
 
 
 @contextmanager
@@ -181,12 +183,12 @@ def _restored() -> Iterator[Put]:
 
         def put(
             name: str, part: TensorShard, master: Tensor, start: Tensor | None, rounding: Rounding
-        ) -> Arrived:
+        ) -> PublishedUpdate:
             before = None if start is None else start.to(master.device, torch.float32)
             sent = rounded(master, name, rounding, start=before, first=part.first)
-            told = Arrived()
+            told = PublishedUpdate()
             if before is not None and part.counted:
-                told = arrived(master, sent, before)
+                told = measure_update(master, sent, before)
             saved = set_aside(part.tensor)
             undo.callback(part.tensor.copy_, saved)
             part.tensor.copy_(sent)
@@ -209,7 +211,7 @@ class Rounder:
     """
 
     def __init__(self, model: Path, rounding: Rounding) -> None:
-        self.arrived = Arrived()
+        self.arrived = PublishedUpdate()
         self._rounding = rounding
         self._narrow = ""  # the first tensor that came in 16 bits
         self._files: dict[str, Path] = {}
@@ -231,7 +233,7 @@ class Rounder:
         start = self._start(key, tensor)
         sent = rounded(tensor, key, self._rounding, start=start)
         if start is not None and key == name:
-            self.arrived = self.arrived.plus(arrived(tensor, sent, start))
+            self.arrived = self.arrived.plus(measure_update(tensor, sent, start))
         return sent
 
     def metrics(self) -> dict[str, float]:

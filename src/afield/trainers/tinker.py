@@ -23,7 +23,7 @@ from torch import Tensor
 from afield.errors import UsageError
 from afield.interfaces.engine import Engine
 from afield.options import LoraOptions
-from afield.rounding import rounding_of
+from afield.rounding import make_rounding
 from afield.trainers.batch import Row, check_rows
 from afield.trainers.datum import Datum, SampledReply, rows_from_groups, supervised_row, to_rows
 from afield.trainers.diagnostics import BatchDiagnostics
@@ -180,7 +180,7 @@ class Tuner:
         """One reply to each prompt, all at the same time; each goes on from its reply where it has one."""
         if self._changed:
             with tempfile.TemporaryDirectory(prefix="afield-tuner-") as scratch:
-                rounding = rounding_of(self.sampler.dtype or "float32", self._seed, self.version)
+                rounding = make_rounding(self.sampler.dtype or "float32", self._seed, self.version)
                 self.published = self.policy.export(Path(scratch) / "weights", rounding).metrics()
                 self.sampler.load(self.version, Path(scratch) / "weights")
             self._changed = False

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError, context_exceeded, engine_down
 from afield.gateway.dialects.anthropic import Anthropic
 from afield.gateway.dialects.base import RawRequest, ResponseOptions, encode
@@ -34,8 +34,8 @@ FUNCTION = {"name": "get_price", "description": "The price of an item.", "parame
 USER = {"role": "user", "content": "Hi"}
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 def call(**arguments: Any) -> str:
@@ -186,8 +186,8 @@ async def test_every_way_to_ask_records_the_same_forest(tmp_path: Path) -> None:
         shapes.append([[getattr(turn, name) for name in fields] for turn in record.turns])
         assert [turn.parent for turn in record.turns] == [None, "t1", "t2"]
         (row,) = record.trajectories
-        assert row.token_ids == engine.ledger[-1].prompt_ids + engine.ledger[-1].token_ids
-        assert sum(row.loss_mask) == sum(len(entry.token_ids) for entry in engine.ledger)
+        assert row.token_ids == engine.recorded[-1].prompt_ids + engine.recorded[-1].token_ids
+        assert sum(row.loss_mask) == sum(len(entry.token_ids) for entry in engine.recorded)
         assert len(TurnTree(record.turns)) == 3
     assert shapes[0] == shapes[1] == shapes[2]
 
@@ -205,7 +205,7 @@ async def test_the_client_reads_text_calls_and_usage(tmp_path: Path, stream: boo
             ("call_t1_1", "get_price", {"item": "ü"}),
         ]
         assert reply.stop_reason == "tool_use"
-        entry = engine.ledger[0]
+        entry = engine.recorded[0]
         assert reply.usage.input_tokens == len(entry.prompt_ids)
         assert reply.usage.output_tokens == len(entry.token_ids)
         counted = await client.messages.count_tokens(model="m", messages=[USER], tools=TOOLS)
@@ -218,12 +218,12 @@ async def test_the_client_reads_text_calls_and_usage(tmp_path: Path, stream: boo
             "cost",
         )
         if not stream:
-            assert tuple(again.token_ids) == engine.ledger[1].token_ids
-            assert tuple(again.logprobs) == engine.ledger[1].logprobs
+            assert tuple(again.token_ids) == engine.recorded[1].token_ids
+            assert tuple(again.logprobs) == engine.recorded[1].logprobs
 
 
 async def test_the_client_is_told_what_is_wrong_in_its_own_words(tmp_path: Path) -> None:
-    script = [said("x" * 40, fail="unavailable", chunks=(2,)), Scripted(fail="unavailable")]
+    script = [said("x" * 40, fail="unavailable", chunks=(2,)), ScriptedReply(fail="unavailable")]
     async with running(ScriptedEngine(script, max_context=200), tmp_path) as up, client_of(up) as client:
         with pytest.raises(anthropic.BadRequestError) as refused:
             await ask(client, [{"role": "user", "content": "long " * 300}], stream=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects.chat import Chat
 from afield.turn_tree import canonical
@@ -35,8 +35,8 @@ PARAMETERS = {
 PRICE: Any = {"type": "function", "function": {"name": "get_price", "parameters": PARAMETERS, "strict": True}}
 
 
-def said(text: str) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP))
+def said(text: str) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP))
 
 
 def messages(*wire: dict[str, Any]) -> tuple[Message, ...]:
@@ -145,8 +145,8 @@ async def test_the_stream_helper_of_the_sdk_gives_what_was_said(tmp_path: Path) 
     (made,) = choice.message.tool_calls or []
     assert made.function.parsed_arguments == {"item": "x"}
     assert choice.logprobs and choice.logprobs.content
-    assert [entry.logprob for entry in choice.logprobs.content] == list(engine.ledger[0].logprobs)
-    assert final.usage and final.usage.completion_tokens == len(engine.ledger[0].token_ids)
+    assert [entry.logprob for entry in choice.logprobs.content] == list(engine.recorded[0].logprobs)
+    assert final.usage and final.usage.completion_tokens == len(engine.recorded[0].token_ids)
 
 
 class Price(BaseModel):

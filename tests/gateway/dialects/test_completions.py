@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError
 from afield.gateway.dialects.completions import Completions
 from afield.types import Budget, Message
@@ -24,8 +24,8 @@ STOP = VOCAB.id_of("<|im_end|>")
 DIALECT = Completions(ChatTokenizer.load(POLICY))
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 async def complete(client: openai.AsyncOpenAI, stream: bool, **body: Any) -> Any:
@@ -49,7 +49,9 @@ async def complete(client: openai.AsyncOpenAI, stream: bool, **body: Any) -> Any
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompts_of_text_or_ids_go_on_from_what_they_repeat(tmp_path: Path, stream: bool) -> None:
     # Nothing is parsed, and the split is one that no tokenizer would make.
-    odd = Scripted(token_ids=(*VOCAB.encode("<tool_call>"), *VOCAB.encode("I"), *VOCAB.encode("t"), STOP))
+    odd = ScriptedReply(
+        token_ids=(*VOCAB.encode("<tool_call>"), *VOCAB.encode("I"), *VOCAB.encode("t"), STOP)
+    )
     engine = ScriptedEngine([odd, said(" on"), said("!")])
     async with running(engine, tmp_path) as up:
         client = await up.agent()
@@ -57,13 +59,13 @@ async def test_prompts_of_text_or_ids_go_on_from_what_they_repeat(tmp_path: Path
         assert (first["text"], first["finish_reason"]) == ("<tool_call>It", "stop")
         second = await complete(client, stream, prompt=["Say it: " + first["text"] + "<|im_end|> and go"])
         assert second["text"] == " on"
-        ids = [*engine.ledger[1].prompt_ids, *engine.ledger[1].token_ids, 20, 21]
+        ids = [*engine.recorded[1].prompt_ids, *engine.recorded[1].token_ids, 20, 21]
         await complete(client, stream, prompt=[ids])
         record = await up.client.finalize("r.1")
     assert [turn.parent for turn in record.turns] == [None, "t1", "t2"]
-    assert engine.ledger[2].prompt_ids == tuple(ids)
+    assert engine.recorded[2].prompt_ids == tuple(ids)
     (row,) = record.trajectories
-    assert row.token_ids == engine.ledger[2].prompt_ids + engine.ledger[2].token_ids
+    assert row.token_ids == engine.recorded[2].prompt_ids + engine.recorded[2].token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,7 +74,7 @@ async def test_ids_and_logprobs_are_those_recorded(tmp_path: Path, stream: bool)
     async with running(engine, tmp_path) as up:
         client = await up.agent()
         made = await complete(client, stream, prompt="Hi", logprobs=1, extra_body={"return_token_ids": True})
-    (entry,) = engine.ledger
+    (entry,) = engine.recorded
     assert made["text"] == "Hello there."
     assert (made["prompt_token_ids"], made["token_ids"]) == (list(entry.prompt_ids), list(entry.token_ids))
     assert made["logprobs"]["token_logprobs"] == list(entry.logprobs)
@@ -90,7 +92,7 @@ async def test_an_echo_repeats_the_prompt_without_logprobs(tmp_path: Path, strea
     async with running(engine, tmp_path) as up:
         client = await up.agent()
         made = await complete(client, stream, prompt=prompt, echo=True, logprobs=0)
-    (entry,) = engine.ledger
+    (entry,) = engine.recorded
     assert made["text"] == "Say: it"
     given = len(entry.prompt_ids)
     assert made["logprobs"]["token_logprobs"] == [None] * given + list(entry.logprobs)
@@ -111,7 +113,7 @@ async def test_stop_strings_length_and_usage(tmp_path: Path) -> None:
     assert chunks[-2].choices[0].finish_reason == "length"
     usage = chunks[-1].usage
     assert usage is not None and not chunks[-1].choices
-    assert (usage.completion_tokens, usage.prompt_tokens) == (2, len(engine.ledger[1].prompt_ids))
+    assert (usage.completion_tokens, usage.prompt_tokens) == (2, len(engine.recorded[1].prompt_ids))
 
 
 async def test_what_is_not_served_is_a_bad_request_of_the_sdk(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.chat import ChatTokenizer
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.api_error import ApiError, context_exceeded, engine_down
 from afield.gateway.dialects.base import RawRequest, ResponseOptions, encode
 from afield.gateway.dialects.gemini import Gemini
@@ -47,8 +47,8 @@ def decoded(contents: Any, **body: Any) -> ModelRequest:
     return DIALECT.decode(RawRequest("", encode({"contents": contents, **body}), PATH, {}, {}))[0]
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 def call(**arguments: Any) -> str:
@@ -344,7 +344,7 @@ async def test_a_chat_of_the_client_records_what_chat_completions_records(
         shapes.append([[getattr(turn, name) for name in fields] for turn in record.turns])
         assert [turn.parent for turn in record.turns] == [None, "t1", "t2"]
         (row,) = record.trajectories
-        assert row.token_ids == engine.ledger[-1].prompt_ids + engine.ledger[-1].token_ids
+        assert row.token_ids == engine.recorded[-1].prompt_ids + engine.recorded[-1].token_ids
     assert shapes[0] == shapes[1]
 
 
@@ -370,7 +370,7 @@ async def test_the_client_reads_usage_counts_and_log_probabilities(tmp_path: Pat
         reply = await client.models.generate_content(
             model="m", contents="Hi", config=config(response_logprobs=True, max_output_tokens=9)
         )
-        (entry,) = engine.ledger
+        (entry,) = engine.recorded
         chosen = reply.candidates[0].logprobs_result.chosen_candidates
         assert tuple(c.token_id for c in chosen) == entry.token_ids
         assert tuple(c.log_probability for c in chosen) == entry.logprobs
@@ -398,7 +398,7 @@ async def test_the_tools_of_the_client_reach_the_model_with_their_parameters(
         asked = types.GenerateContentConfig(tools=tools, automatic_function_calling=off, top_p=0.5, top_k=7)
         await client.models.generate_content(model="m", contents="Hi", config=asked)
         record = await up.client.finalize("r.1")
-    prompt = ChatTokenizer.load(POLICY).decode(engine.ledger[0].prompt_ids)
+    prompt = ChatTokenizer.load(POLICY).decode(engine.recorded[0].prompt_ids)
     assert '"item": {"type": "string"}' in prompt
     assert as_schema or '"pieces": {' in prompt
     assert {"overridden:top_p", "overridden:top_k"} <= set(record.turns[0].tags)
@@ -434,7 +434,7 @@ async def test_without_alt_sse_a_stream_is_one_json_array(tmp_path: Path) -> Non
 
 
 async def test_the_client_is_told_what_is_wrong_in_its_own_words(tmp_path: Path) -> None:
-    script = [said("x" * 40, fail="unavailable", chunks=(2,)), Scripted(fail="unavailable")]
+    script = [said("x" * 40, fail="unavailable", chunks=(2,)), ScriptedReply(fail="unavailable")]
     async with running(ScriptedEngine(script, max_context=200), tmp_path) as up, client_of(up) as client:
         models = client.models
         with pytest.raises(errors.ClientError, match="input token count") as refused:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.types import Budget, FinishReason, Sampling
 from support.gateways import running, vocabulary
 
@@ -22,8 +22,8 @@ FLAT: list[Any] = [{"type": "function", "strict": False, **PRICE}]
 NESTED: list[Any] = [{"type": "function", "function": PRICE}]
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 def calls(name: str, **arguments: Any) -> str:
@@ -191,7 +191,7 @@ async def test_usage_and_ids_are_told_as_recorded(tmp_path: Path) -> None:
         client = await up.agent()
         counted = await client.responses.input_tokens.count(model="m", input="Hi")
         made = await client.responses.create(model="m", input="Hi", extra_body={"return_token_ids": True})
-    (entry,) = engine.ledger
+    (entry,) = engine.recorded
     assert made.usage is not None
     assert counted.input_tokens == made.usage.input_tokens == len(entry.prompt_ids)
     assert made.usage.output_tokens == len(entry.token_ids)
@@ -231,7 +231,7 @@ async def test_a_conversation_that_is_too_long_is_told_so_that_clients_compact(t
 
 
 async def test_an_engine_that_breaks_fails_the_stream(tmp_path: Path) -> None:
-    broken = Scripted(token_ids=tuple(VOCAB.encode("Hel")), fail="unavailable")
+    broken = ScriptedReply(token_ids=tuple(VOCAB.encode("Hel")), fail="unavailable")
     async with running(ScriptedEngine([broken]), tmp_path) as up:
         client = await up.agent()
         events = [e async for e in await client.responses.create(model="m", input="Hi", stream=True)]

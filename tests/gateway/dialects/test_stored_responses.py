@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from afield.engines.scripted import Scripted, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from afield.types import Sampling, TurnStatus
@@ -31,15 +31,15 @@ SUMMARY = "The user wants prices. x costs 1."
 REQUIRED = set(Response.model_fields) | {"presence_penalty", "frequency_penalty", "store"}
 
 
-def said(text: str, **rest: Any) -> Scripted:
-    return Scripted(token_ids=(*VOCAB.encode(text), STOP), **rest)
+def said(text: str, **rest: Any) -> ScriptedReply:
+    return ScriptedReply(token_ids=(*VOCAB.encode(text), STOP), **rest)
 
 
 def call(name: str, **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def answers(call: GenerateRequest) -> Scripted:
+def answers(call: GenerateRequest) -> ScriptedReply:
     prompt = VOCAB.decode(call.prompt_ids)
     if "Write the summary only." in prompt[-300:]:
         return said(SUMMARY)
@@ -325,7 +325,7 @@ async def test_a_compacted_conversation_goes_on_and_is_trained(tmp_path: Path, l
         follow: Any = {"role": "user", "content": "Is that all?"}
         last = await client.responses.create(model="m", input=[*compacted, follow], **rest)
         assert last.output_text == "It is ünïque 😀."
-        prompt = VOCAB.decode(engine.ledger[-1].prompt_ids)
+        prompt = VOCAB.decode(engine.recorded[-1].prompt_ids)
         assert SUMMARY in prompt and "Prices?" in prompt and "I look." not in prompt
         again = await client.responses.compact(model="m", input=[*compacted, follow], **rest_of(rest))
         assert [item.type for item in again.output] == ["message", "message", "compaction"]
@@ -344,7 +344,7 @@ def rest_of(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_a_compaction_without_a_summary_is_an_error(tmp_path: Path) -> None:
-    async with running(ScriptedEngine(lambda _: Scripted(token_ids=(STOP,))), tmp_path / "s") as up:
+    async with running(ScriptedEngine(lambda _: ScriptedReply(token_ids=(STOP,))), tmp_path / "s") as up:
         client = await agent(up)
         with pytest.raises(openai.InternalServerError, match="wrote no summary"):
             await client.responses.compact(model="m", input="Hi")

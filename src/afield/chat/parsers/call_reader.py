@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 
-class Status(Enum):
+class CallState(Enum):
     OPEN = "open"
     CLOSED = "closed"
     BROKEN = "broken"
@@ -16,7 +16,7 @@ class CallReader(Protocol):
     """Reads one call."""
 
     @property
-    def status(self) -> Status: ...
+    def status(self) -> CallState: ...
 
     @property
     def name(self) -> str | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 
-from afield.chat.parsers.call_reader import Status, partial
+from afield.chat.parsers.call_reader import CallState, partial
 from afield.chat.parsers.events import Event
 from afield.chat.parsers.json_scanner import JsonScanner
-from afield.chat.parsers.reply import OpenCall, Reply
+from afield.chat.parsers.reply import OpenCall, ReplyBuilder
 from afield.types import Message
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -26,7 +26,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonyReader:
     def __init__(self, *, tools: bool, hold_calls: bool) -> None:
         self._tools = tools
-        self._out = Reply(hold_calls=hold_calls)
+        self._out = ReplyBuilder(hold_calls=hold_calls)
         self._held = ""
         self._header: str | None = ""
         self._channel = ""
@@ -108,7 +108,7 @@ class HarmonyReader:
         if self._call is not None and self._body is not None:
             self._body.close()
             self._out.report(self._call)
-            if self._call.status is not Status.CLOSED:
+            if self._call.status is not CallState.CLOSED:
                 self._out.say(self._call.sampled)
         self._call = self._body = None
 
@@ -117,7 +117,7 @@ class _Body:
     """The arguments of a call: everything up to the end of its message."""
 
     def __init__(self, name: str) -> None:
-        self.status = Status.OPEN
+        self.status = CallState.OPEN
         self.name: str | None = name
         self.id = ""
         self._scanner = JsonScanner()
@@ -141,4 +141,4 @@ class _Body:
         return text
 
     def close(self) -> None:
-        self.status = Status.CLOSED if self._right and self._scanner.done else Status.BROKEN
+        self.status = CallState.CLOSED if self._right and self._scanner.done else CallState.BROKEN

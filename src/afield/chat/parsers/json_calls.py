@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from afield.chat.parsers.call_reader import Status, matches
+from afield.chat.parsers.call_reader import CallState, matches
 from afield.chat.parsers.json_scanner import MAX_DEPTH, JsonScanner, skip_blank
 
 _NAME = re.compile(r"[\w.:/-]+")
@@ -45,7 +45,7 @@ class ObjectCall:
     def __init__(
         self, closing: str = "", *, name: str = "name", arguments: str = "arguments", id: str = "id"
     ) -> None:
-        self.status = Status.OPEN
+        self.status = CallState.OPEN
         self.name: str | None = None
         self.id = ""
         self._closing = closing
@@ -63,7 +63,7 @@ class ObjectCall:
         if end >= 0 and self._plain(text[:end]):
             return end + len(self._closing)
         at = 0
-        while at < len(text) and self.status is Status.OPEN:
+        while at < len(text) and self.status is CallState.OPEN:
             if self._state in {"key", "value"}:
                 at = self._scan(text, at)
                 continue
@@ -86,7 +86,7 @@ class ObjectCall:
             _OBJECT.decode(found["arguments"])
         except (msgspec.MsgspecError, RecursionError):
             return False  # the scanner has the last word on what is JSON
-        self.name, self.status = found["name"], Status.CLOSED
+        self.name, self.status = found["name"], CallState.CLOSED
         self._arguments.append(found["arguments"])
         return True
 
@@ -116,17 +116,17 @@ class ObjectCall:
         elif self._state == "after value" and char == "}":
             self._object_ended()
         elif self._state == "closing" and text.startswith(self._closing, at):
-            self.status = Status.CLOSED
+            self.status = CallState.CLOSED
             return at + len(self._closing)
         else:
-            self.status = Status.BROKEN
-        return at if self.status is Status.BROKEN else at + 1
+            self.status = CallState.BROKEN
+        return at if self.status is CallState.BROKEN else at + 1
 
     def _object_ended(self) -> None:
         self._state = "closing"
         self._check(self._seen >= set(self._keys[:2]))
-        if not self._closing and self.status is Status.OPEN:
-            self.status = Status.CLOSED
+        if not self._closing and self.status is CallState.OPEN:
+            self.status = CallState.CLOSED
 
     def _begin(self, state: str) -> None:
         self._state = state
@@ -147,7 +147,7 @@ class ObjectCall:
         else:
             self._value.append(piece)
         if self._scanner.failed:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
         elif self._scanner.done:
             self._ended()
         return end
@@ -168,7 +168,7 @@ class ObjectCall:
         name, arguments, _ = self._keys
         text = value if isinstance(value, str) else ""
         self._check(_is_text(text) and (bool(text) or self._key != name))
-        if self.status is not Status.OPEN:
+        if self.status is not CallState.OPEN:
             return
         if self._key == name:
             self.name = text
@@ -179,7 +179,7 @@ class ObjectCall:
 
     def _check(self, right: bool) -> None:
         if not right:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
 
 
 class HeadedCall:
@@ -198,7 +198,7 @@ class HeadedCall:
         id_mark: str = "",
         id_is_name: bool = False,
     ) -> None:
-        self.status = Status.OPEN
+        self.status = CallState.OPEN
         self.name: str | None = None
         self.id = ""
         self._literals = {"prefix": prefix, "separator": separator, "closing": closing}
@@ -212,7 +212,7 @@ class HeadedCall:
 
     def feed(self, text: str) -> int:
         at = 0
-        while at < len(text) and self.status is Status.OPEN:
+        while at < len(text) and self.status is CallState.OPEN:
             before, state = at, self._state
             at = self._step(text, at)
             if at == before and self._state == state:
@@ -233,7 +233,7 @@ class HeadedCall:
             at = skip_blank(text, at)
             if at < len(text):
                 self._state = "arguments"
-                self.status = Status.OPEN if text[at] == "{" else Status.BROKEN
+                self.status = CallState.OPEN if text[at] == "{" else CallState.BROKEN
             return at
         if self._state == "closing":
             at = skip_blank(text, at)
@@ -243,11 +243,11 @@ class HeadedCall:
         literal = self._literals[self._state]
         found = matches(text, at, literal)
         if found is False:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
         if not found:
             return at
         if self._state == "closing":
-            self.status = Status.CLOSED
+            self.status = CallState.CLOSED
         else:
             self._state = {"prefix": "head", "separator": "brace"}[self._state]
         return at + len(literal)
@@ -257,7 +257,7 @@ class HeadedCall:
             end = min(run.end(), at + _LONGEST_NAME - len(self._head[self._part]))
             self._head[self._part] += text[at:end]
             if end < run.end():
-                self.status = Status.BROKEN
+                self.status = CallState.BROKEN
             return end
         if self._id_mark and not self._part and (found := matches(text, at, self._id_mark)) is not False:
             if found:
@@ -266,7 +266,7 @@ class HeadedCall:
             return at
         separated = matches(text, at, self._literals["separator"])
         if separated is False or (separated and not self._named()):
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
         elif separated:
             self._state = "separator"
         return at
@@ -283,11 +283,11 @@ class HeadedCall:
         end = self._scanner.feed(text, at)
         self._arguments.append(text[at:end])
         if self._scanner.failed:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
         elif self._scanner.done:
             self._state = "closing"
             if not self._literals["closing"]:
-                self.status = Status.CLOSED
+                self.status = CallState.CLOSED
         return end
 
 

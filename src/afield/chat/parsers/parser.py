@@ -29,7 +29,7 @@ class Spellings(dict[int, bytes]):
         return piece
 
 
-class Parser:
+class ReplyParser:
     """Ids in, events out; one per model call."""
 
     def __init__(self, spellings: Spellings, reader: Reader) -> None:

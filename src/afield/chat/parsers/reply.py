@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from afield.chat.parsers.call_reader import CallReader, Status, matches, partial
+from afield.chat.parsers.call_reader import CallReader, CallState, matches, partial
 from afield.chat.parsers.events import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.chat.parsers.formats import ReasoningFormat, ToolFormat
 from afield.chat.parsers.json_scanner import skip_blank
@@ -41,7 +41,7 @@ class Reader(Protocol):
         ...
 
 
-class Reply:
+class ReplyBuilder:
     """What was read so far, and the events that tell it."""
 
     def __init__(self, *, hold_calls: bool) -> None:
@@ -86,12 +86,12 @@ class Reply:
 
     def report(self, call: OpenCall) -> None:
         """The news of a call: as they come, or at its end where calls are held."""
-        if self._hold_calls and call.status is not Status.CLOSED:
+        if self._hold_calls and call.status is not CallState.CLOSED:
             return
         self._events.extend(call.news())
         if call.started:
             self._started = call.index + 1
-        if call.status is Status.CLOSED:
+        if call.status is CallState.CLOSED:
             self._events.append(ToolEnd(call.index))
             self._calls.append(call.finished)
 
@@ -107,7 +107,7 @@ class OpenCall:
         self._arguments: list[str] = []
 
     @property
-    def status(self) -> Status:
+    def status(self) -> CallState:
         return self._reader.status
 
     @property
@@ -151,7 +151,7 @@ class ReplyReader:
         self._tags = reasoning or ReasoningFormat("", "", "")
         self._format = tool_format
         self._tools = tools
-        self._out = Reply(hold_calls=hold_calls)
+        self._out = ReplyBuilder(hold_calls=hold_calls)
         self._held = ""
         self._state = "text" if reasoning is None else "reasoning" if thinking else "start"
         self._bare = tool_format is not None and tool_format.bare
@@ -318,11 +318,11 @@ class ReplyReader:
 
     def _read_call(self, call: OpenCall) -> bool:
         self._held = self._held[call.feed(self._held) :]
-        if call.status is Status.BROKEN:
+        if call.status is CallState.BROKEN:
             self._withdraw(call, "")
             return True
         self._out.report(call)
-        if call.status is Status.OPEN:
+        if call.status is CallState.OPEN:
             return False
         self._call, self._after_call = None, True
         self._section, self._state = "", "text"

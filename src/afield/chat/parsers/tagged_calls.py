@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.chat.parsers.call_reader import Status, matches, partial
+from afield.chat.parsers.call_reader import CallState, matches, partial
 from afield.chat.parsers.json_scanner import JsonScanner, skip_blank
 from afield.chat.template import Tool
 
@@ -44,7 +44,7 @@ class Tags(Struct, frozen=True):
 
 class TaggedCall:
     def __init__(self, tags: Tags, tools: Sequence[Tool]) -> None:
-        self.status = Status.OPEN
+        self.status = CallState.OPEN
         self.name: str | None = None
         self.id = ""
         self._tags = tags
@@ -68,7 +68,7 @@ class TaggedCall:
 
     def feed(self, text: str) -> int:
         at = 0
-        while self.status is Status.OPEN:
+        while self.status is CallState.OPEN:
             before, state = at, self._state
             at = self._steps[self._state](text, at)
             if at == before and self._state == state:
@@ -76,7 +76,7 @@ class TaggedCall:
         return at
 
     def take(self) -> str:
-        if self.status is not Status.CLOSED or self._taken:
+        if self.status is not CallState.CLOSED or self._taken:
             return ""
         self._taken = True
         return "{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in self._arguments.items()) + "}"
@@ -92,7 +92,7 @@ class TaggedCall:
         if at == len(text):
             return at
         if not self._word:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
             return at
         end = self._pass(text, at, self._tags.head_end, "next")
         if self._state == "next":
@@ -109,7 +109,7 @@ class TaggedCall:
         if closes:
             return self._read_close(text, at)
         if found is False and closes is False:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
         return at
 
     def _read_key(self, text: str, at: int) -> int:
@@ -119,7 +119,7 @@ class TaggedCall:
         if at == len(text):
             return at
         if not self._word or self._word in self._arguments:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
             return at
         end = self._pass(text, at, self._tags.key_end, "open")
         if self._state == "open":
@@ -153,13 +153,13 @@ class TaggedCall:
         if end > at:
             self._ends.pop(0)
             if not self._ends:
-                self.status = Status.CLOSED
+                self.status = CallState.CLOSED
         return end
 
     def _pass(self, text: str, at: int, literal: str, state: str) -> int:
         found = matches(text, at, literal)
         if found is False:
-            self.status = Status.BROKEN
+            self.status = CallState.BROKEN
         if not found:
             return at
         self._state = state

@@ -12,26 +12,26 @@ from collections import deque
 from typing import Any
 
 from afield.conformance.foreign.patterns import example
-from afield.conformance.foreign.rule_model import Conversation, reply_to, uses_of
+from afield.conformance.foreign.rule_model import PromptConversation, reply_to, uses_of
 from afield.conformance.foreign.values import Values
-from afield.conformance.scenario import Use
+from afield.conformance.scenario import ToolUse
 
 CALL = re.compile(r'"name": ("(?:[^"\\]|\\.)*"), "arguments": $')
 SHOWN = re.compile(r"\{\s*\"[^{}]*\}")
 Element = dict[str, Any]
 
 
-def constrained(grammar: str, talk: Conversation, vocabulary: Any) -> str:
+def constrained(grammar: str, talk: PromptConversation, vocabulary: Any) -> str:
     """Text that matches. ValueError for a grammar in EBNF, for which there are no rules."""
     return _Writer(talk, vocabulary).write(json.loads(grammar)["format"])
 
 
 class _Writer:
-    def __init__(self, talk: Conversation, vocabulary: Any) -> None:
+    def __init__(self, talk: PromptConversation, vocabulary: Any) -> None:
         self._talk = talk
         self._vocabulary = vocabulary
         self._plan = reply_to(talk)
-        self._uses: deque[Use] = deque(self._plan.uses)
+        self._uses: deque[ToolUse] = deque(self._plan.uses)
         self._values = Values(talk.question)
         self._calling = ""
         self._thinking = False

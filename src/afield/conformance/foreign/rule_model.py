@@ -25,8 +25,8 @@ from afield.conformance.families import hermes
 from afield.conformance.foreign.template import IMAGE, NO_THOUGHT, TOOLS
 from afield.conformance.foreign.values import QUOTED, SUM, Values, computed, places
 from afield.conformance.model import CONTROL
-from afield.conformance.scenario import Reply, Use
-from afield.conformance.script import Sampler
+from afield.conformance.scenario import ModelReply, ToolUse
+from afield.conformance.script import RandomTokenizer
 from afield.interfaces import GenerateRequest
 
 COMMON = frozenset(
@@ -71,7 +71,7 @@ class ToolSpec(Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, Any] = {}
 
 
-class Entry(Struct, frozen=True, kw_only=True):
+class PromptMessage(Struct, frozen=True, kw_only=True):
     """One message of the prompt; a user's entry may hold tool results instead of text."""
 
     role: str
@@ -80,8 +80,8 @@ class Entry(Struct, frozen=True, kw_only=True):
     results: tuple[str, ...] = ()
 
 
-class Conversation(Struct, frozen=True, kw_only=True):
-    entries: tuple[Entry, ...]
+class PromptConversation(Struct, frozen=True, kw_only=True):
+    entries: tuple[PromptMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     thinks: bool = True
     prefix: str = ""
@@ -120,7 +120,7 @@ _RESULT = re.compile(r"<tool_response>\n(.*?)\n</tool_response>", re.S)
 _THOUGHT = re.compile(r"^<think>\n(.*?)\n?</think>\n*", re.S)
 
 
-def read_prompt(vocabulary: Any, ids: Sequence[int]) -> Conversation:
+def read_prompt(vocabulary: Any, ids: Sequence[int]) -> PromptConversation:
     """The conversation in a prompt. Control tokens are told by their ids, so that text may spell them."""
     start, end = vocabulary.id_of("<|im_start|>"), vocabulary.id_of("<|im_end|>")
     blocks: list[list[int]] = []
@@ -130,10 +130,10 @@ def read_prompt(vocabulary: Any, ids: Sequence[int]) -> Conversation:
         elif blocks and token != end:
             blocks[-1].append(token)
     if not blocks:
-        return Conversation(entries=(Entry(role="user", text=vocabulary.decode(ids)),))
+        return PromptConversation(entries=(PromptMessage(role="user", text=vocabulary.decode(ids)),))
     texts = [vocabulary.decode(block).partition("\n") for block in blocks]
     tools: tuple[ToolSpec, ...] = ()
-    entries: list[Entry] = []
+    entries: list[PromptMessage] = []
     for n, (role, _, text) in enumerate(texts[:-1]):
         body = text.removesuffix("\n")
         if role == "system" and not n and TOOLS in body:
@@ -142,7 +142,7 @@ def read_prompt(vocabulary: Any, ids: Sequence[int]) -> Conversation:
         entries.append(_entry(role, body))
     last = texts[-1][2]
     thinks = not last.startswith(NO_THOUGHT)
-    return Conversation(
+    return PromptConversation(
         entries=tuple(entries), tools=tools, thinks=thinks, prefix=last.removeprefix(NO_THOUGHT)
     )
 
@@ -158,11 +158,11 @@ def _tools(listed: str) -> Iterable[ToolSpec]:
         )
 
 
-def _entry(role: str, text: str) -> Entry:
+def _entry(role: str, text: str) -> PromptMessage:
     if role == "user" and "<tool_response>" in text:
-        return Entry(role=role, results=tuple(_RESULT.findall(text)))
+        return PromptMessage(role=role, results=tuple(_RESULT.findall(text)))
     if role != "assistant":
-        return Entry(role=role, text=text)
+        return PromptMessage(role=role, text=text)
     text = _THOUGHT.sub("", text)
     uses: list[str] = []
     for call in _CALL.findall(text):
@@ -170,13 +170,13 @@ def _entry(role: str, text: str) -> Entry:
             uses.append(json.loads(call)["name"])
         except (ValueError, KeyError, TypeError):
             continue
-    return Entry(role=role, text=_CALL.sub("", text).strip(), uses=tuple(uses))
+    return PromptMessage(role=role, text=_CALL.sub("", text).strip(), uses=tuple(uses))
 
 
 # --- answering -----------------------------------------------------------------------------------
 
 
-def reply_to(talk: Conversation) -> Reply:
+def reply_to(talk: PromptConversation) -> ModelReply:
     """The reply when nothing is demanded of its form."""
     question = talk.question
     thought = f"The user says: {question[:60].strip()!r}. I answer by the rules."
@@ -187,13 +187,13 @@ def reply_to(talk: Conversation) -> Reply:
     if open_calls and (not talk.called or _in_turn(question)):
         first = open_calls[:1] if _in_turn(question) else open_calls
         uses = tuple(use for tool in first for use in uses_of(tool, question, len(wanted) > 1))
-        return Reply(reasoning=thought, uses=uses)
+        return ModelReply(reasoning=thought, uses=uses)
     if talk.results:
-        return Reply(reasoning=thought, text="The result is: " + "; ".join(talk.results))
-    return Reply(reasoning=thought, text=words(talk))
+        return ModelReply(reasoning=thought, text="The result is: " + "; ".join(talk.results))
+    return ModelReply(reasoning=thought, text=words(talk))
 
 
-def uses_of(tool: ToolSpec, question: str, several: bool = False) -> list[Use]:
+def uses_of(tool: ToolSpec, question: str, several: bool = False) -> list[ToolUse]:
     """Calls of one tool: one for each place that the question names, else one."""
     parameters = tool.parameters
     takes_place = any(
@@ -203,7 +203,7 @@ def uses_of(tool: ToolSpec, question: str, several: bool = False) -> list[Use]:
     if several or len(named) < 2:
         named = named[:1] or [""]
     schema = {"type": "object", **parameters}
-    return [Use(tool.name, dict(Values(question, place).of(schema))) for place in named]
+    return [ToolUse(tool.name, dict(Values(question, place).of(schema))) for place in named]
 
 
 def _in_turn(question: str) -> bool:
@@ -228,7 +228,7 @@ def _stem(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") else word
 
 
-def words(talk: Conversation) -> str:
+def words(talk: PromptConversation) -> str:
     question = talk.question
     if found := COUNT.search(question):
         first, last = int(found[1]), int(found[2])
@@ -256,8 +256,8 @@ class RuleModel:
     def __init__(self, vocabulary: Any, silent: frozenset[str] = frozenset()) -> None:
         self._vocabulary = vocabulary
         self._silent = silent
-        self._sampler = Sampler(vocabulary)
-        self._scripted: Callable[..., Any] = factory.load("engines.scripted:Scripted")
+        self._sampler = RandomTokenizer(vocabulary)
+        self._scripted: Callable[..., Any] = factory.load("engines.scripted:ScriptedReply")
 
     def __call__(self, call: GenerateRequest) -> Any:
         talk = read_prompt(self._vocabulary, call.prompt_ids)
@@ -272,11 +272,11 @@ class RuleModel:
             chunks=tuple(chance.randint(1, 4) for _ in range(12)),
         )
 
-    def _free(self, talk: Conversation) -> str:
+    def _free(self, talk: PromptConversation) -> str:
         reply = reply_to(talk)
-        return hermes(reply if talk.thinks else Reply(text=reply.text, uses=reply.uses))
+        return hermes(reply if talk.thinks else ModelReply(text=reply.text, uses=reply.uses))
 
-    def _held(self, talk: Conversation, grammar: str) -> str:
+    def _held(self, talk: PromptConversation, grammar: str) -> str:
         from afield.conformance.foreign.grammar_writer import constrained
 
         return constrained(grammar, talk, self._vocabulary)

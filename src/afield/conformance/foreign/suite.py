@@ -18,7 +18,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from afield import factory
-from afield.conformance.client import Command, Stage, run
+from afield.conformance.client import ClientCommand, Stage, run
 from afield.conformance.foreign.rule_model import RuleModel
 from afield.conformance.foreign.template import IMAGE, TEMPLATE
 from afield.conformance.model import CONTROL, write_model
@@ -47,7 +47,7 @@ class ForeignSuite(Struct, frozen=True, kw_only=True):
     """Name on the command line and in results."""
     install: Callable[[Path], Path]
     """The folder of its programs, installed into the cache on demand."""
-    command: Callable[[Stage, str], Command]
+    command: Callable[[Stage, str], ClientCommand]
     """How one variant is run."""
     variants: tuple[str, ...] = ("",)
     """Runs of the suite, each with a session of its own; names its tests unless empty."""
@@ -60,7 +60,7 @@ class ForeignSuite(Struct, frozen=True, kw_only=True):
     timeout_s: float = 300.0
 
 
-class Result(Struct, frozen=True, kw_only=True):
+class SuiteResult(Struct, frozen=True, kw_only=True):
     """What came of one suite. `problems` are failures that are the gateway's, or the suite's own."""
 
     passed: int = 0
@@ -76,7 +76,7 @@ class Result(Struct, frozen=True, kw_only=True):
         return not self.failed and not self.problems
 
 
-def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> Result:
+def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> SuiteResult:
     """Count outcomes. A test that is not ours and does not fail is a stale entry, which is a failure."""
     by_name = {tested.test: tested for tested in outcomes}
     counts = Counter(tested.test for tested in outcomes)
@@ -94,7 +94,7 @@ def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> Result
     passed = sum(tested.outcome == "passed" for tested in by_name.values())
     if not passed:
         problems.append("no test passed")
-    return Result(
+    return SuiteResult(
         passed=passed,
         failed=len(problems),
         skipped=sum(tested.outcome == "skipped" for tested in by_name.values()),
@@ -104,14 +104,14 @@ def judge(outcomes: Sequence[CaseResult], not_ours: Mapping[str, str]) -> Result
     )
 
 
-async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str) -> Result:
+async def check_suite(suite: ForeignSuite, cache: Path, folder: Path, path: str) -> SuiteResult:
     """Install and run one suite; keep everything it leaves in the folder."""
     try:
         programs = await asyncio.to_thread(suite.install, cache)
     except Unavailable as error:
         if suite.optional:
-            return Result(skipped=1, unavailable=str(error))
-        return Result(failed=1, problems=(f"not installed: {error}",), unavailable=str(error))
+            return SuiteResult(skipped=1, unavailable=str(error))
+        return SuiteResult(failed=1, problems=(f"not installed: {error}",), unavailable=str(error))
     model = write_model(folder / "model", TEMPLATE, (*CONTROL, IMAGE))
     vocabulary = vocabulary_of(model)
     engine = factory.load("engines.scripted:ScriptedEngine")(
@@ -153,7 +153,7 @@ async def _variant(
     results.touch()
     command = suite.command(stage, variant)
     admin = {"SUITE_GATEWAY_URL": up.url, "SUITE_ADMIN_KEY": up.admin_key}
-    own = Command(command.argv, {**command.environment, **admin, RESULTS: str(results)})
+    own = ClientCommand(command.argv, {**command.environment, **admin, RESULTS: str(results)})
     problem = await run(own, stage, path, folder / "suite.log", suite.timeout_s)
     prefix = f"{variant}/" if variant else ""
     outcomes, finished = _read(results, prefix)

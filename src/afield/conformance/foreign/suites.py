@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from afield.conformance.client import SCRIPTS, Command, Stage, from_npm, from_pypi
+from afield.conformance.client import SCRIPTS, ClientCommand, Stage, from_npm, from_pypi
 from afield.conformance.environments import git_files, npm_environment, python_environment
 from afield.conformance.foreign.suite import ForeignSuite
 from afield.conformance.foreign.vllm_not_ours import NOT_OURS
@@ -24,12 +24,12 @@ ASYNC = (
 )
 
 
-def _pytest(file: str, *options: str) -> Callable[[Stage, str], Command]:
+def _pytest(file: str, *options: str) -> Callable[[Stage, str], ClientCommand]:
     """pytest over one file of ours, with the session in the environment."""
 
-    def command(stage: Stage, variant: str) -> Command:
+    def command(stage: Stage, variant: str) -> ClientCommand:
         argv = (str(stage.programs / "python"), "-m", "pytest", *PYTEST, *options, str(FILES / file))
-        return Command(argv, session(stage, variant) | {"PYTHONPATH": str(FILES)})
+        return ClientCommand(argv, session(stage, variant) | {"PYTHONPATH": str(FILES)})
 
     return command
 
@@ -59,9 +59,9 @@ LANGCHAIN = ForeignSuite(
 # --- Vercel AI SDK -------------------------------------------------------------------------------
 
 
-def _vercel(stage: Stage, variant: str) -> Command:
+def _vercel(stage: Stage, variant: str) -> ClientCommand:
     argv = ("node", str(FILES / "vercel.mjs"), str(stage.programs.parent))
-    return Command(argv, session(stage, variant))
+    return ClientCommand(argv, session(stage, variant))
 
 
 VERCEL = ForeignSuite(
@@ -85,10 +85,10 @@ def _install_openresponses(cache: Path) -> Path:
     return source / "node_modules" / ".bin"
 
 
-def _openresponses(stage: Stage, variant: str) -> Command:
+def _openresponses(stage: Stage, variant: str) -> ClientCommand:
     source = stage.programs.parent.parent
     argv = ("node", str(FILES / "openresponses.mjs"), str(stage.programs / "tsx"), str(source))
-    return Command(argv, session(stage, variant))
+    return ClientCommand(argv, session(stage, variant))
 
 
 WEBSOCKET_TESTS = (
@@ -115,7 +115,7 @@ def _install_genai(cache: Path) -> Path:
     return cache
 
 
-def _genai(stage: Stage, variant: str) -> Command:
+def _genai(stage: Stage, variant: str) -> ClientCommand:
     programs = from_pypi(GENAI[variant])(stage.programs)
     return _pytest("test_google_genai.py", *ASYNC)(structs.replace(stage, programs=programs), variant)
 
@@ -179,7 +179,7 @@ def _install_vllm(cache: Path) -> Path:
     return cache
 
 
-def _vllm(stage: Stage, variant: str) -> Command:
+def _vllm(stage: Stage, variant: str) -> ClientCommand:
     cache = stage.programs
     tests, pytest = _vllm_tests(cache), from_pypi("pytest")(cache).parent
     [packages] = pytest.glob("lib/python*/site-packages")
@@ -187,7 +187,7 @@ def _vllm(stage: Stage, variant: str) -> Command:
     argv = (str(_vllm_python(cache)), "-m", "pytest", *PYTEST, *ASYNC, "-p", "vllm_gateway", *files)
     paths = ":".join(str(path) for path in (FILES, tests, packages))
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
-    return Command(argv, session(stage, variant) | offline | {"PYTHONPATH": paths})
+    return ClientCommand(argv, session(stage, variant) | offline | {"PYTHONPATH": paths})
 
 
 VLLM_SERVER = ForeignSuite(

@@ -18,10 +18,10 @@ from typing import Any
 from msgspec import structs
 
 from afield.engines.checks import check_call
-from afield.engines.http import Events
-from afield.engines.lora import Lease
+from afield.engines.http import SseParser
+from afield.engines.lora import AdapterLease
 from afield.engines.probe import measure_logprob_mode
-from afield.engines.remote import RemoteEngine, as_version, exact_spans, gauge
+from afield.engines.remote import MODELS, RemoteEngine, as_version, exact_spans, gauge
 from afield.engines.sglang import wire
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
@@ -101,10 +101,10 @@ class SglangEngine(RemoteEngine):
         check_call(call, self._entered())
         return super()._limit(call)
 
-    def _body(self, call: GenerateRequest, lease: Lease | None) -> dict[str, Any]:
+    def _body(self, call: GenerateRequest, lease: AdapterLease | None) -> dict[str, Any]:
         return wire.body(call, self._limit(call), lease, self._adapters[lease.version] if lease else "")
 
-    async def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _whole(self, call: GenerateRequest, lease: AdapterLease | None = None) -> AsyncGenerator[Chunk]:
         body, low = self._body(call, lease), self._version
         try:
             data = await self._http.ask("POST", wire.GENERATE, body, idle_s=self._answer_s, still=True)
@@ -118,9 +118,11 @@ class SglangEngine(RemoteEngine):
         for piece in _split(chunk):
             yield piece
 
-    async def _streamed(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _streamed(
+        self, call: GenerateRequest, lease: AdapterLease | None = None
+    ) -> AsyncGenerator[Chunk]:
         body, low, seen = self._body(call, lease), self._version, 0
-        events, last = Events(), None
+        events, last = SseParser(), None
         async with aclosing(self._reads(body, lease)) as reads:
             async for data in reads:
                 found = [event for event in events.feed(data) if event != wire.DONE]
@@ -136,7 +138,7 @@ class SglangEngine(RemoteEngine):
             raise Unavailable(f"{self.url} ended a stream without a finish, after {seen} tokens")
         yield last
 
-    async def _reads(self, body: dict[str, Any], lease: Lease | None) -> AsyncGenerator[bytes]:
+    async def _reads(self, body: dict[str, Any], lease: AdapterLease | None) -> AsyncGenerator[bytes]:
         async with aclosing(self._http.reads(wire.GENERATE, body, {})) as reads:
             try:
                 async for data in reads:
@@ -145,7 +147,7 @@ class SglangEngine(RemoteEngine):
                 await self._check_listed(lease)
                 raise
 
-    async def _check_listed(self, lease: Lease | None) -> None:
+    async def _check_listed(self, lease: AdapterLease | None) -> None:
         """A server that was started again blames the caller for an adapter that it has lost."""
         if lease is not None and self._adapters.get(lease.version) not in await self._list():
             raise Unavailable(
@@ -153,10 +155,10 @@ class SglangEngine(RemoteEngine):
             )
 
     async def _list(self) -> set[str]:
-        listed = self._http.decode(await self._http.ask("GET", "/v1/models"), wire.MODELS).data
+        listed = self._http.decode(await self._http.ask("GET", "/v1/models"), MODELS).data
         return {model.id for model in listed}
 
-    def _replies(self, found: list[bytes]) -> list[wire.Reply]:
+    def _replies(self, found: list[bytes]) -> list[wire.SglangResponse]:
         """The last event alone where it repeats the others."""
         last = self._http.decode(found[-1], wire.REPLY)
         if last.error is not None or len(last.output_ids) >= last.meta_info.completion_tokens:
@@ -164,9 +166,14 @@ class SglangEngine(RemoteEngine):
         return [self._http.decode(event, wire.REPLY) for event in found[:-1]] + [last]
 
     def _chunk(
-        self, call: GenerateRequest, replies: list[wire.Reply], low: int, seen: int, lease: Lease | None
+        self,
+        call: GenerateRequest,
+        replies: list[wire.SglangResponse],
+        low: int,
+        seen: int,
+        lease: AdapterLease | None,
     ) -> Chunk:
-        sampled = wire.Sampled(replies, seen, self.url, call.top_logprobs)
+        sampled = wire.SglangSample(replies, seen, self.url, call.top_logprobs)
         now = as_version(sampled.version, self._initial)
         self._version = max(self._version, now)
         versions, high = None, max(low, self._version)
@@ -230,7 +237,7 @@ class SglangEngine(RemoteEngine):
             await self._http.status("POST", "/unload_lora_adapter", {"lora_name": self._adapters.pop(idle)})
 
     async def _end_calls(self, room: int) -> None:
-        for lease in self._leases.call_back(room):
+        for lease in self._leases.revoke(room):
             await self._order("/abort_request", {"rid": lease.id})
 
     async def _swap(self, version: int, path: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from afield.engines.lora import Lease
-from afield.engines.remote import Problem, Span
+from afield.engines.lora import AdapterLease
+from afield.engines.remote import LabelSpan, StreamError
 from afield.errors import Unavailable
 from afield.interfaces.engine import GenerateRequest, TopLogprobs
 from afield.types import FinishReason
@@ -39,7 +39,7 @@ class ModelInfo(Struct):
     has_image_understanding: bool = False
 
 
-class Updated(Struct):
+class LoadResult(Struct):
     """What came of new weights (`message`) or of an adapter (`error_message`)."""
 
     success: bool
@@ -54,7 +54,7 @@ class Finish(Struct):
     status_code: int | None = None
 
 
-class Meta(Struct):
+class MetaInfo(Struct):
     completion_tokens: int = 0
     finish_reason: Finish | None = None
     output_token_logprobs: list[tuple[float, int, Any]] = []
@@ -62,42 +62,33 @@ class Meta(Struct):
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     input_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
     weight_version: str = "default"
-    weight_versions: list[Span] | None = None
+    weight_versions: list[LabelSpan] | None = None
 
 
-class Reply(Struct):
+class SglangResponse(Struct):
     output_ids: list[int] = []
-    meta_info: Meta = msgspec.field(default_factory=Meta)
+    meta_info: MetaInfo = msgspec.field(default_factory=MetaInfo)
     prompt_token_ids: tuple[int, ...] | None = None
-    error: Problem | None = None
+    error: StreamError | None = None
 
 
-class Model(Struct):
-    id: str  # of the model, or the name of an adapter
-
-
-class Models(Struct):
-    data: list[Model]
-
-
-class Load(Struct):
+class SglangLoad(Struct):
     """Of one data-parallel rank."""
 
     num_waiting_reqs: int = 0
 
 
-LOADS = msgspec.json.Decoder(list[Load])
+LOADS = msgspec.json.Decoder(list[SglangLoad])
 SERVER_INFO = msgspec.json.Decoder(ServerInfo)
 MODEL_INFO = msgspec.json.Decoder(ModelInfo)
-MODELS = msgspec.json.Decoder(Models)
-UPDATED = msgspec.json.Decoder(Updated)
-REPLY = msgspec.json.Decoder(Reply)
+UPDATED = msgspec.json.Decoder(LoadResult)
+REPLY = msgspec.json.Decoder(SglangResponse)
 
 
-class Sampled:
+class SglangSample:
     """What is new in a number of events, after `seen` tokens."""
 
-    def __init__(self, replies: list[Reply], seen: int, where: str, count: int = 0) -> None:
+    def __init__(self, replies: list[SglangResponse], seen: int, where: str, count: int = 0) -> None:
         """`count` is how many of the likeliest tokens were asked for."""
         self._count = count
         self.tops: list[TopLogprobs] = []
@@ -115,7 +106,7 @@ class Sampled:
         self.version, self.spans = last.weight_version, last.weight_versions
         self.prompt_ids = replies[0].prompt_token_ids
 
-    def _add(self, reply: Reply, new: int, where: str) -> None:
+    def _add(self, reply: SglangResponse, new: int, where: str) -> None:
         given = reply.meta_info.output_token_logprobs
         if self.finish is FinishReason.ABORTED and len(reply.output_ids) < len(given):
             # A stream that is ended while it waits tells the last id only, beside every log-probability.
@@ -147,7 +138,7 @@ def _likeliest(told: list[tuple[float, int, Any]], token: int, logprob: float, c
     return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0] != token))[:count])
 
 
-def prompt_tops(reply: Reply, call: GenerateRequest, where: str) -> tuple[TopLogprobs, ...] | None:
+def prompt_tops(reply: SglangResponse, call: GenerateRequest, where: str) -> tuple[TopLogprobs, ...] | None:
     """Each prompt token's own log-probability, then the likeliest ones."""
     if call.prompt_logprobs is None:
         return None
@@ -183,7 +174,9 @@ def _finish(finish: Finish, where: str) -> FinishReason:
     return FINISH[finish.type]
 
 
-def body(call: GenerateRequest, limit: int, lease: Lease | None = None, adapter: str = "") -> dict[str, Any]:
+def body(
+    call: GenerateRequest, limit: int, lease: AdapterLease | None = None, adapter: str = ""
+) -> dict[str, Any]:
     sampling = call.sampling
     asked: dict[str, Any] = {
         "input_ids": call.prompt_ids,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.torch.kv_cache import KVCache, Pass
+from afield.engines.torch.kv_cache import ForwardInputs, KVCache
 from afield.engines.torch.sampler import pick, plain_sums
 
 if TYPE_CHECKING:
@@ -34,21 +34,21 @@ LENGTH_STEP = 64
 COLUMNS = 5  # id, position, row of the memory, temperature, uniform number
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     rows: int
     length: int
     gathered: bool
 
-    def covers(self, other: Shape) -> bool:
+    def covers(self, other: StepShape) -> bool:
         return self.gathered == other.gathered and self.rows >= other.rows and self.length >= other.length
 
 
-class Flight(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step that was launched: which slot is in which lane, and where its answers will be."""
 
     slots: list[int]
     lanes: list[int]
-    shape: Shape
+    shape: StepShape
     answers: Tensor
     landed: torch.cuda.Event | None
 
@@ -67,12 +67,12 @@ class CudaGraphRunner:
         self._came = [torch.zeros(lanes, 2, dtype=torch.float64, pin_memory=self._cuda) for _ in "ab"]
         self._logits = torch.empty(0)
         self._turn = 0
-        self._recordings: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._wanted: Counter[Shape] = Counter()
+        self._recordings: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._wanted: Counter[StepShape] = Counter()
         self._moves = slots.moves
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._side = torch.cuda.Stream(self._device) if self._cuda else None
-        self.launched: Counter[Shape] = Counter()
+        self.launched: Counter[StepShape] = Counter()
         self.recorded = 0
         self.recording_s = 0.0
         self.refused = ""
@@ -82,8 +82,8 @@ class CudaGraphRunner:
         slots: list[int],
         temperatures: Sequence[float],
         uniforms: Sequence[float],
-        after: Flight | None = None,
-    ) -> Flight:
+        after: LaunchedStep | None = None,
+    ) -> LaunchedStep:
         """One step for these slots (ascending). Their ids are the answers of `after`, or else in the slots.
 
         `after` has to have all of them; a slot keeps its lane.
@@ -98,7 +98,7 @@ class CudaGraphRunner:
             rows, gathered = after.shape.rows, after.shape.gathered
             lane_of = dict(zip(after.slots, after.lanes, strict=True))
             lanes = [lane_of[slot] for slot in slots]
-        shape = self._choose(Shape(rows, length, gathered))
+        shape = self._choose(StepShape(rows, length, gathered))
         self._turn ^= 1
         sent, answers = self._sent[self._turn][: shape.rows], self._came[self._turn][: shape.rows]
         numbers = sent.numpy()
@@ -113,9 +113,9 @@ class CudaGraphRunner:
         landed = torch.cuda.Event() if self._cuda else None
         if landed is not None:
             landed.record()
-        return Flight(slots, lanes, shape, answers, landed)
+        return LaunchedStep(slots, lanes, shape, answers, landed)
 
-    def read(self, flight: Flight) -> tuple[list[int], list[float]]:
+    def read(self, flight: LaunchedStep) -> tuple[list[int], list[float]]:
         """A token and its log-probability for each slot of the flight; waits until they are there."""
         if flight.landed is not None:
             flight.landed.synchronize()
@@ -138,7 +138,7 @@ class CudaGraphRunner:
             return rows, False, slots
         return few, True, list(range(len(slots)))
 
-    def _choose(self, wanted: Shape) -> Shape:
+    def _choose(self, wanted: StepShape) -> StepShape:
         if self._slots.moves != self._moves:
             self._forget()
         if wanted in self._recordings or not self._records:
@@ -159,7 +159,7 @@ class CudaGraphRunner:
 
     # --- running ----------------------------------------------------------------------------------
 
-    def replay(self, shape: Shape) -> None:
+    def replay(self, shape: StepShape) -> None:
         """Compute a step of this shape from the numbers that were sent last."""
         self.launched[shape] += 1
         if self._records and shape not in self._recordings:
@@ -171,7 +171,7 @@ class CudaGraphRunner:
         recording = self._recordings[shape] = self._recordings.pop(shape)
         recording.replay()
 
-    def _compute(self, shape: Shape) -> None:
+    def _compute(self, shape: StepShape) -> None:
         inputs = self._inputs[: shape.rows]
         ids, positions, rows = inputs[:, :3].long().unbind(dim=1)
         step = self._slots.fixed(ids, positions, rows, shape.length, gathered=shape.gathered)
@@ -185,7 +185,7 @@ class CudaGraphRunner:
         # A recording's own would keep its memory from the others.
         self._logits[: shape.rows] = logits
 
-    def _record(self, shape: Shape) -> None:
+    def _record(self, shape: StepShape) -> None:
         began = time.monotonic()
         # A run that is not recorded: what the first run of a shape plans and allocates stays out. It
         # computes what the replay will compute again.
@@ -212,7 +212,11 @@ class CudaGraphRunner:
 
 
 def forward(
-    model: PreTrainedModel, slots: KVCache, step: Pass, keep: int = 1, images: ImageEncoder | None = None
+    model: PreTrainedModel,
+    slots: KVCache,
+    step: ForwardInputs,
+    keep: int = 1,
+    images: ImageEncoder | None = None,
 ) -> Tensor:
     """The logits [rows, vocabulary] after the last id of every row; of more, [rows, keep, vocabulary].
     `images` has what the step shows, of which only the last id's logits are given."""

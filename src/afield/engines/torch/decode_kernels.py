@@ -280,7 +280,7 @@ def undo(swapped: Iterable[nn.Module]) -> None:
 # --- fitting --------------------------------------------------------------------------------------
 
 
-class Fit(NamedTuple):
+class KernelFit(NamedTuple):
     """How far log-probabilities through slots are from float32's, and what was made lighter.
 
     `control` is how far those of the model's own forward pass are.
@@ -302,14 +302,14 @@ def allowed(control: float) -> float:
     return max(LIMIT * control, LEAST)
 
 
-def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels | None = None) -> Fit:
+def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels | None = None) -> KernelFit:
     """Give the model the slots' attention, and if `light`, fewer kernels: these ways, or the ones that work.
 
     Tried on `length` ids.
     """
     text = write(model, length)
     use_slots(model)
-    plain = Fit(probe(model, text, None), text.control)
+    plain = KernelFit(probe(model, text, None), text.control)
     if not light or not plain.exact:
         return plain
     notes: tuple[str, ...] = ()
@@ -321,7 +321,7 @@ def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels
         ways, notes = choose(model)
     if ways is not None:
         swapped += swap_layers(model, ways)
-    lighter = Fit(probe(model, text, ways), text.control, ways, notes, tuple(swapped))
+    lighter = KernelFit(probe(model, text, ways), text.control, ways, notes, tuple(swapped))
     if lighter.exact:
         return lighter
     undo(swapped)
@@ -332,7 +332,7 @@ def fit(model: PreTrainedModel, length: int, *, light: bool, ways: DecodeKernels
 # --- the text that a model is tried on -------------------------------------------------------------
 
 
-class Text(NamedTuple):
+class CalibrationText(NamedTuple):
     """Ids that a model wrote, float32's log-probabilities of what comes after each, and the control."""
 
     ids: Tensor
@@ -340,7 +340,7 @@ class Text(NamedTuple):
     control: float
 
 
-def write(model: PreTrainedModel, length: int) -> Text:
+def write(model: PreTrainedModel, length: int) -> CalibrationText:
     """`length` ids drawn from the model itself, always the same ones."""
     config = model.config.get_text_config()
     first = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
@@ -353,9 +353,9 @@ def write(model: PreTrainedModel, length: int) -> Text:
         ids = torch.cat([ids, torch.multinomial(weights, 1, generator=generator).to(ids.device)])
     own = _scores(model, ids)
     if model.dtype == torch.float32:
-        return Text(ids, own, 0.0)
+        return CalibrationText(ids, own, 0.0)
     exact = _scores_in_float32(model, ids)
-    return Text(ids, exact, float(apart(own, exact).max()))
+    return CalibrationText(ids, exact, float(apart(own, exact).max()))
 
 
 def apart(scores: Tensor, exact: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ def _scores_in_float32(model: PreTrainedModel, ids: Tensor) -> Tensor:
         return _scores(copy.deepcopy(model).float(), ids)
 
 
-def probe(model: PreTrainedModel, text: Text, ways: DecodeKernels | None) -> float:
+def probe(model: PreTrainedModel, text: CalibrationText, ways: DecodeKernels | None) -> float:
     """How far log-probabilities through slots, id by id after the first half, are from float32's."""
     ids, length = text.ids, len(text.ids)
     layers = model.config.get_text_config().num_hidden_layers

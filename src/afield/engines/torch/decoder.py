@@ -22,13 +22,13 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.torch.cuda_graphs import CudaGraphRunner, Flight, forward
+from afield.engines.torch.cuda_graphs import CudaGraphRunner, LaunchedStep, forward
 from afield.engines.torch.kv_cache import KVCache
 from afield.engines.torch.sampler import Top, distribution, draw, likeliest
 
 if TYPE_CHECKING:
     from afield.engines.torch.images import ImageEncoder
-    from afield.masks import Walker
+    from afield.masks import ConstraintMatcher
     from afield.vision import PixelInputs
 
 log = logging.getLogger("afield.engines")
@@ -48,7 +48,7 @@ class Counters(NamedTuple):
     steps: int = 0
 
 
-class Ask(NamedTuple):
+class DecodeParams(NamedTuple):
     """What a call asks of the model. The same `seed` draws with the same numbers; `top_k` 0 means off.
 
     Of a prompt with images, `prompt_ids` are those of `ImagePrompt.keys`; `mrope` are its positions.
@@ -77,7 +77,7 @@ class Ask(NamedTuple):
         return self.truncated or self.top_logprobs > 0
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens that one version drew, with their log-probabilities; the first say how long it had no slot."""
 
     token_ids: tuple[int, ...]
@@ -89,10 +89,10 @@ class Sampled(NamedTuple):
     prompt_logprobs: tuple[Top, ...] | None = None
 
 
-class Sink(Protocol):
+class TokenSink(Protocol):
     """Where what was sampled for one call goes, or the reason why there will be no more."""
 
-    def put(self, sampled: Sampled) -> None: ...
+    def put(self, sampled: SampledTokens) -> None: ...
 
     def fail(self, reason: str) -> None: ...
 
@@ -101,10 +101,10 @@ class Sink(Protocol):
         ...
 
 
-class Request:
+class DecodeCall:
     """A call in flight. Its ids live in its slot; here are the sampled ones that were not handed over."""
 
-    def __init__(self, ask: Ask, sink: Sink, walker: Walker | None = None) -> None:
+    def __init__(self, ask: DecodeParams, sink: TokenSink, walker: ConstraintMatcher | None = None) -> None:
         self.ask, self.sink = ask, sink
         self.walker = walker  # the masks of its constraint
         self.redrawn = ask.truncated or walker is not None  # a step's own draw does not do
@@ -124,7 +124,7 @@ class Request:
         self.queued_s = 0.0
 
     def hand_over(self, finish: Finish | None) -> None:
-        sampled = Sampled(tuple(self.tokens), tuple(self.logprobs), self.version, finish, self.queued_s)
+        sampled = SampledTokens(tuple(self.tokens), tuple(self.logprobs), self.version, finish, self.queued_s)
         if self.tops:
             sampled = sampled._replace(top_logprobs=tuple(self.tops))
             self.tops = []
@@ -136,9 +136,9 @@ class Request:
 
 
 class _Launched(NamedTuple):
-    requests: list[Request]
+    requests: list[DecodeCall]
     uniforms: list[float]
-    flight: Flight
+    flight: LaunchedStep
 
 
 class Decoder:
@@ -163,8 +163,8 @@ class Decoder:
         self._prefill_tokens = prefill_tokens
         self.max_context = max_context
         self.vocab_size: int = model.config.get_text_config().vocab_size
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._waiting: deque[DecodeCall] = deque()
+        self._running: list[DecodeCall] = []
         self.version = version
         self.counters = Counters()
 
@@ -178,13 +178,13 @@ class Decoder:
         return (*self._notes, refused) if refused else self._notes
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[DecodeCall]:
         return [*self._running, *self._waiting]
 
-    def add(self, request: Request) -> None:
+    def add(self, request: DecodeCall) -> None:
         self._waiting.append(request)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: DecodeCall) -> None:
         """Forget a call wherever it is; one that has ended already is none of our business."""
         if request in self._running:
             self._end(request)
@@ -238,12 +238,12 @@ class Decoder:
             admitted.append((request.length, reused))
         return admitted
 
-    def _pending(self, request: Request) -> int:
+    def _pending(self, request: DecodeCall) -> int:
         return request.length - self._slots.computed(request.slot)
 
-    def _next_prefill(self) -> list[tuple[Request, int]]:
+    def _next_prefill(self) -> list[tuple[DecodeCall, int]]:
         """Calls with several pending ids, oldest first, as many as fit the budget once padded."""
-        chosen: list[tuple[Request, int]] = []
+        chosen: list[tuple[DecodeCall, int]] = []
         width = 0
         for request in self._running:
             if (pending := self._pending(request)) <= 1 or self._unscored(request):
@@ -255,12 +255,12 @@ class Decoder:
             chosen.append((request, pending))
         return chosen
 
-    def _unscored(self, request: Request) -> bool:
+    def _unscored(self, request: DecodeCall) -> bool:
         """Whether ids of its prompt are to be computed and scored."""
         tops = request.prompt_tops
         return tops is not None and len(tops) < len(request.ask.prompt_ids) - 1
 
-    def _score(self, request: Request) -> int:
+    def _score(self, request: DecodeCall) -> int:
         """Compute some ids of a prompt, and keep the log-probabilities of those after them: the model's own,
         before temperature and truncation. Draws if none are left."""
         assert request.prompt_tops is not None and request.ask.prompt_logprobs is not None
@@ -281,7 +281,7 @@ class Decoder:
         self._draw([request], logits[-1:])
         return 1
 
-    def _compute(self, work: list[tuple[Request, int]]) -> int:
+    def _compute(self, work: list[tuple[DecodeCall, int]]) -> int:
         """Compute these many ids of each call, and draw for the calls that have none left."""
         work = sorted(work, key=lambda item: item[0].slot)
         slots, counts = [r.slot for r, _ in work], [n for _, n in work]
@@ -322,7 +322,9 @@ class Decoder:
             return None
         return self._launch(steps, going, last.flight)
 
-    def _launch(self, steps: CudaGraphRunner, requests: list[Request], after: Flight | None) -> _Launched:
+    def _launch(
+        self, steps: CudaGraphRunner, requests: list[DecodeCall], after: LaunchedStep | None
+    ) -> _Launched:
         requests = sorted(requests, key=lambda request: request.slot)
         slots, uniforms = [r.slot for r in requests], [r.uniform() for r in requests]
         self._slots.make_room(max(r.length for r in requests) + 1)
@@ -352,7 +354,7 @@ class Decoder:
         self._take_all([requests[i] for i in there], [tokens[i] for i in there], [logprobs[i] for i in there])
         return len(there)
 
-    def _draw(self, requests: list[Request], logits: Tensor) -> None:
+    def _draw(self, requests: list[DecodeCall], logits: Tensor) -> None:
         asks = [r.ask for r in requests]
         tokens, logprobs = draw(logits, asks, [r.uniform() for r in requests], _masks(requests))
         for i, request in enumerate(requests):
@@ -360,18 +362,18 @@ class Decoder:
                 self._note_top(request, logits[i : i + 1], tokens[i], logprobs[i])
         self._take_all(requests, tokens, logprobs)
 
-    def _note_top(self, request: Request, logits: Tensor, token: int, logprob: float) -> None:
+    def _note_top(self, request: DecodeCall, logits: Tensor, token: int, logprob: float) -> None:
         row = distribution(logits, [request.ask], _masks([request]))[0]
         request.next_top = likeliest(row, request.ask.top_logprobs, token, logprob)
 
-    def _take_all(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
+    def _take_all(self, requests: list[DecodeCall], tokens: list[int], logprobs: list[float]) -> None:
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             if math.isfinite(logprob):
                 self._take(request, token, logprob)
             else:
                 self._give_up(request)
 
-    def _give_up(self, request: Request) -> None:
+    def _give_up(self, request: DecodeCall) -> None:
         """End a call for which the model computes no number. Broken weights end the engine instead."""
         if request.walker is not None and not request.walker.mask.any():
             self._end(request)
@@ -387,7 +389,7 @@ class Decoder:
         self._end(request)
         request.hand_over("aborted")
 
-    def _take(self, request: Request, token: int, logprob: float) -> None:
+    def _take(self, request: DecodeCall, token: int, logprob: float) -> None:
         if request.tokens and request.version != self.version:
             request.hand_over(None)
         request.version = self.version
@@ -410,7 +412,7 @@ class Decoder:
         if finish is not None or request.ask.stream:
             request.hand_over(finish)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: DecodeCall) -> None:
         request.ended = True
         self._running.remove(request)
         self._slots.release(request.slot)
@@ -418,6 +420,6 @@ class Decoder:
             self.images.keep({number for other in self._running for number in other.ask.pictures})
 
 
-def _masks(requests: Sequence[Request]) -> dict[int, Tensor]:
+def _masks(requests: Sequence[DecodeCall]) -> dict[int, Tensor]:
     """Of the rows that have a constraint."""
     return {row: r.walker.mask for row, r in enumerate(requests) if r.walker is not None}

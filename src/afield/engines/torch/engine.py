@@ -27,13 +27,20 @@ from afield.engines.checks import check_call, is_newer
 from afield.engines.lora import is_adapter
 from afield.engines.torch.cuda_graphs import CudaGraphRunner
 from afield.engines.torch.decode_kernels import SERVED, fit
-from afield.engines.torch.decoder import NO_PICTURES, Ask, Counters, Decoder, Request, Sampled
+from afield.engines.torch.decoder import (
+    NO_PICTURES,
+    Counters,
+    DecodeCall,
+    DecodeParams,
+    Decoder,
+    SampledTokens,
+)
 from afield.engines.torch.images import ImageEncoder, ImagePrompt
 from afield.engines.torch.kv_cache import KVCache
-from afield.engines.torch.weights import Parameter, longest_context, parameters, read_model, read_weights
+from afield.engines.torch.weights import ModelParameter, longest_context, parameters, read_model, read_weights
 from afield.errors import AfieldError, Unavailable, UsageError, boundary
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest
-from afield.masks import Masks, Walker
+from afield.masks import ConstraintMasks, ConstraintMatcher
 from afield.rounding import Rounding
 from afield.types import Constraint, Failure, FailureKind, FinishReason, Reason
 from afield.vision import Vision
@@ -48,7 +55,7 @@ CLOSED = "the engine is not running; enter it with `async with`"
 
 
 class _Drop(Struct, frozen=True):
-    request: Request
+    request: DecodeCall
 
 
 class _Swap(Struct, frozen=True):
@@ -61,7 +68,7 @@ class _Stop(Struct, frozen=True):
     pass
 
 
-Message = Request | _Drop | _Swap | _Stop
+Message = DecodeCall | _Drop | _Swap | _Stop
 Item = Chunk | Exception
 Outbox = dict[asyncio.AbstractEventLoop, list[tuple["_Mailbox", Item]]]
 
@@ -75,7 +82,7 @@ class _Mailbox:
         self._arrived: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, sampled: Sampled) -> None:
+    def put(self, sampled: SampledTokens) -> None:
         chunk = Chunk(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,
@@ -130,11 +137,11 @@ def _deliver(batch: list[tuple[_Mailbox, Item]]) -> None:
         mailbox.receive(item)
 
 
-def to_ask(call: GenerateRequest, seed: int, pictured: ImagePrompt | None = None) -> Ask:
+def to_ask(call: GenerateRequest, seed: int, pictured: ImagePrompt | None = None) -> DecodeParams:
     """The same call gives the same numbers, whatever else the engine is doing."""
     sampling = call.sampling
     own = (call.draw or call.id) if sampling.seed is None else sampling.seed
-    return Ask(
+    return DecodeParams(
         call.prompt_ids if pictured is None else pictured.keys,
         mrope=None if pictured is None else pictured.mrope,
         pictures=NO_PICTURES if pictured is None else pictured.pictures,
@@ -187,8 +194,8 @@ class TorchEngine:
         self._served = ""
         self._seed, self._prefill_tokens = seed, prefill_tokens
         self._fixed_steps = fixed_steps
-        self._parameters: list[Parameter] = []
-        self._masks: Masks | None = None
+        self._parameters: list[ModelParameter] = []
+        self._masks: ConstraintMasks | None = None
         # Of its own: a thread that compiles beyond its time cannot be stopped, and must hold up nothing else.
         self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
         self._inbox: SimpleQueue[Message] = SimpleQueue()
@@ -244,7 +251,7 @@ class TorchEngine:
         pictured = await self._pictured(call, info) if call.images else None
         walker = await self._walk(call.constraint) if call.constraint else None
         mailbox = _Mailbox(self._outbox)
-        request = Request(to_ask(call, self._seed, pictured), mailbox, walker)
+        request = DecodeCall(to_ask(call, self._seed, pictured), mailbox, walker)
         self._send(request)
         ended = False
         told = None if pictured is None else pictured.ids
@@ -271,7 +278,7 @@ class TorchEngine:
         check_call(structs.replace(call, prompt_ids=pictured.ids), info)
         return pictured
 
-    async def _walk(self, constraint: Constraint) -> Walker:
+    async def _walk(self, constraint: Constraint) -> ConstraintMatcher:
         assert self._masks is not None  # check_call has seen to it
         try:
             async with asyncio.timeout(COMPILE_S):
@@ -310,7 +317,7 @@ class TorchEngine:
             raise Unavailable(self._down or CLOSED)
         return self._decoder
 
-    def _send(self, message: Request | _Swap) -> None:
+    def _send(self, message: DecodeCall | _Swap) -> None:
         # Under the lock nothing can slip in behind the thread's last look into its inbox.
         with self._lock:
             self._running()
@@ -377,7 +384,7 @@ class TorchEngine:
         if fixed and mrope:
             fixed, notes = False, (*notes, "decode steps are slower: tokens have three positions (M-RoPE)")
         self._parameters = parameters(model)
-        self._masks = Masks(self._path, model.config.get_text_config().vocab_size)
+        self._masks = ConstraintMasks(self._path, model.config.get_text_config().vocab_size)
         return Decoder(
             model,
             slots,
@@ -407,8 +414,8 @@ class TorchEngine:
         except Empty:
             return None
 
-    def _handle(self, decoder: Decoder, message: Request | _Drop | _Swap) -> None:
-        if isinstance(message, Request):
+    def _handle(self, decoder: Decoder, message: DecodeCall | _Drop | _Swap) -> None:
+        if isinstance(message, DecodeCall):
             decoder.add(message)
         elif isinstance(message, _Drop):
             decoder.drop(message.request)
@@ -434,7 +441,7 @@ class TorchEngine:
             self._down = reason
         requests = self._decoder.requests if self._decoder else []
         while (message := self._next_message(wait=False)) is not None:
-            if isinstance(message, Request):
+            if isinstance(message, DecodeCall):
                 requests.append(message)
             elif isinstance(message, _Swap) and message.done.set_running_or_notify_cancel():
                 message.done.set_exception(Unavailable(reason))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from afield.engines.torch.kv_cache import KVCache, Pass
+from afield.engines.torch.kv_cache import ForwardInputs, KVCache
 from afield.types import Image
-from afield.vision import ImageFeatures, PixelInputs, Vision, joined
+from afield.vision import ImageFeatures, PixelInputs, Vision, concat_features
 
 PLACES = 24  # bits of an id for the place in an image
 NUMBERS = 100_000  # images whose number is remembered; one that comes back later has another
@@ -98,7 +98,7 @@ class ImageEncoder:
         """Other weights."""
         self._features.clear()
 
-    def forward(self, model: PreTrainedModel, slots: KVCache, step: Pass) -> Tensor:
+    def forward(self, model: PreTrainedModel, slots: KVCache, step: ForwardInputs) -> Tensor:
         """As `graphs.forward` of a step with images."""
         assert step.pictured is not None
         row, column, ids = step.pictured
@@ -113,7 +113,7 @@ class ImageEncoder:
             order.append(mine)
         # In the order of the step, row by row: language models that add features later count on it.
         back = torch.from_numpy(np.argsort(np.concatenate(order))).to(model.device)
-        together = joined(parts)
+        together = concat_features(parts)
         features = ImageFeatures(together.rows[back], tuple(layer[back] for layer in together.deep))
         hidden = self.vision.hidden(
             model,

@@ -32,7 +32,7 @@ LENGTH_STEP = 32
 ATTENTION = "afield_slots"
 
 
-class Pass(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The inputs of one forward pass, and the output row of each slot that was asked for.
 
     `position_ids` are `[3, rows, width]` for models with M-RoPE. `pictured` has the row and column of every
@@ -227,7 +227,7 @@ class KVCache(Cache):
 
     # --- a forward pass ---------------------------------------------------------------------------
 
-    def arrange(self, slots: Sequence[int], counts: Sequence[int]) -> Pass:
+    def arrange(self, slots: Sequence[int], counts: Sequence[int]) -> ForwardInputs:
         """Compute the next `counts` ids of these slots (ascending) in one pass.
 
         Rows are padded on the left, so the last output position is the last id of every row. Idle
@@ -262,9 +262,11 @@ class KVCache(Cache):
             ids = np.where(ids < 0, self._image_id, ids)
         turned = positions if self._mrope is None else self._tensor(self._mrope[:, rows[:, None], position])
         mask = self._mask(positions, length)
-        return Pass(self._tensor(ids), turned, mask, self._tensor(chosen), pictured)
+        return ForwardInputs(self._tensor(ids), turned, mask, self._tensor(chosen), pictured)
 
-    def fixed(self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool) -> Pass:
+    def fixed(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, length: int, *, gathered: bool
+    ) -> ForwardInputs:
         """One id for each of `rows`, at `positions`, over the first `length` keys; the host reads nothing.
 
         The keys read are those of `rows` if they are `gathered`, else of as many rows from the first on.
@@ -274,10 +276,10 @@ class KVCache(Cache):
             self._writes = None
             self.lanes = Lanes(rows.int().contiguous(), positions.int().contiguous())
             mask = torch.zeros(len(rows), 1, 1, 1, dtype=self._dtype, device=self._device)
-            return Pass(ids[:, None], positions[:, None], mask, rows)
+            return ForwardInputs(ids[:, None], positions[:, None], mask, rows)
         self._writes = _Writes(rows if gathered else slice(0, len(rows)), length, rows, positions, None)
         positions = positions[:, None]
-        return Pass(ids[:, None], positions, self._mask(positions, length), rows)
+        return ForwardInputs(ids[:, None], positions, self._mask(positions, length), rows)
 
     def _mask(self, positions: Tensor, length: int) -> Tensor:
         hidden = torch.arange(length, device=self._device) > positions[:, None, :, None]

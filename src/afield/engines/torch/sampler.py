@@ -22,7 +22,7 @@ BLOCK = 128
 Sums = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
-class Sampling(Protocol):
+class SamplingParams(Protocol):
     """How tokens are drawn; `top_k` 0 means off."""
 
     @property
@@ -36,7 +36,7 @@ class Sampling(Protocol):
 
 
 def distribution(
-    logits: Tensor, samplings: Sequence[Sampling], masks: Mapping[int, Tensor] | None = None
+    logits: Tensor, samplings: Sequence[SamplingParams], masks: Mapping[int, Tensor] | None = None
 ) -> Tensor:
     """The log-probabilities that each row of `logits` [rows, vocabulary] is drawn with, in float32.
 
@@ -59,7 +59,7 @@ def distribution(
 
 def draw(
     logits: Tensor,
-    samplings: Sequence[Sampling],
+    samplings: Sequence[SamplingParams],
     uniforms: Sequence[float],
     masks: Mapping[int, Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
@@ -131,7 +131,7 @@ def pick(
     return (block * BLOCK + place)[:, 0].clamp_(max=logits.shape[1] - 1), logprobs[:, 0].float()
 
 
-def _truncate(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def _truncate(scores: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     """Minus infinity for what top-k and then top-p leave out; the most likely token always stays."""
     ordered, index = scores.sort(dim=-1, descending=True, stable=True)
     vocabulary = scores.shape[-1]

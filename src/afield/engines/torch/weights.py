@@ -30,8 +30,8 @@ from transformers import (
 from afield.engines.lora import TENSORS, AdapterConfig, is_adapter, read_config
 from afield.errors import UsageError
 from afield.model_lock import ALONE
-from afield.rounding import DTYPES, Arrived, Rounding, arrived, read_rounding, rounded
-from afield.vision import sees, tensor_name
+from afield.rounding import DTYPES, PublishedUpdate, Rounding, measure_update, read_rounding, rounded
+from afield.vision import has_vision, tensor_name
 
 log = logging.getLogger("afield.engines")
 KEPT = 0.9  # share of an adapter that has to survive its merge, or it is told
@@ -44,14 +44,14 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-class Parameter(msgspec.Struct, frozen=True):
+class ModelParameter(msgspec.Struct, frozen=True):
     """A tensor of the model. Tied tensors are one parameter with several names."""
 
     names: tuple[str, ...]
     tensor: Tensor
 
 
-class _Index(msgspec.Struct):
+class _ShardIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
@@ -65,7 +65,7 @@ def read_model(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         with ALONE:
             # The stubs do not know that loading information comes as a second value.
-            kind = AutoModelForImageTextToText if sees(path) else AutoModelForCausalLM
+            kind = AutoModelForImageTextToText if has_vision(path) else AutoModelForCausalLM
             loaded: Any = kind.from_pretrained(
                 path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -110,18 +110,18 @@ def longest_context(config: PreTrainedConfig) -> int:
     return min(limits)
 
 
-def parameters(model: PreTrainedModel) -> list[Parameter]:
+def parameters(model: PreTrainedModel) -> list[ModelParameter]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in model.state_dict().items():
         names.setdefault(tensor.data_ptr(), []).append(name)
         tensors[tensor.data_ptr()] = tensor
-    return [Parameter(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+    return [ModelParameter(tuple(names[key]), tensor) for key, tensor in tensors.items()]
 
 
 def read_weights(
     path: Path,
-    wanted: list[Parameter],
+    wanted: list[ModelParameter],
     base: Path,
     rounding: Rounding = Rounding(),  # noqa: B008
 ) -> list[Tensor]:
@@ -135,11 +135,11 @@ def read_weights(
         found = _read_all(path)
         return [_copied(_pick(path, parameter, found), parameter) for parameter in wanted]
     found = _read_all(base)
-    if sees(base):
+    if has_vision(base):
         found = {tensor_name(name): tensor for name, tensor in found.items()}
     changes = _changes(path, found)
     rounding = read_rounding(path) or rounding
-    told = Arrived()
+    told = PublishedUpdate()
     tensors: list[Tensor] = []
     for parameter in wanted:
         weight = _copied(_pick(path, parameter, found), parameter)
@@ -148,7 +148,7 @@ def read_weights(
             start = found[name].to(weight.device, torch.float32)
             master = start + changes[name].on(weight.device)
             weight = rounded(master, name, _for(weight, rounding), start=start)
-            told = told.plus(arrived(master, weight, start))
+            told = told.plus(measure_update(master, weight, start))
         tensors.append(weight)
     if told.kept is not None and told.kept < KEPT:
         log.warning(
@@ -160,7 +160,7 @@ def read_weights(
     return tensors
 
 
-def _copied(tensor: Tensor, parameter: Parameter) -> Tensor:
+def _copied(tensor: Tensor, parameter: ModelParameter) -> Tensor:
     return tensor.to(parameter.tensor.device, parameter.tensor.dtype, copy=True)
 
 
@@ -181,7 +181,7 @@ class _Change(NamedTuple):
         return self.scale * (self.up.to(device) @ self.down.to(device))
 
 
-def _pick(path: Path, parameter: Parameter, found: Mapping[str, Tensor]) -> Tensor:
+def _pick(path: Path, parameter: ModelParameter, found: Mapping[str, Tensor]) -> Tensor:
     given = [name for name in parameter.names if name in found]
     if not given:
         raise UsageError(
@@ -208,7 +208,7 @@ def _read_all(path: Path) -> dict[str, Tensor]:
         files = [path / ONE_FILE]
     elif (path / INDEX).is_file():
         try:
-            index = msgspec.json.decode((path / INDEX).read_bytes(), type=_Index)
+            index = msgspec.json.decode((path / INDEX).read_bytes(), type=_ShardIndex)
         except msgspec.MsgspecError as error:
             raise UsageError(f"weights {str(path)!r}: {INDEX} is not an index: {error}") from error
         files = [path / name for name in sorted(set(index.weight_map.values()))]

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct, structs
 
-from afield.engines.http import Events
-from afield.engines.lora import Lease
+from afield.engines.http import SseParser
+from afield.engines.lora import AdapterLease
 from afield.engines.probe import measure_logprob_mode, mode_call
-from afield.engines.remote import RemoteEngine, as_version, exact_spans, gauge
+from afield.engines.remote import MODELS, RemoteEngine, as_version, exact_spans, gauge
 from afield.engines.vllm import wire
-from afield.engines.vllm.lora import MODELS, VllmAdapters, adapter_name, is_tied
+from afield.engines.vllm.lora import VllmAdapters, adapter_name, is_tied
 from afield.engines.vllm.weight_transfer import KEEPS, RESET, RESET_PAUSES_S, was_reset
 from afield.errors import Unavailable, UsageError
 from afield.interfaces.engine import Chunk, EngineInfo, GenerateRequest, TopLogprobs
@@ -61,7 +61,7 @@ class VllmEngine(RemoteEngine):
         self._exact, self._manageable = True, False
         self._labelled = True  # the server keeps the name of its weights; older releases (0.26) do not
         self._own = self._initial  # the version that was loaded from here, where it does not
-        self._encoded = wire.Encoded()
+        self._encoded = wire.PromptEncoder()
         self._mixes = False  # calls on the base weights may be computed with an adapter beside them
         self._adapters = VllmAdapters(self._http, self._leases)
 
@@ -138,7 +138,7 @@ class VllmEngine(RemoteEngine):
     # --- calls ------------------------------------------------------------------------------------
 
     def _request(
-        self, call: GenerateRequest, lease: Lease | None
+        self, call: GenerateRequest, lease: AdapterLease | None
     ) -> tuple[str, dict[str, Any], dict[str, str]]:
         """Path, body and headers."""
         limit = self._limit(call)
@@ -154,17 +154,17 @@ class VllmEngine(RemoteEngine):
             model, headers["x-request-id"] = adapter_name(model, lease.version), lease.id
         return path, make(model, call, limit, self._encoded.ids(call)), headers
 
-    async def _whole(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _whole(self, call: GenerateRequest, lease: AdapterLease | None = None) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call, lease)
         low = self._version
         data = await self._http.ask("POST", path, body, headers=headers, idle_s=self._answer_s, still=True)
         decoder = wire.FULL_REPLY if call.top_logprobs else wire.REPLY
-        sampled = wire.Sampled([self._http.decode(data, decoder)], self.url, call.top_logprobs)
+        sampled = wire.VllmSample([self._http.decode(data, decoder)], self.url, call.top_logprobs)
         low = await self._lowest(low, lease)
         for chunk in self._cut(call, sampled, low, lease):
             yield chunk
 
-    async def _lowest(self, low: int, lease: Lease | None) -> int:
+    async def _lowest(self, low: int, lease: AdapterLease | None) -> int:
         """Answers that tell no versions may be those of a server that was started again meanwhile."""
         if self._exact or lease is not None or not (self._manageable and self._labelled):
             return low
@@ -179,7 +179,7 @@ class VllmEngine(RemoteEngine):
         return self._mixes and self._leases.newest is not None
 
     def _cut(
-        self, call: GenerateRequest, sampled: wire.Sampled, low: int, lease: Lease | None
+        self, call: GenerateRequest, sampled: wire.VllmSample, low: int, lease: AdapterLease | None
     ) -> list[Chunk]:
         """One chunk for each version span."""
         if sampled.finish is None:
@@ -206,7 +206,7 @@ class VllmEngine(RemoteEngine):
             for start, end, first, last in cuts
         ]
 
-    def _scored(self, call: GenerateRequest, sampled: wire.Sampled) -> tuple[TopLogprobs, ...] | None:
+    def _scored(self, call: GenerateRequest, sampled: wire.VllmSample) -> tuple[TopLogprobs, ...] | None:
         if call.prompt_logprobs is None:
             return None
         length = len(sampled.prompt_ids or call.prompt_ids)
@@ -215,9 +215,11 @@ class VllmEngine(RemoteEngine):
             raise Unavailable(f"{self.url} gave log-probabilities of {told} ids for a prompt of {length}")
         return sampled.prompt_tops
 
-    async def _streamed(self, call: GenerateRequest, lease: Lease | None = None) -> AsyncGenerator[Chunk]:
+    async def _streamed(
+        self, call: GenerateRequest, lease: AdapterLease | None = None
+    ) -> AsyncGenerator[Chunk]:
         path, body, headers = self._request(call, lease)
-        events, low, length = Events(), self._version, 0
+        events, low, length = SseParser(), self._version, 0
         last: Chunk | None = None
         async with aclosing(self._http.reads(path, body, headers)) as reads:
             async for data in reads:
@@ -237,13 +239,13 @@ class VllmEngine(RemoteEngine):
         yield last
 
     def _merge(
-        self, call: GenerateRequest, found: list[bytes], low: int, before: int, lease: Lease | None
+        self, call: GenerateRequest, found: list[bytes], low: int, before: int, lease: AdapterLease | None
     ) -> Chunk:
         if found[-1] == wire.DONE:
             found.pop()
         decoder = wire.FULL_REPLIES if call.top_logprobs else wire.REPLIES
         replies = self._http.decode(b"[" + b",".join(found) + b"]", decoder)
-        sampled = wire.Sampled(replies, self.url, call.top_logprobs)
+        sampled = wire.VllmSample(replies, self.url, call.top_logprobs)
         versions, high = None, max(low, self._version)
         if lease is not None:  # the server's own spans are those of the weights below the adapter
             low = high = lease.version

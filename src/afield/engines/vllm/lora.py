@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from afield.engines.http import Http
-from afield.engines.lora import Leases
+from afield.engines.http import EngineHttpClient
+from afield.engines.lora import AdapterLeases
+from afield.engines.remote import MODELS
 from afield.errors import Unavailable, UsageError
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -27,16 +28,6 @@ REMEDY = (
 )
 LEAST = 2
 MAX_LORA = re.compile(rb'^vllm:lora_requests_info\{[^}\n]*max_lora="(\d+)"', re.MULTILINE)
-
-
-class Model(Struct):
-    id: str
-    max_model_len: int | None = None
-    parent: str | None = None
-
-
-class Models(Struct):
-    data: list[Model]
 
 
 class _LoraConfig(Struct):
@@ -61,18 +52,17 @@ class _ServerInfo(Struct):
     vllm_config: _VllmConfig
 
 
-class _Refused(Struct):
+class _ErrorBody(Struct):
     message: str = ""
 
 
-class _Refusal(Struct):
-    error: _Refused = msgspec.field(default_factory=_Refused)
+class _LoadError(Struct):
+    error: _ErrorBody = msgspec.field(default_factory=_ErrorBody)
     detail: object = None
 
 
-MODELS = msgspec.json.Decoder(Models)
 SERVER_INFO = msgspec.json.Decoder(_ServerInfo)
-REFUSAL = msgspec.json.Decoder(_Refusal)
+REFUSAL = msgspec.json.Decoder(_LoadError)
 
 
 class _ModelConfig(Struct):
@@ -94,7 +84,7 @@ def adapter_name(base: str, version: int) -> str:
 
 
 class VllmAdapters:
-    def __init__(self, http: Http, leases: Leases) -> None:
+    def __init__(self, http: EngineHttpClient, leases: AdapterLeases) -> None:
         self._http, self._leases = http, leases
         self._known: _VllmConfig | None = None
         self._named: dict[int, str] = {}  # what the server lists
@@ -130,7 +120,7 @@ class VllmAdapters:
 
         `ends` makes the server's name of a call from ours.
         """
-        if gone := self._leases.call_back(room):
+        if gone := self._leases.revoke(room):
             ids = [ends.format(lease.id) for lease in gone]
             await self._http.ask("POST", "/abort_requests", {"request_ids": ids})
 

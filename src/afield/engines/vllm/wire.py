@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from afield.engines.remote import Problem, Span
+from afield.engines.remote import LabelSpan, StreamError
 from afield.errors import Unavailable
 from afield.interfaces.engine import GenerateRequest, Image, TopLogprobs
 from afield.types import FinishReason
@@ -34,17 +34,17 @@ class Candidate(Struct):
     logprob: float
 
 
-class Entry(Struct):
+class TokenLogprob(Struct):
     logprob: float
 
 
-class FullEntry(Entry):
+class RankedLogprob(TokenLogprob):
     """With the likeliest tokens, which are read only where they were asked for."""
 
     top_logprobs: list[Candidate] = []
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=TokenLogprob)
 
 
 class Logprobs(Struct, Generic[E]):
@@ -55,42 +55,42 @@ class Logprobs(Struct, Generic[E]):
     top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
 
 
-PromptLogprobs = list[dict[int, Entry] | None]
+PromptLogprobs = list[dict[int, TokenLogprob] | None]
 
 
-class Choice(Struct, Generic[E]):
+class VllmChoice(Struct, Generic[E]):
     token_ids: list[int] | None = None
     logprobs: Logprobs[E] | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[LabelSpan] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Reply(Struct, Generic[E]):
+class VllmResponse(Struct, Generic[E]):
     """A whole answer, or one event of a stream."""
 
-    choices: list[Choice[E]] = []
+    choices: list[VllmChoice[E]] = []
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    error: Problem | None = None
+    error: StreamError | None = None
 
 
-One = msgspec.json.Decoder[Reply[Any]]
-Several = msgspec.json.Decoder[list[Reply[Any]]]
-REPLY: One = msgspec.json.Decoder(Reply[Entry])
-REPLIES: Several = msgspec.json.Decoder(list[Reply[Entry]])
-FULL_REPLY: One = msgspec.json.Decoder(Reply[FullEntry])
-FULL_REPLIES: Several = msgspec.json.Decoder(list[Reply[FullEntry]])
+One = msgspec.json.Decoder[VllmResponse[Any]]
+Several = msgspec.json.Decoder[list[VllmResponse[Any]]]
+REPLY: One = msgspec.json.Decoder(VllmResponse[TokenLogprob])
+REPLIES: Several = msgspec.json.Decoder(list[VllmResponse[TokenLogprob]])
+FULL_REPLY: One = msgspec.json.Decoder(VllmResponse[RankedLogprob])
+FULL_REPLIES: Several = msgspec.json.Decoder(list[VllmResponse[RankedLogprob]])
 NAMED = msgspec.json.Decoder(list[dict[str, float] | None] | None)
 
 
-class Sampled:
+class VllmSample:
     """What a number of events say together."""
 
     __slots__ = ("_count", "finish", "logprobs", "prompt_ids", "prompt_tops", "spans", "token_ids", "tops")
 
-    def __init__(self, replies: list[Reply[Any]], where: str, count: int = 0) -> None:
+    def __init__(self, replies: list[VllmResponse[Any]], where: str, count: int = 0) -> None:
         """`count` is how many of the likeliest tokens were asked for."""
         self._count = count
         self.tops: list[TopLogprobs] = []
@@ -98,7 +98,7 @@ class Sampled:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.prompt_ids: tuple[int, ...] | None = None
-        self.spans: list[Span] | None = None
+        self.spans: list[LabelSpan] | None = None
         self.finish: FinishReason | None = None
         for reply in replies:
             if reply.error is not None:
@@ -116,7 +116,7 @@ class Sampled:
         if self.logprobs and not min(self.logprobs) > NO_LOGPROB:
             raise Unavailable(f"{where} has no finite log-probability for a token it sampled")
 
-    def _add(self, choice: Choice[Any], where: str) -> None:
+    def _add(self, choice: VllmChoice[Any], where: str) -> None:
         if choice.token_ids:
             self.token_ids += choice.token_ids
             if (given := choice.logprobs) is not None:
@@ -223,7 +223,7 @@ SHORT = 1024  # ids of a prompt that are written faster than they are remembered
 _encode = msgspec.json.Encoder().encode
 
 
-class Encoded:
+class PromptEncoder:
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[tuple[int, ...], bytes]] = OrderedDict()
         self._held = 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from afield.errors import UsageError
 from afield.integrations.trl.collector_thread import CollectorThread
-from afield.rounding import Rounding, rounding_of, write_rounding
+from afield.rounding import Rounding, make_rounding, write_rounding
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
@@ -62,7 +62,7 @@ class WeightTransfer:
         made = self._crew.start()
         version = made.base + self.sent + 1
         directory = self._crew.run.weights(version)
-        rounding = rounding_of(made.engine_dtype, self._crew.config.seed, version)
+        rounding = make_rounding(made.engine_dtype, self._crew.config.seed, version)
         self.published = write(self._model, directory, iterator, rounding)
         log.info("version %d is published: %s", version, self.published)
         if self._report is not None:

@@ -26,7 +26,7 @@ from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
 from afield.token_account import TokenAccount, of_finished, word
 from afield.types import FailureKind, Group, ImageSpan, RolloutResult, Turn
-from afield.vision import FAMILIES, Vision, decoded
+from afield.vision import FAMILIES, Vision, decode_image
 
 if TYPE_CHECKING:
     import torch
@@ -405,7 +405,7 @@ def images_of(made: RolloutRows, row: Row) -> list[Any]:
     """The pictures of a row, decoded: veRL's own workers run their processor over them."""
     kept = {image.digest: image for image in made.finished.images}
     try:
-        return [decoded(kept[span.digest]) for span in row.images]
+        return [decode_image(kept[span.digest]) for span in row.images]
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"rollout {made.finished.rollout.id}: an image of it is not at hand: {error}"

@@ -29,7 +29,7 @@ from afield import factory
 from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
 from afield.integrations.verl.gateway_actor import gateway_info
-from afield.rounding import rounding_of, write_rounding
+from afield.rounding import make_rounding, write_rounding
 from afield.trainers.model_directory import copy_but_weights, replaced
 from afield.trainers.publication import Rounder
 from afield.types import Policy
@@ -138,7 +138,7 @@ async def send(weights: Any, version: int | None, *, leader: bool) -> PublishRes
             copy_but_weights(Path(gateway.model), fresh)
             told = await client.engine_dtype()
             dtype = factory.published_dtype(gateway.engine_dtype, told, Path(gateway.model))
-            rounding = rounding_of(dtype, gateway.seed, version)
+            rounding = make_rounding(dtype, gateway.seed, version)
             rounder = Rounder(Path(gateway.model), rounding)
             written = await _write(weights, fresh, rounder)
             write_rounding(fresh, rounding)

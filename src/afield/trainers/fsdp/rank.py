@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from afield.errors import AfieldError, UsageError, boundary
 from afield.interfaces.weight_probe import WeightProbe
-from afield.rounding import Arrived
+from afield.rounding import PublishedUpdate
 from afield.trainers.batch import Row
 from afield.trainers.diagnostics import BatchDiagnostics, LogprobDifference
 from afield.trainers.fsdp.trainer import RankConfig, RankReply
@@ -107,10 +107,10 @@ class ShardedPolicy(PolicyModel):
     def gathered(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
-    def summed(self, told: Arrived) -> Arrived:
-        total = Arrived()
+    def summed(self, told: PublishedUpdate) -> PublishedUpdate:
+        total = PublishedUpdate()
         for part in all_gather(told):
-            total = total.plus(Arrived(*part))
+            total = total.plus(PublishedUpdate(*part))
         return total
 
     def whole(self, tensor: Tensor) -> Tensor:
