@@ -103,13 +103,13 @@ def stopping(call: GenerateRequest, chunk: Chunk) -> Chunk:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (shifted, "a greedy answer must be the same"),
+        (shifted, "greedy sampling must give the same tokens"),
         (without_stop, "a stop id ends the call and is its last token"),
         (never_forced, "reports raw log-probabilities but claims"),
         (untruncated, "reports tempered log-probabilities but claims"),
-        (missing, "one finite one each is needed"),
-        (not_a_number, "one finite one each is needed"),
-        (stopping, "it must stop for the ids in the call only"),
+        (missing, "each token needs a finite one"),
+        (not_a_number, "each token needs a finite one"),
+        (stopping, "it must stop only at the ids of the call"),
     ],
 )
 async def test_a_broken_promise_is_refused_by_name(change: Change, complaint: str) -> None:
@@ -123,7 +123,7 @@ async def test_a_broken_promise_is_refused_by_name(change: Change, complaint: st
     [
         ({"vocab_size": 50}, "outside its vocabulary of 50"),
         ({"max_context": 200}, "claims a context of 200 but refuses a prompt of 199"),
-        ({"max_context": 100}, "where its context of 100 allows 1"),
+        ({"max_context": 100}, "its context of 100 allows 1"),
     ],
 )
 async def test_a_claim_that_does_not_hold_is_refused(claim: dict[str, int], complaint: str) -> None:
