@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from afield.engines.scripted import ScriptedReply, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.outcomes import GatewayLimits
 from afield.gateway.server import ConnectionLimits
 from afield.interfaces import SessionSpec

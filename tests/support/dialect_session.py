@@ -20,7 +20,7 @@ from msgspec import structs
 
 from afield.chat import ChatTokenizer
 from afield.engines.recording import RecordingEngine
-from afield.engines.scripted import ScriptedReply, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.app import GatewayApp
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.outcomes import DEFAULT_LIMITS, GatewayLimits

@@ -18,7 +18,7 @@ import aiohttp
 from msgspec import Struct
 
 from afield.conformance.foreign.template import NO_THOUGHT, TEMPLATE
-from afield.engines.scripted import ScriptedReply, ScriptedEngine
+from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.gateway.parameters import NOTHING, TABLE, RequestParameter
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest

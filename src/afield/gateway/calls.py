@@ -247,7 +247,12 @@ class Calls:
         return []
 
     def _deltas_again(
-        self, request: ModelRequest, turn: Turn, scores: Scores | None, parser: ReplyParser, stops: StopStrings
+        self,
+        request: ModelRequest,
+        turn: Turn,
+        scores: Scores | None,
+        parser: ReplyParser,
+        stops: StopStrings,
     ) -> list[CallDelta]:
         """A turn as one chunk."""
         chunk = Chunk(
