@@ -185,5 +185,5 @@ def test_what_is_durable_is_on_the_disk_before_and_after_it_gets_its_name(
     files_and_folders = 3 * ["fsync"] if durable else []
     assert renamed == [*files_and_folders, *wanted[-2:]] if durable else renamed == wanted
     with RunState(tmp_path / "ledger.sqlite", durable=durable) as ledger:
-        assert ledger._one("PRAGMA synchronous")[0] == (2 if durable else 1)
+        assert ledger._db.fetch_one("PRAGMA synchronous")[0] == (2 if durable else 1)
     shutil.rmtree(tmp_path / "step")
