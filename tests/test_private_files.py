@@ -75,7 +75,7 @@ def test_a_folder_of_other_things_keeps_its_mode(shared_place: Path) -> None:
 async def test_another_user_reads_nothing_of_a_gateway_or_a_run(shared_place: Path) -> None:
     run = RunDirectory(shared_place / "runs" / "one")
     async with GatewayStore(shared_place / "store" / "gateway.sqlite"):
-        with run.locked("collect"), RunState(run.ledger):
+        with run.locked("collect"), RunState(run.run_state):
             (shared_place / "shared.txt").write_text("for all")
             assert readable_files(shared_place) == [str(shared_place / "shared.txt")]
 

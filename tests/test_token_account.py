@@ -20,7 +20,7 @@ from afield.integrations.verl import rows
 from afield.integrations.verl.manager import GenerateCall, StepCounts
 from afield.orchestrator.run_directory import RunDirectory
 from afield.settings import train_config
-from afield.token_account import ExclusionWatch, TokenAccount, of_finished
+from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.trajectories import linear
 from afield.types import Exclusion, RolloutResult, Split
 from support.client_gateway import place
@@ -48,7 +48,7 @@ def owned(*some: RolloutResult) -> int:
 def test_every_sampled_token_of_a_rollout_is_counted_once() -> None:
     kept = rolled("0", 1.0, Exclusion("x", 7, "aborted"), Exclusion("y", 0, "dangling"))
     lost = rolled("1", None, Exclusion("z", 2, "side:declared"))
-    account = of_finished([kept, lost])
+    account = count_tokens([kept, lost])
     assert account.trained == owned(kept)
     assert account.excluded == {"aborted": 7, "side:declared": 2}
     assert account.untrained == {"infrastructure_failure": owned(lost)}

@@ -80,7 +80,7 @@ def test_the_retry_of_a_broken_call_goes_on_from_the_same_twin() -> None:
         turn(3, "r", conversation, first[1].id),
         status=TurnStatus.ABORTED,
         finish_reason=FinishReason.ABORTED,
-        asked=digests[-1],
+        request_digest=digests[-1],
     )
     forest.add(cut)
     assert forest.find(digests) == first

@@ -25,7 +25,7 @@ from afield.integrations.trl import rows as trl_rows
 from afield.interfaces import SessionRecord
 from afield.interfaces.engine import GenerateRequest
 from afield.options import LoraOptions
-from afield.orchestrator.rollout import finished_of
+from afield.orchestrator.rollout import rollout_result
 from afield.orchestrator.rollout_store import RolloutStore
 from afield.trainers.datum import rows_from_groups
 from afield.trainers.diagnostics import BatchDiagnostics
@@ -99,7 +99,7 @@ def chat(*parts: str | bytes) -> dict[str, Any]:
 
 def finished(record: SessionRecord, name: str = "r", reward: float = 1.0) -> RolloutResult:
     rollout = Rollout(id=name, exp_id="x", group_id="g", task=Task("task", {}))
-    return finished_of(rollout, Outcome(rollout_id=name, attempt=1, reward=reward), record, 1)
+    return rollout_result(rollout, Outcome(rollout_id=name, attempt=1, reward=reward), record, 1)
 
 
 def group(*members: RolloutResult) -> Group:

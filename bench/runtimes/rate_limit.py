@@ -57,7 +57,7 @@ class Quiet:
         if outcome.failure:
             print(f"{outcome.session_id}: {outcome.failure.message[:500]}", file=sys.stderr, flush=True)
 
-    def rollout_finished(self, finished: RolloutResult) -> None: ...
+    def rollout_finished(self, result: RolloutResult) -> None: ...
 
 
 @asynccontextmanager

@@ -107,7 +107,7 @@ class InfrastructureFailure(RolloutFailure):
 RETRIED = frozenset({FailureKind.TASK, FailureKind.VERIFIER, FailureKind.INFRASTRUCTURE})
 
 
-def first_cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """What went wrong first, for errors that came out of a group of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]

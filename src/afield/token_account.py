@@ -67,8 +67,14 @@ class TokenAccount(Struct, frozen=True, kw_only=True):
         return {
             "delivered_share": self.trained_share,
             "excluded_share": self.excluded_share,
-            **{f"excluded_tokens.{word(reason)}": float(n) for reason, n in self.excluded.items() if n},
-            **{f"untrained_tokens.{word(reason)}": float(n) for reason, n in self.untrained.items() if n},
+            **{
+                f"excluded_tokens.{metric_name(reason)}": float(n) for reason, n in self.excluded.items() if n
+            },
+            **{
+                f"untrained_tokens.{metric_name(reason)}": float(n)
+                for reason, n in self.untrained.items()
+                if n
+            },
         }
 
     def warning(self, limit: float = LIMIT) -> str | None:
@@ -99,7 +105,7 @@ class ExclusionWatch:
         return warning
 
 
-def of_finished(finished: Iterable[RolloutResult]) -> TokenAccount:
+def count_tokens(finished: Iterable[RolloutResult]) -> TokenAccount:
     """Of rollouts before a trainer has seen them: whatever carries a reward counts as trained."""
     trained = 0
     excluded: Counter[str] = Counter()
@@ -133,6 +139,6 @@ def listed(tokens: Mapping[str, int]) -> str:
     return ", ".join(f"{reason} {tokens[reason]}" for reason in largest(tokens))
 
 
-def word(text: str) -> str:
+def metric_name(text: str) -> str:
     """As part of a metric's name."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_") or "unknown"

@@ -19,17 +19,17 @@ from typing import Any, TypeVar
 from msgspec import Struct, structs
 
 from afield import factory
-from afield.errors import AfieldError, Unavailable, UsageError, first_cause
+from afield.errors import AfieldError, Unavailable, UsageError, root_cause
 from afield.interfaces import Gateway, Publisher, Runtime, Trainer, Transport
-from afield.orchestrator.availability import named
+from afield.orchestrator.availability import describe_error
 from afield.orchestrator.config import RolloutObserver
 from afield.orchestrator.groups import GroupRunner
 from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.rollout_store import RolloutStore
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.run_state import RunState
-from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, our_weights
-from afield.orchestrator.training_loop import LoopConfig, StepLine, TrainingLoop, mean_metrics
+from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, wait_for_own_weights
+from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop, mean_metrics
 from afield.ratelimit import SharedLimiter
 from afield.settings import TrainConfig, agent_environment
 from afield.types import RolloutResult, Sampling, Task
@@ -124,7 +124,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         process.stdin.close()
 
 
-class Part(StrEnum):
+class RunRole(StrEnum):
     """Which halves of a run this process does."""
 
     ALL = "all"
@@ -132,7 +132,7 @@ class Part(StrEnum):
     LEARN = "learn"
 
 
-class Places(Struct, frozen=True):
+class AgentRuntimes(Struct, frozen=True):
     """Where agents run and, apart from them, their verifiers; and how outcomes come back."""
 
     agents: Runtime
@@ -144,7 +144,7 @@ class Places(Struct, frozen=True):
         return [self.agents, *([self.verifiers] if self.verifiers else [])]
 
 
-class Parts:
+class RunBuilder:
     """What both halves of a run share."""
 
     def __init__(
@@ -157,10 +157,12 @@ class Parts:
         self.plan = factory.plan(config, run)
         self.window = factory.window(config, tasks)
         self.schedule = Schedule(tasks, self.plan.exp_id, config.seed, config.shuffle)
-        self.ledger = stack.enter_context(RunState(run.ledger, durable=run.durable))
-        self.spool = RolloutStore(run.spool, durable=run.durable)
+        self.ledger = stack.enter_context(RunState(run.run_state, durable=run.durable))
+        self.spool = RolloutStore(run.rollout_store, durable=run.durable)
 
-    async def conductor(self, gateway: Gateway, places: Places, watcher: RolloutObserver) -> RolloutRunner:
+    async def conductor(
+        self, gateway: Gateway, places: AgentRuntimes, watcher: RolloutObserver
+    ) -> RolloutRunner:
         limiter = factory.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
@@ -179,7 +181,7 @@ class Parts:
         return await self.stack.enter_async_context(conductor)
 
     async def gatherer(
-        self, gateway: Gateway, places: Places, watcher: RolloutObserver, val: Sequence[Task]
+        self, gateway: Gateway, places: AgentRuntimes, watcher: RolloutObserver, val: Sequence[Task]
     ) -> GroupScheduler:
         conductor = await self.conductor(gateway, places, watcher)
         return GroupScheduler(
@@ -192,21 +194,21 @@ class Parts:
         )
 
     async def gather(self, gatherer: GroupScheduler, gateway: Gateway, carrier: Transport) -> None:
-        await our_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
+        await wait_for_own_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
         await gatherer.run()
         try:
             async with asyncio.timeout(self.plan.call_timeout_s):
-                self.ledger.late = len(await carrier.late(self.plan.exp_id))
+                self.ledger.late_outcomes = len(await carrier.late(self.plan.exp_id))
         except (AfieldError, OSError, RuntimeError) as error:
             # All is collected; the other half may still be learning from it.
-            log.warning("outcomes that came late were not counted: %s", named(error))
+            log.warning("outcomes that came late were not counted: %s", describe_error(error))
 
     def learner(
-        self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepLine], None], engine_dtype: str
+        self, gateway: Gateway, trainer: Trainer, on_step: Callable[[StepMetrics], None], engine_dtype: str
     ) -> TrainingLoop:
         return TrainingLoop(
             self.window,
-            structs.replace(recipe(self.config), engine_dtype=engine_dtype),
+            structs.replace(loop_config(self.config), engine_dtype=engine_dtype),
             epoch_of=self.schedule.epoch,
             trainer=trainer,
             gateway=gateway,
@@ -223,22 +225,22 @@ async def training(
     run: RunDirectory,
     tasks: Sequence[Task],
     watcher: RolloutObserver,
-    on_step: Callable[[StepLine], None],
+    on_step: Callable[[StepMetrics], None],
     *,
-    part: Part = Part.ALL,
+    part: RunRole = RunRole.ALL,
     admin_key: str | None = None,
     val_tasks: Sequence[Task] = (),
 ) -> AsyncIterator[TrainingRun]:
     """Everything a training run consists of, started; and ended again, in the reverse order."""
     async with AsyncExitStack() as stack:
-        parts = Parts(config, run, tasks, stack)
+        parts = RunBuilder(config, run, tasks, stack)
         # All are slow to start and do so at the same time; agents end before their gateway does.
         places = child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
-        if part is not Part.LEARN:
+        if part is not RunRole.LEARN:
             carrier = await stack.enter_async_context(factory.transport(config, run))
-            places = Places(
+            places = AgentRuntimes(
                 factory.runtime(config, run, carrier), factory.verifiers(config, run, carrier), carrier
             )
             for place in places.all:
@@ -246,20 +248,20 @@ async def training(
         # What keeps agents from starting is told at once, not when the gateway is there. A trainer that has
         # begun to load cannot be stopped, and would have to be waited for.
         checks = [asyncio.create_task(place.check()) for place in places.all] if places else []
-        learning = asyncio.create_task(_trainer(config, checks)) if part is not Part.COLLECT else None
+        learning = asyncio.create_task(_trainer(config, checks)) if part is not RunRole.COLLECT else None
         stack.push_async_callback(_settle, *checks, *([learning] if learning else []))
         gateway = await stack.enter_async_context(
-            await meanwhile(gateway_of(config, child, admin_key), *map(_done, checks))
+            await run_with_checks(connect_gateway(config, child, admin_key), *map(_done, checks))
         )
         if config.gateway:
-            await answers(config, run, admin_key)
+            await check_gateway(config, run, admin_key)
         halves: list[Callable[[], Coroutine[None, None, None]]] = []
         if places:
             gatherer = await parts.gatherer(gateway, places, watcher, val_tasks)
             halves.append(lambda: parts.gather(gatherer, gateway, places.carrier))
         if learning:
             trainer = await learning
-            warn_of_length(config, await gateway.context(), trainer.context)
+            warn_context_mismatch(config, await gateway.context(), trainer.context)
             dtype = "float32"
             if isinstance(trainer, Publisher):
                 told = await gateway.engine_dtype()
@@ -268,7 +270,7 @@ async def training(
         yield TrainingRun(halves, child)
 
 
-async def meanwhile(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
+async def run_with_checks(wanted: Coroutine[None, None, T], *checks: Coroutine[None, None, None]) -> T:
     """What is wanted, if no check fails; the first one that does is the error."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -276,11 +278,11 @@ async def meanwhile(wanted: Coroutine[None, None, T], *checks: Coroutine[None, N
             for check in checks:
                 group.create_task(check)
     except BaseExceptionGroup as errors:
-        raise first_cause(errors) from errors
+        raise root_cause(errors) from errors
     return made.result()
 
 
-async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
+async def connect_gateway(config: TrainConfig, child: GatewayChild | None, admin_key: str | None) -> Any:
     """A client of our own gateway, or of one that others run: that one may go away and come back."""
     made = factory.load("gateway.client:HttpGateway")
     if child is not None:
@@ -291,11 +293,11 @@ async def gateway_of(config: TrainConfig, child: GatewayChild | None, admin_key:
     return made(config.gateway, admin_key, unavailable_timeout_s=config.unavailable_timeout_s)
 
 
-async def answers(config: TrainConfig, run: RunDirectory, admin_key: str | None) -> None:
+async def check_gateway(config: TrainConfig, run: RunDirectory, admin_key: str | None) -> None:
     """Whether there is a gateway and it takes the key. A run that goes on has seen it, and has patience."""
     made = factory.load("gateway.client:HttpGateway")
     unavailable_timeout_s = (
-        config.unavailable_timeout_s if run.began else min(config.unavailable_timeout_s, FIRST_ANSWER_S)
+        config.unavailable_timeout_s if run.has_begun else min(config.unavailable_timeout_s, FIRST_ANSWER_S)
     )
     delivers = config.delivery == "gateway"
     async with made(
@@ -304,7 +306,7 @@ async def answers(config: TrainConfig, run: RunDirectory, admin_key: str | None)
         await gateway.version()
 
 
-def warn_of_length(config: TrainConfig, sampled: int | None, trained: int | None) -> None:
+def warn_context_mismatch(config: TrainConfig, sampled: int | None, trained: int | None) -> None:
     """What an engine may sample and the trainer cannot train is said before the first rollout."""
     longest = min((limit for limit in (sampled, config.max_context) if limit is not None), default=None)
     if config.freeze_weights or trained is None or longest is None:
@@ -380,14 +382,14 @@ class TrainingRun:
                         working.create_task(half())
                 watching.cancel()
         except BaseExceptionGroup as errors:
-            raise first_cause(errors) from errors
+            raise root_cause(errors) from errors
 
     async def _watch(self) -> None:
         if self._child is not None:
             raise await self._child.died()
 
 
-def recipe(config: TrainConfig) -> LoopConfig:
+def loop_config(config: TrainConfig) -> LoopConfig:
     return LoopConfig(
         policy=Path(config.model).name,
         stale=config.on_stale,

@@ -101,7 +101,7 @@ class TurnTree:
         self.pictured |= bool(turn.sent_ids)
         self._turns[turn.id] = turn
         self._lengths[turn.id] = length
-        self._by_request.setdefault(turn.asked, []).append(turn.id)
+        self._by_request.setdefault(turn.request_digest, []).append(turn.id)
         if turn.status is TurnStatus.COMMITTED:
             self._by_digest.setdefault(turn.digest, []).append(turn.id)
             for call in turn.messages[-1].tool_calls if turn.messages else ():
@@ -269,7 +269,7 @@ def canonical(message: Message) -> list[str]:
     if message.images:
         before = len(message.content) - len(message.content.lstrip())
         for image in message.images:
-            parts += ["image", image.digest, str(min(max(image.at - before, 0), len(parts[1])))]
+            parts += ["image", image.digest, str(min(max(image.offset - before, 0), len(parts[1])))]
     return parts
 
 

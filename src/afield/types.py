@@ -258,7 +258,7 @@ class ImageRef(Struct, frozen=True, gc=False):
     """An image in a message: the digest of its content, and before which character of the text it stands."""
 
     digest: str
-    at: int
+    offset: int = field(name="at")
 
 
 class Image(Struct, frozen=True, kw_only=True):
@@ -361,7 +361,7 @@ class Turn(Struct, frozen=True, kw_only=True, gc=False):
     tier: str = ""
     dialect: str = ""
     messages: tuple[Message, ...] = ()
-    asked: str = ""
+    request_digest: str = field(default="", name="asked")
     digest: str = ""
     tools_digest: str = ""
     tags: tuple[str, ...] = ()

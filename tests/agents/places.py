@@ -16,7 +16,7 @@ from anyio.abc import Process
 from msgspec import Struct
 
 from afield.interfaces.runtime import Exit, Runtime
-from afield.interfaces.transport import Fence, Waiting
+from afield.interfaces.transport import Fence, PendingAttempt
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import OutcomeRecord
@@ -28,10 +28,10 @@ ACTING = f"{AGENTS / 'acting.py'}"
 BOUND_S = 120.0
 
 
-def waiting_for(attempt: Attempt) -> Waiting:
+def waiting_for(attempt: Attempt) -> PendingAttempt:
     """What `agents.invoking.invocation` invokes."""
     rollout = Rollout(id=attempt.rollout_id, exp_id=EXP, group_id="g", task=Task("t", {}))
-    return Waiting(rollout, attempt)
+    return PendingAttempt(rollout, attempt)
 
 
 class Spec(Struct, frozen=True):

@@ -28,7 +28,7 @@ from afield.batches.rewards import (
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import UsageError
 from afield.gateway.outcomes import GatewayLimits
-from afield.interfaces import Chunk, GenerateRequest, SessionSpec, Waiting
+from afield.interfaces import Chunk, GenerateRequest, PendingAttempt, SessionSpec
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.deliver import deliver
 from afield.transports.stores.memory import MemoryTransport
@@ -300,7 +300,7 @@ async def test_rewards_of_turns_alone_are_no_reward() -> None:
 # --- over HTTP -----------------------------------------------------------------------------------
 
 SPEC = SessionSpec(id="r.1", rollout_id="r", attempt=1, group_id="g", exp_id="exp", input_id="t")
-WAITING = Waiting(Rollout(id="r", exp_id="exp", group_id="g", task=Task("t", {})), Attempt("r", 1))
+WAITING = PendingAttempt(Rollout(id="r", exp_id="exp", group_id="g", task=Task("t", {})), Attempt("r", 1))
 
 
 async def test_rewards_of_turns_come_by_reward_and_by_outcome(tmp_path: Path) -> None:

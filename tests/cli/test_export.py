@@ -93,10 +93,10 @@ def hand_made(tmp_path: Path) -> RunDirectory:
     run.write_rollouts(1, [*first, finished("c", dropped, 1.0)])
     run.write_rollouts(2, [finished("d", "exp-e4-task", 1.0)])
     run.append_metrics({"step": 1, "dropped_groups": {dropped: "too few"}})
-    with RunState(run.ledger) as ledger:
+    with RunState(run.run_state) as ledger:
         for position, (group, members) in enumerate([(kept, ["a", "b"]), (dropped, ["c"])]):
-            ledger.admit(group, position, 0)
-            ledger.ready(group, members, "greedy" if group == kept else None, None)
+            ledger.begin_group(group, position, 0)
+            ledger.complete_group(group, members, "greedy" if group == kept else None, None)
     return run
 
 

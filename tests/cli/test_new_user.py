@@ -14,13 +14,13 @@ from afield.cli.main import main
 from afield.cli.report import summarise
 from afield.errors import TaskFailure, VerifierFailure
 from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.training_loop import StepLine
+from afield.orchestrator.training_loop import StepMetrics
 from afield.sdk.classify import attributed
 from afield.sdk.result import read_result
 from afield.settings import train_config
 from afield.types import Failure, FailureKind, Outcome, Reason, Rollout, Task
 
-LINE = StepLine(
+LINE = StepMetrics(
     step=1,
     version=1,
     reward=0.0,

@@ -223,8 +223,8 @@ def test_cancelling_reaches_an_attempt_of_an_earlier_program_that_is_just_being_
 
     transport = MemoryTransport()
     client = there.client(runtime=Elsewhere(yes, transport.deliver), transport=transport, concurrency=1)
-    with RunState(client.rundir.ledger) as ledger:
-        ledger.begin(Attempt("exp-old-r0", 1))
+    with RunState(client.rundir.run_state) as ledger:
+        ledger.begin_attempt(Attempt("exp-old-r0", 1))
     with client:
         future = client.submit({"id": "old"})
         assert looking.wait(60)

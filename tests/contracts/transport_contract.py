@@ -14,7 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from afield import wire
-from afield.interfaces.transport import Fence, Waiting
+from afield.interfaces.transport import Fence, PendingAttempt
 from afield.sdk.deliver import deliver as sdk_deliver
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt, FailureKind, Outcome, Rollout, Task
@@ -32,9 +32,9 @@ class Backend(Protocol):
         ...
 
 
-def waiting(rollout_id: str = "r", n: int = 1, *, input_id: str = "t", exp_id: str = EXP) -> Waiting:
+def waiting(rollout_id: str = "r", n: int = 1, *, input_id: str = "t", exp_id: str = EXP) -> PendingAttempt:
     rollout = Rollout(id=rollout_id, exp_id=exp_id, group_id="g", task=Task(input_id, {}))
-    return Waiting(rollout, Attempt(rollout_id, n))
+    return PendingAttempt(rollout, Attempt(rollout_id, n))
 
 
 def hint(session_id: str, exp_id: str = EXP) -> bytes:

@@ -42,7 +42,7 @@ from afield.options import (
 from afield.orchestrator.config import DEFAULT_RETRIES, RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.staleness import Mode
-from afield.orchestrator.training_loop import StepLine
+from afield.orchestrator.training_loop import StepMetrics
 from afield.sdk import serve
 from afield.settings import TrainConfig, from_file, train_config
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
@@ -390,7 +390,7 @@ def test_the_page_on_collecting_lists_failures_modes_and_retries() -> None:
 
 
 def test_the_page_on_collecting_lists_what_is_written_about_steps_and_runs() -> None:
-    assert named(COLLECT, "A line of `metrics.jsonl`") == list(StepLine.__struct_fields__)
+    assert named(COLLECT, "A line of `metrics.jsonl`") == list(StepMetrics.__struct_fields__)
     assert set(named(COLLECT, "`summary.json`")) == set(Summary.__struct_fields__)
 
 

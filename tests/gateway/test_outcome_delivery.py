@@ -19,7 +19,7 @@ from msgspec import structs
 from afield import wire
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import Unavailable, UsageError
-from afield.interfaces import Fence, SessionSpec, Waiting
+from afield.interfaces import Fence, PendingAttempt, SessionSpec
 from afield.sdk.deliver import deliver
 from afield.transports.stores.files import FilesTransport
 from afield.transports.stores.memory import MemoryTransport
@@ -32,7 +32,7 @@ from support.paths import TESTS
 
 pytestmark = pytest.mark.anyio
 SPEC = SessionSpec(id="r.1", rollout_id="r", attempt=1, group_id="g", exp_id="exp", input_id="t")
-WAITING = Waiting(Rollout(id="r", exp_id="exp", group_id="g", task=Task("t", {})), Attempt("r", 1))
+WAITING = PendingAttempt(Rollout(id="r", exp_id="exp", group_id="g", task=Task("t", {})), Attempt("r", 1))
 
 
 class Moody(MemoryTransport):

@@ -15,7 +15,7 @@ from afield.engines.vllm.engine import VllmEngine
 from afield.gateway.engine_pool import EnginePool
 from afield.gateway.queue_time import QueueWatch
 from afield.interfaces import Chunk, GenerateRequest
-from afield.orchestrator.deadlines import Deadlines, Progress, overdue
+from afield.orchestrator.deadlines import Deadlines, Progress, overdue_failure
 from afield.types import FailureKind
 from support.engine_calls import a_call
 from support.fake_sglang import FakeSglang, serving_sglang
@@ -81,11 +81,11 @@ async def test_vllm_and_sglang_say_how_many_calls_wait() -> None:
 
 
 def test_an_attempt_whose_call_waited_all_the_time_is_the_infrastructures_failure() -> None:
-    limits, where = Deadlines(attempt_timeout_s=100.0), Progress(born=0.0, launched=0.0)
+    limits, where = Deadlines(attempt_timeout_s=100.0), Progress(rollout_started_at=0.0, launched_at=0.0)
     busy = state(in_flight=1, calls=1, idle_s=0.0)
     for now in range(1, 201):
-        where.look(state(in_flight=1, calls=1, waited_s=float(now)))
-        assert overdue(limits, where, busy, float(now)) is None
-    where.look(state(in_flight=1, calls=1, waited_s=201.0))
-    failure = overdue(limits, where, busy, 201.0)
+        where.update_queue_time(state(in_flight=1, calls=1, waited_s=float(now)))
+        assert overdue_failure(limits, where, busy, float(now)) is None
+    where.update_queue_time(state(in_flight=1, calls=1, waited_s=201.0))
+    failure = overdue_failure(limits, where, busy, 201.0)
     assert failure and failure.kind is FailureKind.INFRASTRUCTURE and "stood in line" in failure.message

@@ -288,7 +288,7 @@ def turn(n: int, reply: Message, *asked: Message, root: str = "r") -> Turn:
         status=TurnStatus.COMMITTED,
         sampling=Sampling(),
         messages=(*asked, reply),
-        asked=chain(root, asked)[-1],
+        request_digest=chain(root, asked)[-1],
         digest=chain(root, (*asked, reply))[-1],
     )
 

@@ -95,7 +95,7 @@ def turn(n: int, parent: int | None = None, asked: str = "q", reply: str = "", *
             Message(role="user", content=rest.pop("text", "?")),
             Message(role="assistant", content=reply),
         ),
-        asked=asked,
+        request_digest=asked,
         digest=f"d{n}",
         **rest,
     )

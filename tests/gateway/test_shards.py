@@ -21,7 +21,7 @@ from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import Unavailable
 from afield.gateway.client import HttpGateway
 from afield.gateway.shards import owner, route
-from afield.interfaces import SessionSpec, Waiting
+from afield.interfaces import PendingAttempt, SessionSpec
 from afield.interfaces.engine import GenerateRequest
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, Rollout, Task
@@ -122,7 +122,9 @@ async def test_a_session_has_one_home_wherever_its_requests_come_in(tmp_path: Pa
                 ) as answer:
                     assert answer.status == 200
         async with FilesTransport(tmp_path / "outcomes") as outcomes:
-            waiting = [Waiting(rollout_of(session), Attempt.from_session_id(session)) for session in SESSIONS]
+            waiting = [
+                PendingAttempt(rollout_of(session), Attempt.from_session_id(session)) for session in SESSIONS
+            ]
             assert len(await outcomes.sweep(waiting)) == 8
         records = [await admin.finalize(session) for session in SESSIONS]
         assert [len(record.turns) for record in records] == [4] * 8

@@ -18,7 +18,7 @@ from afield.engines.torch.engine import TorchEngine
 from afield.errors import Unavailable
 from afield.gateway.engine_pool import EnginePool
 from afield.interfaces.engine import Chunk, GenerateRequest
-from afield.interfaces.weight_probe import FILE, read_witness, write_witness
+from afield.interfaces.weight_probe import FILE, read_weight_probe, write_weight_probe
 from afield.options import LoraOptions
 from afield.trainers.model import PolicyModel
 from afield.trainers.weight_probe import compute_weight_probe
@@ -41,7 +41,7 @@ def published(tmp_path: Path) -> Callable[[int, float], Path]:
         noisy = {name: t + noise * t.std() * torch.randn(t.shape) for name, t in tensors.items()}
         save_file(noisy, path / "model.safetensors")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        write_witness(path, compute_weight_probe(model))
+        write_weight_probe(path, compute_weight_probe(model))
         return path
 
     return make
@@ -133,7 +133,7 @@ async def test_what_a_policy_exports_is_heard_from_the_engine(
                 tensor.data += 0.05 * torch.randn(tensor.shape)
             path = tmp_path / str(version)
             _ = policy.export_adapter(path) if rank and version > 1 else policy.export(path)
-            assert read_witness(path) is not None
+            assert read_weight_probe(path) is not None
             if version == 1 and rank:
                 continue  # the adapters are on what the engine has
             await pool.load(version, str(path))
@@ -142,8 +142,8 @@ async def test_what_a_policy_exports_is_heard_from_the_engine(
 
 async def test_a_witness_of_other_weights_counts_for_nothing(published: Callable[[int, float], Path]) -> None:
     path = published(1, 1.0)
-    assert read_witness(path) is not None
+    assert read_weight_probe(path) is not None
     shutil.copy(POLICY / "model.safetensors", path / "model.safetensors")
-    assert read_witness(path) is None
+    assert read_weight_probe(path) is None
     (path / FILE).write_text("{")
-    assert read_witness(path) is None
+    assert read_weight_probe(path) is None

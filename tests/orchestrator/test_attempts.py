@@ -209,7 +209,7 @@ async def test_finished_rollouts_are_not_run_again_and_committed_ones_are_adopte
 
 async def test_an_attempt_cut_off_by_a_crash_is_given_up_and_tried_again(tmp_path: Path) -> None:
     async with bench(tmp_path, good) as b:
-        b.ledger.begin(Attempt("exp-e0-t0-r0", 1))
+        b.ledger.begin_attempt(Attempt("exp-e0-t0-r0", 1))
         (group,) = await b.collect(rollouts=1, retries={})
         stands = await b.transport.decision(waiting("exp-e0-t0-r0"))
     assert not isinstance(stands, OutcomeRecord) and stands is not None

@@ -10,7 +10,7 @@ import pytest
 
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.staleness import Mode
-from afield.orchestrator.training_loop import StepLine
+from afield.orchestrator.training_loop import StepMetrics
 from afield.transports.stores.files import FilesTransport
 from bench.collect.simulation.agent_schedule import Habits
 from bench.collect.simulation.checks import latest, problems
@@ -25,11 +25,11 @@ def test_a_thousand_rollouts_leave_nothing_behind() -> None:
     alive: list[Counter[str]] = []
     on_disk: list[int] = []
 
-    def count(line: StepLine, record: RunDirectory, trainer: SimulatedTrainer) -> None:
+    def count(line: StepMetrics, record: RunDirectory, trainer: SimulatedTrainer) -> None:
         gc.collect()
         names = Counter(type(thing).__name__ for thing in gc.get_objects())
         alive.append(Counter({name: names[name] for name in HELD}))
-        on_disk.append(sum(1 for _ in record.spool.iterdir()))
+        on_disk.append(sum(1 for _ in record.rollout_store.iterdir()))
 
     def files(directory: Path) -> FilesTransport:
         return FilesTransport(directory / "outcomes")

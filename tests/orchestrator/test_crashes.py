@@ -98,8 +98,8 @@ def test_killing_the_trainer_and_resuming_trains_everything_exactly_once(tmp_pat
     assert set(counted) == expected_rollouts(run)
     assert set(counted.values()) == {1}
     with RunState(run.ledger) as ledger:
-        assert set(ledger.trained()) == expected_rollouts(run)
-        assert Counter(ledger.trained().values()) == {1: 16, 2: 16, 3: 16}
+        assert set(ledger.trained_rollouts()) == expected_rollouts(run)
+        assert Counter(ledger.trained_rollouts().values()) == {1: 16, 2: 16, 3: 16}
     used = {f.outcome.session_id for step in run.steps() for f in run.read_rollouts(step)}
     assert committed <= used  # nothing that was finished before the kill was sampled again
 

@@ -75,11 +75,11 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path) -> None:
     code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 2)
     assert code == 2 and err.startswith(f"afield: {run.tasks} is damaged in line ") and err.count("\n") == 1
     run.tasks.write_bytes(tasks)
-    run.ledger.write_bytes(b"SQLite format 3\0" + os.urandom(8192))
+    run.run_state.write_bytes(b"SQLite format 3\0" + os.urandom(8192))
     for extra in ("-wal", "-shm"):
-        run.ledger.with_name(run.ledger.name + extra).unlink(missing_ok=True)
+        run.run_state.with_name(run.run_state.name + extra).unlink(missing_ok=True)
     code, _, err = afield(tmp_path, "train", "--resume", "run", "--steps", 2)
-    assert code == 2 and str(run.ledger) in err and "Traceback" not in err
+    assert code == 2 and str(run.run_state) in err and "Traceback" not in err
     run.rollouts(1).write_bytes(b'{"rollout": ')
     code, _, err = afield(tmp_path, "export", "run", "--out", tmp_path / "rows.jsonl")
     assert code == 2 and "Traceback" not in err
@@ -89,14 +89,14 @@ def test_a_ledger_that_is_damaged_while_it_is_used_says_so(tmp_path: Path) -> No
     path = tmp_path / "ledger.sqlite"
     with RunState(path) as ledger:
         for n in range(2000):
-            ledger.begin(Attempt(f"r{n}", 1))
+            ledger.begin_attempt(Attempt(f"r{n}", 1))
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xa5" * (size - 4096))
     with RunState(path) as ledger, pytest.raises(DamagedFile, match=r"it is damaged: .*restore a copy"):
         for n in range(2000):
-            ledger.launched(Attempt(f"r{n}", 1))
+            ledger.mark_launched(Attempt(f"r{n}", 1))
 
 
 def test_a_trainer_names_a_checkpoint_that_it_cannot_read(tmp_path: Path) -> None:

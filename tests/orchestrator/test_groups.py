@@ -14,7 +14,7 @@ from afield.orchestrator.groups import GroupRunner, greedy
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation
 from afield.orchestrator.staleness import Mode, StalenessWindow
-from afield.orchestrator.training_loop import LoopConfig, StepLine, TrainingLoop
+from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
 from afield.sdk.context import Context
 from afield.types import FailureKind, Policy, Reason, RolloutResult, Sampling, Split, Task
 from support.in_process_collection import Bench, ask_model, bench, good
@@ -112,7 +112,7 @@ class Halves:
         place.mkdir()
         self.run_dir = RunDirectory(place)
         self.pupil = Pupil()
-        self.lines: list[StepLine] = []
+        self.lines: list[StepMetrics] = []
 
     def learner(self) -> TrainingLoop:
         return TrainingLoop(
@@ -144,13 +144,13 @@ async def test_every_group_is_trained_once_within_the_bound(tmp_path: Path, mode
     async with bench(tmp_path, good) as b:
         halves = Halves(b, tmp_path / "run", mode, groups=7)
         await halves.both(rollouts=2, concurrency=4)
-        wanted = sorted(halves.schedule.wish(position).id for position in range(7))
+        wanted = sorted(halves.schedule.group_spec(position).id for position in range(7))
         assert sorted(group for step in halves.pupil.steps for group in step) == wanted
         assert [len(step) for step in halves.pupil.steps] == [2, 2, 2, 1]
         assert max(line.staleness for line in halves.lines) <= halves.window.staleness
         assert len(b.spool) == 0
-        assert b.ledger.taken() == 7 and b.ledger.done == 4
-        assert len(b.ledger.trained()) == 14
+        assert b.ledger.groups_taken() == 7 and b.ledger.published_step == 4
+        assert len(b.ledger.trained_rollouts()) == 14
         if mode == "sync":
             assert [line.staleness for line in halves.lines] == [0, 0, 0, 0]
 
@@ -161,7 +161,7 @@ async def test_tokens_sampled_under_old_weights_are_dropped_with_a_reason(tmp_pa
         await halves.gather(rollouts=2)
         learner = halves.learner()
         learner._version = 5  # as if the engine had gone back to old weights
-        batch = learner._read(b.ledger.untaken())
+        batch = learner._read(b.ledger.pending_groups())
     assert set(batch.dropped.values()) == {"sampled 5 versions ago; the bound is 0"}
     assert batch.usable == [] and batch.wasted > 0
 
@@ -194,7 +194,7 @@ async def test_the_halves_may_live_apart_and_die_apart(tmp_path: Path) -> None:
             await asyncio.gather(learning, gathering)
         taken = [f.rollout.id for step in halves.run_dir.steps() for f in halves.run_dir.read_rollouts(step)]
         assert len(taken) == len(set(taken)) == 16
-        assert set(b.ledger.trained()) == set(taken)
+        assert set(b.ledger.trained_rollouts()) == set(taken)
 
 
 async def test_validation_is_greedy_reported_by_step_and_never_trained(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_validation_is_greedy_reported_by_step_and_never_trained(tmp_path:
     async with bench(tmp_path, good) as b:
         halves = Halves(b, tmp_path / "run", "sync", groups=6)
         await halves.both(validation, rollouts=2)
-        assert not [i for i in b.ledger.trained() if "val" in i]
+        assert not [i for i in b.ledger.trained_rollouts() if "val" in i]
         assert len(b.spool) == 0
     assert [step for step, _ in seen][-1] == 3 and seen[0][0] == 0
     for _, finished in seen:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from afield.interfaces import Waiting
+from afield.interfaces import PendingAttempt
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
@@ -91,7 +91,7 @@ async def collect(b: Bench, wish: GroupSpec, life: Life, **plan: Any) -> Group:
 async def standing(b: Bench, rollout: Rollout, attempts: int) -> list[int]:
     """Attempts whose reward is in the store."""
     tries = [Attempt(rollout.id, n) for n in range(1, attempts + 2)]
-    decided = [await b.transport.decision(Waiting(rollout, attempt)) for attempt in tries]
+    decided = [await b.transport.decision(PendingAttempt(rollout, attempt)) for attempt in tries]
     told = zip(tries, decided, strict=True)
     return [t.n for t, d in told if isinstance(d, OutcomeRecord) and d.outcome.reward is not None]
 
@@ -115,10 +115,10 @@ async def test_dying_between_any_two_calls_loses_and_doubles_nothing(tmp_path: P
                 counted = await standing(b, finished.rollout, finished.attempts)
                 assert counted == [finished.outcome.attempt], where
                 assert finished.trajectories, where
-                note = b.ledger.finished(finished.rollout.id)
+                note = b.ledger.rollout_summary(finished.rollout.id)
                 assert note and note.outcome == finished.outcome, where
                 assert len(b.ledger.attempts(finished.rollout.id)) == finished.attempts, where
-                b.spool.drop(finished.rollout.id)
+                b.spool.remove(finished.rollout.id)
             if not died:
                 break
         assert calls > 30

@@ -12,7 +12,7 @@ from afield.orchestrator.availability import Availability
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.launcher import Launcher
-from afield.orchestrator.watcher import Running
+from afield.orchestrator.watcher import RunningAttempt
 from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.transports.stores.memory import MemoryTransport
@@ -65,7 +65,7 @@ async def test_an_attempt_given_up_while_its_session_opens_ends_after_it_is_open
             asking=Availability("gateway", plan, gateway.version),
         )
         rollout = Rollout(id="r", exp_id="e", group_id="g", task=Task("t", {}))
-        running = Running(rollout, Attempt("r", 1), 0.0)
+        running = RunningAttempt(rollout, Attempt("r", 1), 0.0)
         running.draw = "r.1"
         launching = asyncio.create_task(launcher.launch(running))
         await gateway.asked.wait()

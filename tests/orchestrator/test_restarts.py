@@ -44,7 +44,7 @@ def test_one_ledger_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_path:
         def learn() -> None:
             try:
                 for step in range(1, 40):
-                    ledger.take(step, [f"t{step}"], [f"{r}-{step}" for r in rollouts])
+                    ledger.finish_step(step, [f"t{step}"], [f"{r}-{step}" for r in rollouts])
             except BaseException as error:  # noqa: BLE001  told below
                 errors.append(error)
 
@@ -52,26 +52,26 @@ def test_one_ledger_may_be_written_by_the_loop_and_by_a_thread_at_once(tmp_path:
         learning.start()
         position = 0
         while learning.is_alive():
-            ledger.admit(f"g{position}", position, 0)
-            ledger.begin(Attempt(f"g{position}-r0", 1))
-            ledger.ready(f"g{position}", [f"g{position}-r0"], None, None)
+            ledger.begin_group(f"g{position}", position, 0)
+            ledger.begin_attempt(Attempt(f"g{position}-r0", 1))
+            ledger.complete_group(f"g{position}", [f"g{position}-r0"], None, None)
             position += 1
         learning.join()
         assert not errors
-        assert len(ledger.trained()) == 39 * 200
-        assert len(ledger.untaken()) == position
+        assert len(ledger.trained_rollouts()) == 39 * 200
+        assert len(ledger.pending_groups()) == position
 
 
 def test_a_ledger_that_cannot_be_written_says_so_and_holds_nobody_up(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with RunState(path) as ledger, closing(sqlite3.connect(path, isolation_level=None, timeout=0)) as other:
-        ledger.admit("g", 0, 0)
+        ledger.begin_group("g", 0, 0)
         other.execute("DROP TABLE attempts")
         other.execute("CREATE TRIGGER full BEFORE INSERT ON members BEGIN SELECT no_such_function(); END")
         with pytest.raises(Unavailable, match="make room"):
-            ledger.begin(Attempt("r", 1))
+            ledger.begin_attempt(Attempt("r", 1))
         with pytest.raises(Unavailable, match="ledger"):
-            ledger.ready("g", ["r"], None, None)
+            ledger.complete_group("g", ["r"], None, None)
         other.execute("DELETE FROM groups")  # no transaction was left open
 
 
@@ -126,7 +126,7 @@ async def test_closing_that_is_cut_short_leaves_no_task_behind(tmp_path: Path) -
                 await conductor.run(rollout())
 
         living = asyncio.create_task(life())
-        while b.ledger.finished("r") is None:
+        while b.ledger.rollout_summary("r") is None:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)
         living.cancel()  # as Ctrl-C does while agents are being ended
@@ -176,16 +176,16 @@ async def test_a_finished_rollout_that_is_on_no_disk_any_more_is_run_again(tmp_p
     async with bench(tmp_path, good) as b:
         async with b.conducting() as (_, conductor):
             await conductor.run(rollout())
-        b.spool.drop("r")
+        b.spool.remove("r")
         async with b.conducting() as (_, conductor):
             assert (await conductor.run(rollout())).attempts == 1  # the gateway still has it
-        b.spool.drop("r")
+        b.spool.remove("r")
         await b.up.ask("DELETE", "/sessions/r.1")
         async with b.conducting() as (_, conductor):
             note = await conductor.run(rollout())
         assert note.outcome.reward == 1.0 and note.attempts == 2
         assert b.spool.get("r").outcome == note.outcome
-        assert b.ledger.finished("r") == note
+        assert b.ledger.rollout_summary("r") == note
 
 
 class Elsewhere(InlineRuntime):
@@ -225,7 +225,7 @@ async def test_what_an_attempt_cost_that_a_restart_gave_up_is_counted(tmp_path: 
         async with InlineRuntime(agent, b.transport.deliver) as another, b.conducting(runtime=another) as two:
             note = await two[1].run(rollout())
         assert note.attempts == 2
-        assert b.ledger.wasted(["r"]) > 0
+        assert b.ledger.wasted_tokens(["r"]) > 0
 
 
 # --- a gateway that goes away --------------------------------------------------------------------

@@ -13,8 +13,8 @@ import pytest
 
 from afield.engines.scripted import ScriptedReply
 from afield.errors import InfrastructureFailure, RateLimited, RolloutFailure, TaskFailure, Unavailable
-from afield.interfaces import Exit, Fence, GenerateRequest, Phase, SessionState, SessionStatus, Waiting
-from afield.orchestrator.deadlines import Deadlines, Progress, overdue
+from afield.interfaces import Exit, Fence, GenerateRequest, PendingAttempt, Phase, SessionState, SessionStatus
+from afield.orchestrator.deadlines import Deadlines, Progress, overdue_failure
 from afield.ratelimit import LocalLimiter, RateLimits, Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.context import Context
@@ -99,21 +99,21 @@ def test_each_deadline_is_kept_and_says_so(
     limits = Deadlines(**{"attempt_timeout_s": 1000.0, **deadlines})
     where = Progress(**{"born": 0.0, **progress})
     looked = state(**seen) if seen is not None else None
-    failure = overdue(limits, where, looked, now)
+    failure = overdue_failure(limits, where, looked, now)
     assert failure and failure.kind is kind and words in failure.message
-    assert overdue(Deadlines(attempt_timeout_s=1000.0), where, state(), 4.0) is None
+    assert overdue_failure(Deadlines(attempt_timeout_s=1000.0), where, state(), 4.0) is None
 
 
 def test_time_in_line_is_not_held_against_an_agent_up_to_its_deadline_once_more() -> None:
-    limits, where = Deadlines(attempt_timeout_s=5.0), Progress(born=0.0, launched=0.0)
+    limits, where = Deadlines(attempt_timeout_s=5.0), Progress(rollout_started_at=0.0, launched_at=0.0)
     for told in (1.0, 3.0, 0.5):  # the gateway was started anew, and counts from nought
-        where.look(state(waited_s=told))
-    assert where.waited == 3.5
-    assert overdue(limits, where, state(), 8.4) is None
-    assert overdue(limits, where, state(), 8.6) is not None
-    where.look(state(waited_s=100.0))
-    assert overdue(limits, where, state(), 9.9) is None
-    assert overdue(limits, where, state(), 10.1) is not None
+        where.update_queue_time(state(waited_s=told))
+    assert where.queued_s == 3.5
+    assert overdue_failure(limits, where, state(), 8.4) is None
+    assert overdue_failure(limits, where, state(), 8.6) is not None
+    where.update_queue_time(state(waited_s=100.0))
+    assert overdue_failure(limits, where, state(), 9.9) is None
+    assert overdue_failure(limits, where, state(), 10.1) is not None
 
 
 async def test_an_agent_whose_call_waits_for_new_weights_is_not_the_policys_failure(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_an_agent_whose_call_waits_for_new_weights_is_not_the_policys_fail
 def test_an_agent_in_the_middle_of_a_model_call_is_neither_silent_nor_dead() -> None:
     limits = Deadlines(idle_timeout_s=1.0, heartbeat_timeout_s=1.0, first_call_timeout_s=1.0)
     busy = state(in_flight=1, idle_s=0.0, unseen_s=50.0)
-    assert overdue(limits, Progress(born=0.0, launched=0.0), busy, 60.0) is None
+    assert overdue_failure(limits, Progress(rollout_started_at=0.0, launched_at=0.0), busy, 60.0) is None
 
 
 async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_again(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_an_agent_that_says_nothing_for_too_long_is_given_up_and_tried_aga
         assert first.failure and first.failure.reason is Reason.TIMEOUT
         assert "no model call for" in first.failure.message
         assert first.tokens > 0  # what it had sampled is known, and counted as wasted
-        assert b.ledger.wasted(["r"]) == first.tokens
+        assert b.ledger.wasted_tokens(["r"]) == first.tokens
 
 
 async def test_a_rollout_whose_life_is_over_is_not_tried_again(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ async def test_cancelling_does_not_wait_for_a_turn_or_for_a_launch(tmp_path: Pat
         """The next turn never comes."""
 
         @asynccontextmanager
-        async def launching(self) -> AsyncIterator[None]:
+        async def launch_slot(self) -> AsyncIterator[None]:
             if launching.is_set():
                 await asyncio.Event().wait()
             yield
@@ -305,11 +305,11 @@ class Shaky(MemoryTransport):
             self.down -= 1
             raise Unavailable("the store does not answer; is the network up?")
 
-    async def decision(self, waiting: Waiting) -> OutcomeRecord | Fence | None:
+    async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
         self._gone()
         return await super().decision(waiting)
 
-    async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+    async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
         self._gone()
         return await super().fence(waiting, reason)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import STATE, RunDirectory, StepState, find_run
+from afield.orchestrator.run_directory import STEP_STATE_FILE, RunDirectory, StepState, find_run
 from afield.orchestrator.scheduler import Schedule
 from afield.settings import TrainConfig, read_tasks, train_config
 from afield.types import Task
@@ -19,7 +19,7 @@ from afield.types import Task
 def checkpoint(run: RunDirectory, step: int) -> StepState:
     state = StepState(step, step, (f"r{step}",), {"step": step, "reward": 0.5})
     run.checkpoint(step).mkdir(parents=True)
-    (run.checkpoint(step) / STATE).write_bytes(msgspec.json.encode(state))
+    (run.checkpoint(step) / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
     return state
 
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_that_was_being_removed_does_not_stop_a_resume(tmp_path: Pa
     for step in (1, 2, 3):
         checkpoint(run, step)
         run.weights(step).mkdir(parents=True)
-    (run.checkpoint(1) / STATE).unlink()
+    (run.checkpoint(1) / STEP_STATE_FILE).unlink()
     (run.checkpoint(4).with_name("step-0004.partial")).mkdir()
     state = run.last_state()
     assert state and state.step == 3
@@ -94,7 +94,7 @@ def test_runs_are_found_by_name_path_or_age(tmp_path: Path) -> None:
 def test_every_epoch_attempts_every_task_once(n: int, per_step: int, seed: int) -> None:
     tasks = [Task(f"t{i}", {}) for i in range(n)]
     schedule = Schedule(tasks, "exp", seed)
-    wishes = [schedule.wish(position) for position in range(2 * n * per_step)]
+    wishes = [schedule.group_spec(position) for position in range(2 * n * per_step)]
     for epoch in range(2 * n * per_step // n):
         mine = [wish.task.id for wish in wishes if wish.epoch == epoch]
         assert sorted(mine) == sorted(task.id for task in tasks)

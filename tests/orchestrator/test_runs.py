@@ -17,7 +17,7 @@ from afield.errors import UsageError
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.orchestrator.rollout_store import RolloutStore
 from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, our_weights
+from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, wait_for_own_weights
 from afield.orchestrator.staleness import Mode, StalenessWindow
 from afield.ratelimit import RateLimits, SharedLimiter
 from afield.sdk.context import Context
@@ -51,10 +51,12 @@ def test_what_a_collector_has_collected_survives_a_wrong_command(
     made += ["--run", "one", "--gateway", "http://127.0.0.1:9"]
     assert main([*made, "--part", "collect"]) == 2  # no admin key
     run = RunDirectory(tmp_path / "runs" / "one")
-    RolloutStore(run.spool).put(RolloutResult(rollout=rollout("one-e0-q-r0"), outcome=outcome("one-e0-q-r0")))
+    RolloutStore(run.rollout_store).put(
+        RolloutResult(rollout=rollout("one-e0-q-r0"), outcome=outcome("one-e0-q-r0"))
+    )
     assert main([*made]) == 2
     assert "AFIELD_ADMIN_KEY" in capsys.readouterr().err
-    assert len(RolloutStore(run.spool)) == 1
+    assert len(RolloutStore(run.rollout_store)) == 1
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_what_is_wrong_with_a_run_that_goes_on_is_said_before_anything_is_starte
         (tmp_path / gone).unlink()
     assert main(["train", "--resume", "one", *more]) == 2
     assert says in capsys.readouterr().err
-    assert run.config.read_bytes() == kept and not run.began
+    assert run.config.read_bytes() == kept and not run.has_begun
 
 
 # --- groups and validation -----------------------------------------------------------------------
@@ -102,8 +104,8 @@ async def test_a_group_whose_baseline_failed_is_dropped_with_a_reason(tmp_path: 
 
     wish = GroupSpec("exp-e0-t0", Task("t0", {"n": 0}), 0)
     async with bench(tmp_path, agent) as b, b.conducting(baseline=True) as (plan, conductor):
-        ended = await GroupRunner(plan, conductor, b.spool).group(wish)
-    assert ended.dropped and ended.dropped.startswith("its baseline carries no reward (task")
+        ended = await GroupRunner(plan, conductor, b.spool).start_group(wish)
+    assert ended.drop_reason and ended.drop_reason.startswith("its baseline carries no reward (task")
 
 
 async def test_validation_is_never_cut(tmp_path: Path) -> None:
@@ -153,21 +155,23 @@ async def test_a_validation_that_was_reported_is_not_done_again(tmp_path: Path) 
 
 async def test_agents_never_begin_under_the_weights_of_another_run(tmp_path: Path) -> None:
     async with bench(tmp_path, good) as b:
-        await our_weights(b.ledger, b.up.client, frozen=False)  # a fresh gateway serves what runs begin with
+        await wait_for_own_weights(
+            b.ledger, b.up.client, frozen=False
+        )  # a fresh gateway serves what runs begin with
         await b.up.client.publish(Policy("another", 7), "somewhere")
-        waiting = asyncio.create_task(our_weights(b.ledger, b.up.client, frozen=False))
+        waiting = asyncio.create_task(wait_for_own_weights(b.ledger, b.up.client, frozen=False))
         await asyncio.sleep(0.3)
         assert not waiting.done()
-        b.ledger.base = 8
+        b.ledger.base_version = 8
         await asyncio.sleep(0.3)
         assert not waiting.done()
         await b.up.client.publish(Policy("ours", 8), "somewhere")
         await asyncio.wait_for(waiting, 60)
-        b.ledger.done = 3
-        waiting = asyncio.create_task(our_weights(b.ledger, b.up.client, frozen=False))
+        b.ledger.published_step = 3
+        waiting = asyncio.create_task(wait_for_own_weights(b.ledger, b.up.client, frozen=False))
         await asyncio.sleep(0.3)
         assert not waiting.done()  # a gateway that has gone back to older weights
-        await our_weights(b.ledger, b.up.client, frozen=True)
+        await wait_for_own_weights(b.ledger, b.up.client, frozen=True)
         await b.up.client.publish(Policy("ours", 12), "somewhere")  # and has not noted it yet
         await asyncio.wait_for(waiting, 60)
 
@@ -201,8 +205,8 @@ async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
     async with bench(tmp_path, agent) as b:
         schedule = Schedule([Task(f"t{i}", {"n": 0}) for i in range(8)], "exp")
         for position in range(6):  # as a kill in the second step leaves it
-            b.ledger.admit(schedule.wish(position).id, position, 0)
-        b.ledger.done = 2
+            b.ledger.begin_group(schedule.group_spec(position).id, position, 0)
+        b.ledger.published_step = 2
         async with b.conducting() as (plan, conductor):
             parts = {"collector": GroupRunner(plan, conductor, b.spool), "ledger": b.ledger, "spool": b.spool}
             window = StalenessWindow(mode=mode, groups=4, batch=2, staleness=bound)
@@ -213,20 +217,20 @@ async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
 def test_a_name_too_long_for_its_rollouts_is_refused_at_the_start() -> None:
     with pytest.raises(UsageError, match="at most 64"):
         Schedule([Task("t", {})], "x" * 65)
-    wish = Schedule([Task("t" * 40, {})], "x" * 64).wish(999_999)
+    wish = Schedule([Task("t" * 40, {})], "x" * 64).group_spec(999_999)
     Attempt(f"{wish.id}-baseline", 99)
 
 
 async def test_a_limiter_file_that_breaks_gives_its_place_back(tmp_path: Path) -> None:
     limiter = SharedLimiter(RateLimits(starting=1), tmp_path / "limiter.sqlite")
-    async with limiter.launching():
+    async with limiter.launch_slot():
         pass
     with closing(sqlite3.connect(tmp_path / "limiter.sqlite", isolation_level=None)) as other:
         other.execute("ALTER TABLE rhythms RENAME TO away")
         with pytest.raises(UsageError, match="limiter"):
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 pass
         other.execute("ALTER TABLE away RENAME TO rhythms")
-    async with asyncio.timeout(60), limiter.launching():
+    async with asyncio.timeout(60), limiter.launch_slot():
         pass
     limiter.close()

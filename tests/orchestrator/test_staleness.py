@@ -36,7 +36,9 @@ class Run:
             return False
         # Late ones are late for long: whoever comes first is often not the first.
         chosen = self.rng.choice(open_ones[-3:] if self.rng.random() < 0.7 else open_ones)
-        self.entries[chosen.id] = PendingGroup(chosen.id, chosen.position, chosen.born, True, None)
+        self.entries[chosen.id] = PendingGroup(
+            chosen.id, chosen.position, chosen.begun_after_step, True, None
+        )
         return True
 
     def train(self) -> bool:
@@ -75,7 +77,7 @@ def test_every_group_is_taken_once_and_in_time(
     assert taken == Counter(f"g{n}" for n in range(groups))
     for step, entries in enumerate(run.steps, 1):
         assert len(entries) == min(batch, groups - (step - 1) * batch)
-        assert max(step - 1 - entry.born for entry in entries) <= bound
+        assert max(step - 1 - entry.begun_after_step for entry in entries) <= bound
 
 
 def test_in_step_a_step_is_the_next_piece_of_the_data_set() -> None:

@@ -92,10 +92,10 @@ def test_no_window_has_more_calls_than_the_rate_and_a_burst_nor_more_launches_th
             nonlocal under_way, most
             await asyncio.sleep(at)
             if not launch:
-                async with limiter.calling():
+                async with limiter.call_slot():
                     made.append(now())
                 return
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 made.append(now())
                 under_way += 1
                 most = max(most, under_way)
@@ -120,7 +120,7 @@ def test_launches_use_the_whole_rate(limited: Callable[[RateLimits], Limiter]) -
         limiter = limited(RateLimits(rate_per_s=50, cold_start_s=2))
 
         async def one() -> None:
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 await asyncio.sleep(1.9)
 
         async with asyncio.TaskGroup() as group:
@@ -145,7 +145,7 @@ def test_launches_use_the_whole_rate(limited: Callable[[RateLimits], Limiter]) -
 def test_places_are_what_the_rate_brings_about_in_a_cold_start_that_takes_half_again_as_long(
     pace: RateLimits, places: int | None
 ) -> None:
-    assert pace.places == places
+    assert pace.max_launching == places
 
 
 def test_no_more_launches_are_under_way_than_there_are_places(
@@ -157,7 +157,7 @@ def test_no_more_launches_are_under_way_than_there_are_places(
 
         async def one() -> None:
             nonlocal under_way, most
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 under_way += 1
                 most = max(most, under_way)
                 await asyncio.sleep(10)
@@ -191,7 +191,7 @@ def test_a_launch_that_raises_gives_its_place_back(limited: Callable[[RateLimits
         limiter = limited(RateLimits(rate_per_s=100, starting=1))
         for _ in range(3):
             with pytest.raises(RuntimeError, match="refused"):
-                async with limiter.launching():
+                async with limiter.launch_slot():
                     raise RuntimeError("refused")
 
     run(main())
@@ -221,7 +221,7 @@ def test_launches_go_in_the_order_they_came(limited: Callable[[RateLimits], Limi
         order: list[int] = []
 
         async def one(n: int) -> None:
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 order.append(n)
                 await asyncio.sleep(random.Random(n).uniform(0, 1))
 
@@ -239,7 +239,7 @@ def test_neither_launches_nor_stops_wait_behind_a_thousand_of_the_other(
 ) -> None:
     async def main() -> float:
         limiter = limited(RateLimits(rate_per_s=10))
-        crowd, other = limiter.launching, limiter.calling
+        crowd, other = limiter.launch_slot, limiter.call_slot
         if first == "stops":
             crowd, other = other, crowd
 
@@ -265,15 +265,15 @@ def test_neither_launches_nor_stops_wait_behind_a_thousand_of_the_other(
 def test_a_stop_does_not_wait_for_a_place(limited: Callable[[RateLimits], Limiter]) -> None:
     async def main() -> float:
         limiter = limited(RateLimits(rate_per_s=10, starting=1))
-        async with limiter.launching():
+        async with limiter.launch_slot():
 
             async def next_one() -> None:
-                async with limiter.launching():
+                async with limiter.launch_slot():
                     pass
 
             waiting = asyncio.create_task(next_one())
             await asyncio.sleep(1)
-            async with limiter.calling():
+            async with limiter.call_slot():
                 took = now() - 1
         await waiting
         return took
@@ -288,7 +288,7 @@ def test_waiters_that_give_up_cost_the_others_no_more_than_a_turn(
         limiter = limited(RateLimits(rate_per_s=10, starting=100))
 
         async def one() -> None:
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 pass
 
         given_up = [asyncio.create_task(one()) for _ in range(100)]
@@ -355,14 +355,14 @@ def launched(
         async def one() -> None:
             nonlocal refused
             while True:
-                async with limiter.launching():
+                async with limiter.launch_slot():
                     await asyncio.sleep(0.02 + chance.uniform(0, jitter_s))
                     taken = server.takes()
                     await asyncio.sleep(0.02)
                 if taken:
                     return
                 refused += 1
-                limiter.throttled(None)
+                limiter.slow_down(None)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(launches):
@@ -405,10 +405,10 @@ def test_the_refusals_of_one_burst_halve_the_rate_once_and_it_is_back_in_half_a_
         limiter = LocalLimiter(RateLimits(rate_per_s=40))
         seen: list[float | None] = []
         for _ in range(50):
-            limiter.throttled(None)
+            limiter.slow_down(None)
         seen.append(limiter.rate_per_s)
         await asyncio.sleep(1)
-        limiter.throttled(None)
+        limiter.slow_down(None)
         seen.append(limiter.rate_per_s)
         for _ in range(3):
             await asyncio.sleep(10)
@@ -427,7 +427,7 @@ def test_single_refusals_are_chance_and_cost_next_to_nothing() -> None:
     async def main() -> list[float | None]:
         limiter, seen = LocalLimiter(RateLimits(rate_per_s=100)), list[float | None]()
         for _ in range(6):
-            limiter.throttled(None)
+            limiter.slow_down(None)
             seen.append(limiter.rate_per_s)
             await asyncio.sleep(3)
         return seen
@@ -443,14 +443,14 @@ def test_the_pause_that_was_asked_for_is_kept_by_launches_and_stops(
         made: list[float] = []
 
         async def one(launch: bool) -> None:
-            async with limiter.launching() if launch else limiter.calling():
+            async with limiter.launch_slot() if launch else limiter.call_slot():
                 made.append(now())
 
         async with asyncio.TaskGroup() as group:
             for n in range(40):
                 group.create_task(one(n % 2 == 0))
             await asyncio.sleep(1)
-            limiter.throttled(7.0)
+            limiter.slow_down(7.0)
         return made
 
     made = run(main())
@@ -464,11 +464,11 @@ def test_without_a_rate_the_first_refusals_teach_one() -> None:
         limiter = LocalLimiter(RateLimits())
         before = limiter.rate_per_s
         for _ in range(100):
-            async with limiter.launching():
+            async with limiter.launch_slot():
                 pass
         for _ in range(70):
-            limiter.throttled(None)
-        async with limiter.launching():
+            limiter.slow_down(None)
+        async with limiter.launch_slot():
             pass
         return before, limiter.rate_per_s
 
@@ -482,9 +482,9 @@ def test_unlimited_holds_nothing_back_until_a_call_is_refused() -> None:
         limiter, seen = Unlimited(), list[float]()
         for refused in (False, True):
             if refused:
-                limiter.throttled(5)
+                limiter.slow_down(5)
             for _ in range(1000):
-                async with limiter.launching(), limiter.calling():
+                async with limiter.launch_slot(), limiter.call_slot():
                     pass
             seen.append(now())
         return seen
@@ -505,7 +505,7 @@ def test_stops_with_a_rate_of_their_own_take_no_turns_of_launches(
         last = {"launch": 0.0, "stop": 0.0}
 
         async def one(kind: str) -> None:
-            async with limiter.launching() if kind == "launch" else limiter.calling():
+            async with limiter.launch_slot() if kind == "launch" else limiter.call_slot():
                 last[kind] = now()
 
         async with asyncio.TaskGroup() as group:
@@ -523,10 +523,10 @@ def test_refused_stops_slow_down_stops_alone_where_they_have_their_own_rate(
 ) -> None:
     async def main() -> tuple[float, float]:
         limiter = limited(RateLimits(rate_per_s=10, stop_per_s=10))
-        limiter.throttled(5.0, stop=True)
-        async with limiter.launching():
+        limiter.slow_down(5.0, stop=True)
+        async with limiter.launch_slot():
             launched = now()
-        async with limiter.calling():
+        async with limiter.call_slot():
             return launched, now()
 
     launched_at, stopped_at = run(main())
@@ -578,7 +578,7 @@ def test_the_places_of_a_killed_process_come_free_within_seconds(tmp_path: Path)
         victim.stdout.readline()
 
     async def launch(limiter: SharedLimiter) -> float:
-        async with asyncio.timeout(60), limiter.launching():
+        async with asyncio.timeout(60), limiter.launch_slot():
             return time.monotonic()
 
     with closing(SharedLimiter(RateLimits(rate_per_s=1000, starting=3), path)) as limiter:
@@ -603,8 +603,8 @@ def test_refusals_that_one_process_saw_slow_the_others_down(tmp_path: Path) -> N
             closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as one,
             closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as other,
         ):
-            one.throttled(5.0)
-            async with other.calling():
+            one.slow_down(5.0)
+            async with other.call_slot():
                 return now()
 
     assert run(main()) == pytest.approx(5, abs=0.2)
@@ -615,14 +615,14 @@ def test_a_clock_that_is_set_back_stops_nothing(tmp_path: Path) -> None:
         ahead_s = 3600.0
         pace = RateLimits(rate_per_s=10, starting=1)
         with closing(SharedLimiter(pace, tmp_path / "l", clock=lambda: now() + ahead_s)) as limiter:
-            lost = limiter.launching()
+            lost = limiter.launch_slot()
             await lost.__aenter__()
-            limiter.throttled(30)
+            limiter.slow_down(30)
         ahead_s = 0.0
         began = now()
         with closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as limiter:
             for _ in range(10):
-                async with limiter.launching():
+                async with limiter.launch_slot():
                     pass
         return now() - began
 
@@ -637,11 +637,11 @@ def test_refusals_of_one_burst_that_several_processes_saw_count_once(tmp_path: P
         with closing(SharedLimiter(pace, tmp_path / "l", clock=now)) as one, closing(behind) as other:
             await asyncio.sleep(1)
             for _ in range(3):
-                one.throttled(None)
-                other.throttled(None)
+                one.slow_down(None)
+                other.slow_down(None)
             began = now()
             for _ in range(4):
-                async with one.calling():
+                async with one.call_slot():
                     pass
             return now() - began
 
@@ -652,7 +652,7 @@ def test_refusals_of_one_burst_that_several_processes_saw_count_once(tmp_path: P
 def test_a_file_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
     async def main(path: Path) -> None:
         with closing(SharedLimiter(RateLimits(), path)) as limiter:
-            async with limiter.calling():
+            async with limiter.call_slot():
                 pass
 
     (tmp_path / "not-sqlite").write_bytes(b"x" * 5000)

@@ -18,7 +18,7 @@ from tests.contracts.runtime_contract import RuntimeContract, controller
 
 from afield.errors import InfrastructureFailure, NotFound, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
-from afield.interfaces.sandbox import MOST_BYTES
+from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES
 from afield.options import Limits
 from afield.runtimes.docker.engine import name_of
 from afield.runtimes.docker.runtime import ContainerRuntime
@@ -99,7 +99,7 @@ class Here:
             poll_s=0.1,
         )
 
-    def sandbox(self, most_bytes: int = MOST_BYTES, **changes: Any) -> ContainerSandbox:
+    def sandbox(self, most_bytes: int = MAX_DOWNLOAD_BYTES, **changes: Any) -> ContainerSandbox:
         options = self.engine.options(**changes)
         return ContainerSandbox(options=options, name=self.run, most_bytes=most_bytes)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from afield.errors import Unavailable, UsageError
-from afield.interfaces.weight_probe import read_witness
+from afield.interfaces.weight_probe import read_weight_probe
 from afield.options import LoraOptions
 from afield.trainers.fsdp.trainer import FSDPTrainer
 from afield.trainers.grpo import GRPO
@@ -126,7 +126,7 @@ def test_two_ranks_learn_what_one_process_learns(model_path, tmp_path, case):
     ours, theirs = weights(alone, tmp_path / "one"), weights(ranks, tmp_path / "two")
     assert apart(ours, begin) > 5e-4
     assert apart(ours, theirs) < 1e-6
-    told, expected = read_witness(tmp_path / "two"), read_witness(tmp_path / "one")
+    told, expected = read_weight_probe(tmp_path / "two"), read_weight_probe(tmp_path / "one")
     assert told is not None
     assert expected is not None
     assert told.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
@@ -219,6 +219,6 @@ def test_ranks_publish_the_bits_of_one_process(model_path, tmp_path, lora):
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert {tensor.dtype for tensor in one.values()} == {torch.bfloat16}
     assert told[1] == pytest.approx(told[0], rel=1e-4)
-    witnesses = [read_witness(tmp_path / where) for where in ("one", "two")]
+    witnesses = [read_weight_probe(tmp_path / where) for where in ("one", "two")]
     assert witnesses[1].logprobs == pytest.approx(witnesses[0].logprobs, abs=1e-4)
     with_ranks.close()

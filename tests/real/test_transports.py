@@ -26,7 +26,7 @@ from tests.contracts.transport_contract import (
 
 from afield import wire
 from afield.errors import Unavailable
-from afield.interfaces.transport import Waiting
+from afield.interfaces.transport import PendingAttempt
 from afield.sdk import s3_store
 from afield.sdk.deliver import deliver
 from afield.transports.notifiers.nats import NatsNotifier
@@ -215,7 +215,7 @@ async def test_thousands_of_attempts_are_listed_in_pages(
     every = [waiting(f"r{i}") for i in range(2100)]
     async with backend.transport() as transport:
 
-        def put(one: Waiting) -> None:
+        def put(one: PendingAttempt) -> None:
             commit = wire.CommitRecord(session_id=one.attempt.session_id, fenced="old")
             transport.store.put_if_absent(wire.commit_key(EXP, one.attempt.session_id), wire.encode(commit))
 

@@ -11,7 +11,7 @@ import pytest
 from tests.real.vllm_server import serving_vllm, with_torchvision
 
 from afield.engines.vllm.engine import VllmEngine
-from afield.orchestrator.rollout import finished_of
+from afield.orchestrator.rollout import rollout_result
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.grpo import GRPO
 from afield.types import Group, Outcome, Rollout, Split, Task
@@ -60,7 +60,7 @@ async def test_a_conversation_with_images_is_rescored_exactly(
             assert max(len(row.images) for row in record.trajectories) == 3
             rollout = Rollout(id=f"r{n}", exp_id="x", group_id="g", task=Task("task", {}))
             outcome = Outcome(rollout_id=f"r{n}", attempt=1, reward=float(n))
-            members.append(finished_of(rollout, outcome, record, 1))
+            members.append(rollout_result(rollout, outcome, record, 1))
     group = Group(id="g", task_id="task", epoch=0, split=Split.TRAIN, finished=tuple(members))
     trainer = GRPO(model, lr=1e-3)
     audit = BatchDiagnostics()

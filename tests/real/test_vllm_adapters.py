@@ -22,7 +22,7 @@ from afield.engines.vllm.engine import VllmEngine
 from afield.errors import UsageError
 from afield.gateway.engine_pool import EnginePool
 from afield.interfaces import Chunk, Engine, GenerateRequest
-from afield.interfaces.weight_probe import read_witness
+from afield.interfaces.weight_probe import read_weight_probe
 from afield.options import LoraOptions
 from afield.trainers.model import PolicyModel
 from afield.types import FinishReason, Sampling
@@ -47,7 +47,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         for tensor in policy.trainable:
             tensor.data += 0.05 * torch.randn(tensor.shape)
         policy.export_adapter(root / str(version))
-        assert read_witness(root / str(version)) is not None
+        assert read_weight_probe(root / str(version)) is not None
     return [root / str(version) for version in range(VERSIONS)]
 
 

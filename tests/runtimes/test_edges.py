@@ -128,7 +128,7 @@ class Unsure(InlineRuntime):
 
 async def test_a_place_that_cannot_be_asked_after_a_restart_does_not_end_the_run(tmp_path: Path) -> None:
     async with bench(tmp_path, good) as b:
-        b.ledger.begin(Attempt("r", 1))
+        b.ledger.begin_attempt(Attempt("r", 1))
         wish = Rollout(id="r", exp_id="exp", group_id="g", task=Task("t0", {"n": 0}))
         async with (
             Unsure(good, deliver=b.transport.deliver) as unsure,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from afield.errors import first_cause
+from afield.errors import root_cause
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Failure
 from support import virtual_time
@@ -120,7 +120,7 @@ async def _problems(case: Case, place: Path) -> list[str]:
         if about_one:
             return [f"the run ended: {error!r}"]
         # It may end the run, with that very error; then the same run goes on and loses nothing.
-        told = str(first_cause(error))
+        told = str(root_cause(error))
         if MARK not in told and case.fault.kind != "hang":
             return [f"the run ended with another error: {error!r}"]
         result = await run(place, Parts(Script("", case.fault), store, parts.inner))

@@ -40,6 +40,7 @@ from afield.interfaces import (
     Fence,
     Gateway,
     GenerateRequest,
+    PendingAttempt,
     Runtime,
     Sandbox,
     SessionCredentials,
@@ -50,7 +51,6 @@ from afield.interfaces import (
     StepReport,
     Trainer,
     Transport,
-    Waiting,
 )
 from afield.types import Attempt, Group, Policy
 from afield.wire import Invocation, OutcomeRecord, Submission
@@ -313,10 +313,10 @@ class FaultyTransport(Faulty):
         about = [invocation.rollout_id]
         return await self._call("deliver", about, lambda: self.inner.deliver(invocation, record))
 
-    async def decision(self, waiting: Waiting) -> OutcomeRecord | Fence | None:
+    async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
         return await self._call("decision", [waiting.rollout.id], lambda: self.inner.decision(waiting))
 
-    async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+    async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
         return await self._call("fence", [waiting.rollout.id], lambda: self.inner.fence(waiting, reason))
 
     async def hints(self, exp_id: str, wait_s: float) -> list[Attempt]:
@@ -329,7 +329,7 @@ class FaultyTransport(Faulty):
     async def unacknowledged(self, exp_id: str) -> list[Attempt]:
         return await self._call("unacknowledged", [], lambda: self.inner.unacknowledged(exp_id))
 
-    async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
+    async def sweep(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
         about = [one.rollout.id for one in waiting]
         return await self._call("sweep", about, lambda: self.inner.sweep(waiting))
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
-from afield.interfaces import Runtime, Transport, Waiting
+from afield.interfaces import PendingAttempt, Runtime, Transport
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.groups import GroupRunner, GroupSpec
@@ -38,8 +38,8 @@ class Seen:
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
         self.ended.append((outcome, will_retry))
 
-    def rollout_finished(self, finished: RolloutResult) -> None:
-        self.finished.append(finished)
+    def rollout_finished(self, result: RolloutResult) -> None:
+        self.finished.append(result)
 
 
 class Bench:
@@ -86,9 +86,9 @@ async def bench(tmp_path: Path, agent: Callable[..., Any], script: Any = None) -
             yield Bench(tmp_path, up, transport, ledger, runtime)
 
 
-def waiting(rollout_id: str, n: int = 1) -> Waiting:
+def waiting(rollout_id: str, n: int = 1) -> PendingAttempt:
     rollout = Rollout(id=rollout_id, exp_id="exp", group_id="g", task=Task("t0", {}))
-    return Waiting(rollout, Attempt(rollout_id, n))
+    return PendingAttempt(rollout, Attempt(rollout_id, n))
 
 
 async def ask_model(rollout: Context, word: str = "Hi") -> str:

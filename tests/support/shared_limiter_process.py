@@ -19,7 +19,7 @@ async def main(path: Path, pace: RateLimits, seconds: float, hold_s: float) -> N
 
         async def launching() -> None:
             while time.time() < end:
-                async with limiter.launching():
+                async with limiter.launch_slot():
                     began = time.time()
                     sys.stdout.write(json.dumps([began, None]) + "\n")
                     sys.stdout.flush()

@@ -426,7 +426,7 @@ class Told(Struct):
         if outcome.failure:
             self.failures.setdefault(rollout.id, []).append(outcome.failure)
 
-    def rollout_finished(self, finished: RolloutResult) -> None: ...
+    def rollout_finished(self, result: RolloutResult) -> None: ...
 
 
 class Result(Struct, frozen=True, kw_only=True):
@@ -533,9 +533,9 @@ async def run(place: Path, parts: Parts, **values: Any) -> Result:
     tasks = [Task(f"t{n}", {}) for n in range(TASKS)]
     schedule = Schedule(tasks, EXP, 0, shuffle=False)
     window = StalenessWindow(mode="sync", groups=TASKS, batch=BATCH)
-    spool = RolloutStore(record.spool)
+    spool = RolloutStore(record.rollout_store)
     places = {"gateway": parts.gateway, "runtime": parts.agents, "transport": parts.transport}
-    with RunState(record.ledger) as ledger:
+    with RunState(record.run_state) as ledger:
         conductor = RolloutRunner(
             chosen, **places, ledger=ledger, spool=spool, watcher=told, verifiers=parts.verifiers
         )

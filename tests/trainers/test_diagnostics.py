@@ -213,8 +213,8 @@ def test_a_step_accounts_for_the_tokens_of_dropped_groups_too():
     cut = structs.replace(recorded("4", 0.0, 2), excluded=(Exclusion("x", 5, "aborted"),))
     moved = structs.replace(cut, rollout=structs.replace(cut.rollout, group_id="h"))
     dropped = group(moved, name="h")
-    batch = training_loop.Batch([group(trained, lost), dropped], {"h": "too few"}, version=0, wasted=0)
-    line = training_loop.describe(
+    batch = training_loop.StepBatch([group(trained, lost), dropped], {"h": "too few"}, version=0, wasted=0)
+    line = training_loop.step_metrics(
         step=1, version=1, batch=batch, report=StepReport(rollouts=1, tokens=1), seconds=(0.0, 0.0)
     )
     owned = [f.trajectories[0].owned for f in (trained, lost, cut)]
@@ -228,9 +228,9 @@ def test_a_step_accounts_for_the_tokens_of_dropped_groups_too():
 def test_how_stale_tokens_are_on_average_and_at_most():
     fresh, old = recorded("0", 1.0, 1, version=5), recorded("1", 0.0, 2, version=2)
     lost = recorded("2", None, 3, version=0)
-    batch = training_loop.Batch([group(fresh, old, lost)], {}, version=5, wasted=0)
+    batch = training_loop.StepBatch([group(fresh, old, lost)], {}, version=5, wasted=0)
     report = StepReport(rollouts=2, tokens=9)
-    line = training_loop.describe(step=1, version=6, batch=batch, report=report, seconds=(0.0, 0.0))
+    line = training_loop.step_metrics(step=1, version=6, batch=batch, report=report, seconds=(0.0, 0.0))
     tokens = [f.trajectories[0].owned for f in (fresh, old)]
     assert line.staleness == 3
     assert line.staleness_mean == pytest.approx(3 * tokens[1] / sum(tokens))

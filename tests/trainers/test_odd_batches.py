@@ -349,9 +349,9 @@ def test_an_export_has_the_weighed_rewards_that_a_run_was_trained_on(tmp_path: P
     run.config.write_text('{"learn": {"rewards": {"answer": 1.0, "style": 0.5}}}')
     run.write_rollouts(1, [named(7.0, answer=1.0, style=1.0), named(8.0, answer=0.0, style=0.0)])
     run.append_metrics({"step": 1, "dropped_groups": {}})
-    with RunState(run.ledger) as ledger:
-        ledger.admit("exp-e0-t", 0, 0)
-        ledger.ready("exp-e0-t", ["exp-e0-t-7", "exp-e0-t-8"], None, None)
+    with RunState(run.run_state) as ledger:
+        ledger.begin_group("exp-e0-t", 0, 0)
+        ledger.complete_group("exp-e0-t", ["exp-e0-t-7", "exp-e0-t-8"], None, None)
     assert main(["export", str(run.path), "--out", str(tmp_path / "batch.jsonl")]) == 0
     batch = read_jsonl(tmp_path / "batch.jsonl")
     assert [record.score for record in batch.rollouts] == [1.5, 0.0]

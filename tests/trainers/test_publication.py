@@ -19,7 +19,7 @@ from afield.engines.torch.engine import TorchEngine
 from afield.engines.torch.weights import read_weights
 from afield.factory import published_dtype
 from afield.gateway.engine_pool import common_dtype
-from afield.interfaces.weight_probe import read_witness
+from afield.interfaces.weight_probe import read_weight_probe
 from afield.options import LoraOptions, TrainerOptions
 from afield.rounding import Rounding, measure_update, rounded
 from afield.settings import TrainConfig
@@ -132,7 +132,7 @@ def test_tied_embeddings_are_rounded_alike(model_path: Path, tmp_path: Path) -> 
 def test_the_witness_is_of_the_weights_that_were_published(model_path: Path, tmp_path: Path) -> None:
     for name, how in (("whole", {}), ("merged", {"lora": LORA})):
         moved(model_path, 0.05, **how).export(tmp_path / name, HOW)
-        witness = read_witness(tmp_path / name)
+        witness = read_weight_probe(tmp_path / name)
         again = compute_weight_probe(PolicyModel(tmp_path / name, device=CPU).model)
         assert witness is not None
         assert witness.logprobs == pytest.approx(again.logprobs, abs=1e-5)

@@ -14,7 +14,7 @@ from afield.orchestrator import training_loop
 from afield.settings import TrainConfig
 from afield.trainers.frozen import Frozen
 from afield.trainers.grpo import GRPO
-from afield.training_run import warn_of_length
+from afield.training_run import warn_context_mismatch
 from afield.trajectories import linear
 from afield.types import Group, Trajectory, TurnRange, VersionSpan
 from support.gateways import running
@@ -100,8 +100,8 @@ def test_it_is_named_and_counted(model_path, kind, caplog):
     owned = sum(t.owned for f in trained.finished for t in f.trajectories)
     assert report.metrics["delivered_share"] == pytest.approx((owned - 11) / owned)
     assert report.tokens == owned - 11
-    batch = training_loop.Batch([trained], {}, version=0, wasted=0)
-    line = training_loop.describe(step=1, version=1, batch=batch, report=report, seconds=(0.0, 0.0))
+    batch = training_loop.StepBatch([trained], {}, version=0, wasted=0)
+    line = training_loop.step_metrics(step=1, version=1, batch=batch, report=report, seconds=(0.0, 0.0))
     assert line.too_long == 1
 
 
@@ -139,9 +139,9 @@ def test_an_engine_that_takes_more_than_the_trainer_is_told_of_before_anything_i
     engine, bound, trainer, told, caplog
 ):
     config = TrainConfig(model="any", max_context=bound)
-    warn_of_length(config, engine, trainer)
+    warn_context_mismatch(config, engine, trainer)
     assert told in caplog.text
     assert bool(told) == bool(caplog.records)
     caplog.clear()
-    warn_of_length(structs.replace(config, freeze_weights=True), engine, trainer)
+    warn_context_mismatch(structs.replace(config, freeze_weights=True), engine, trainer)
     assert not caplog.records

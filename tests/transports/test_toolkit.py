@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from afield import wire
-from afield.interfaces.transport import Waiting
+from afield.interfaces.transport import PendingAttempt
 from afield.transports.stores.memory import MemoryNotifier
 from afield.transports.stores.s3 import S3Outcomes
 from afield.transports.transport import StoreTransport
@@ -36,8 +36,8 @@ def on(s3: SmallS3, few: int = 64) -> StoreTransport:
     )
 
 
-def waiting(n: int = 1, task: str = "a b/ü") -> Waiting:
-    return Waiting(Rollout(id="r", exp_id="exp", group_id="g", task=Task(task, {})), Attempt("r", n))
+def waiting(n: int = 1, task: str = "a b/ü") -> PendingAttempt:
+    return PendingAttempt(Rollout(id="r", exp_id="exp", group_id="g", task=Task(task, {})), Attempt("r", n))
 
 
 def name(n: int) -> str:

@@ -15,7 +15,7 @@ FRESH = 1_000_003  # a seed whose lives nobody has lived
 def wishes(result: Result) -> list[str]:
     """The groups of the data set, in their order."""
     schedule = schedule_of(result.setting)
-    return [schedule.wish(n).id for n in range(result.setting.groups)]
+    return [schedule.group_spec(n).id for n in range(result.setting.groups)]
 
 
 def problems(result: Result) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import Struct
 
 from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.training_loop import StepLine
+from afield.orchestrator.training_loop import StepMetrics
 from afield.transports.stores.files import FilesTransport
 from bench.collect.simulation.components import SimulatedTrainer
 from bench.collect.simulation.run import Result, Setting, simulate
@@ -35,7 +35,7 @@ class Sample(Struct, frozen=True):
 def watched(setting: Setting) -> tuple[Result, list[Sample]]:
     samples: list[Sample] = []
 
-    def note(line: StepLine, record: RunDirectory, trainer: SimulatedTrainer) -> None:
+    def note(line: StepMetrics, record: RunDirectory, trainer: SimulatedTrainer) -> None:
         trainer.steps.clear()  # the bench's own records are not what is measured
         record.rollouts(line.step).unlink()
         gc.collect()

@@ -18,7 +18,7 @@ from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.run_state import RunState
 from afield.orchestrator.scheduler import GroupScheduler, Schedule
 from afield.orchestrator.staleness import Mode, StalenessWindow
-from afield.orchestrator.training_loop import LoopConfig, StepLine, TrainingLoop
+from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult, Task
 from bench.collect.simulation.agent_schedule import Habits
@@ -26,7 +26,7 @@ from bench.collect.simulation.components import SimulatedGateway, SimulatedRunti
 from bench.collect.simulation.engine import Engine
 from support.virtual_time import VirtualLoop, run
 
-OnStep = Callable[[StepLine, RunDirectory, SimulatedTrainer], None]
+OnStep = Callable[[StepMetrics, RunDirectory, SimulatedTrainer], None]
 RUNNING_PER_CALL = 1.7  # a rollout is at its tools for 35 % of its life, at full speed
 
 
@@ -105,7 +105,7 @@ class Counting:
         failure = outcome.failure
         self.cut += failure is not None and not will_retry and failure.kind is FailureKind.INFRASTRUCTURE
 
-    def rollout_finished(self, finished: RolloutResult) -> None: ...
+    def rollout_finished(self, result: RolloutResult) -> None: ...
 
 
 def simulate(
@@ -126,11 +126,11 @@ async def _simulate(setting: Setting, record: RunDirectory, transport: Transport
     runtime = SimulatedRuntime(setting.habits, setting.seed, gateway, transport)
     trainer = SimulatedTrainer(setting.step_s, engine, loop.spend)
     counting = Counting()
-    plan, spool, schedule = plan_of(setting), RolloutStore(record.spool), schedule_of(setting)
+    plan, spool, schedule = plan_of(setting), RolloutStore(record.rollout_store), schedule_of(setting)
     window = StalenessWindow(
         mode=setting.mode, groups=setting.groups, batch=setting.batch, staleness=setting.staleness
     )
-    with RunState(record.ledger) as ledger:
+    with RunState(record.run_state) as ledger:
         parts = {"gateway": gateway, "runtime": runtime, "transport": transport}
         conductor = RolloutRunner(plan, **parts, ledger=ledger, spool=spool, watcher=counting)
         learner = TrainingLoop(

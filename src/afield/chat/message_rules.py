@@ -366,7 +366,7 @@ def _joined(messages: Sequence[Message]) -> Message:
 
 
 def _moved(images: Iterable[ImageRef], by: int) -> tuple[ImageRef, ...]:
-    return tuple(ImageRef(image.digest, image.at + by) for image in images)
+    return tuple(ImageRef(image.digest, image.offset + by) for image in images)
 
 
 _STEPS: dict[str, Callable[[list[Message], _Context], list[Message]]] = {

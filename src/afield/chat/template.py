@@ -242,9 +242,9 @@ class ChatTemplate:
         parts: list[dict[str, str]] = []
         done = 0
         for image in message.images:
-            parts += self._text_part(message.content[done : image.at])
+            parts += self._text_part(message.content[done : image.offset])
             parts.append({"type": "image"})
-            done = image.at
+            done = image.offset
         parts += self._text_part(message.content[done:])
         return parts or [{"type": "text", "text": ""}]
 

@@ -97,7 +97,7 @@ def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Gro
     lost = {line["step"]: line["dropped_groups"] for line in run.read_metrics()}
     groups: list[Group] = []
     dropped = 0
-    with RunState(run.ledger) as ledger:
+    with RunState(run.run_state) as ledger:
         for step in steps if only is None else [only]:
             if step not in lost:  # its line is written last: it is not done
                 continue
@@ -105,7 +105,9 @@ def trained_groups(run: RunDirectory, only: int | None = None) -> tuple[list[Gro
             for finished in run.read_rollouts(step):
                 members.setdefault(finished.rollout.group_id, []).append(finished)
             dropped += len(lost[step])
-            groups += [group_of(m, ledger.members(g)[1]) for g, m in members.items() if g not in lost[step]]
+            groups += [
+                group_of(m, ledger.group_members(g)[1]) for g, m in members.items() if g not in lost[step]
+            ]
     return groups, dropped
 
 

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
 from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.training_loop import StepLine
+from afield.orchestrator.training_loop import StepMetrics
 from afield.settings import TrainConfig
 from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult
@@ -45,7 +45,7 @@ class Screen:
         self._failures: Counter[str] = Counter()
         self._told: set[str] = set()
         self._failed = ""  # a rollout that came to nothing, to look at
-        self._line: StepLine | None = None
+        self._line: StepMetrics | None = None
         self._began = time.monotonic()
         self._live: Live | None = None
 
@@ -88,12 +88,12 @@ class Screen:
         then = "retried" if will_retry else "trained" if failure.kind is FailureKind.POLICY else "left out"
         self._say(f"[yellow]{escape(f'{outcome.session_id}: {told} ({then}; the same again is counted)')}[/]")
 
-    def rollout_finished(self, finished: RolloutResult) -> None:
+    def rollout_finished(self, result: RolloutResult) -> None:
         self._in_step += 1
         self._finished += 1
         self._refresh()
 
-    def step_done(self, line: StepLine) -> None:
+    def step_done(self, line: StepMetrics) -> None:
         self._steps_done = line.step
         self._in_step = 0 if line.step < self._config.steps else self._in_step
         self._line = line
@@ -110,7 +110,7 @@ class Screen:
         else:
             self._say(escape(describe(line, self._config.steps)))
 
-    def _warnings(self, line: StepLine) -> Iterator[str]:
+    def _warnings(self, line: StepMetrics) -> Iterator[str]:
         asked = line.failed < line.rollouts and FailureKind.POLICY not in line.failures
         if line.turns_per_rollout == 0 and (asked or self._failures["infrastructure/engine"]):
             yield (
@@ -123,7 +123,7 @@ class Screen:
                 " More rollouts of a task, a higher temperature or other tasks may help"
             )
 
-    def _warn_of_exclusions(self, line: StepLine) -> None:
+    def _warn_of_exclusions(self, line: StepMetrics) -> None:
         """Once, and again when tokens are excluded for another reason than before."""
         if warning := self._tokens.add(account_of([structs.asdict(line)])):
             self._say(f"[red]{escape(warning)}[/]")
@@ -192,7 +192,7 @@ class Screen:
         return Panel(Group(*parts), title="mean reward per step", width=width)
 
 
-def describe(line: StepLine, steps: int) -> str:
+def describe(line: StepMetrics, steps: int) -> str:
     trained = line.failures.get(FailureKind.POLICY, 0)
     kinds = ", ".join(f"{k} {count}" for k, count in line.failures.items() if k != FailureKind.POLICY)
     failed = f"  failed {line.failed} ({kinds})" if kinds else ""

@@ -22,7 +22,7 @@ from afield.cli import (
     train,
 )
 from afield.cli.options import Parser
-from afield.errors import AfieldError, UsageError, first_cause
+from afield.errors import AfieldError, UsageError, root_cause
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except BaseExceptionGroup as errors:
-        cause = first_cause(errors)
+        cause = root_cause(errors)
         if isinstance(cause, AfieldError):
             return complain(cause)
         raise

@@ -9,7 +9,7 @@ import msgspec
 
 from afield.errors import UsageError
 from afield.settings import TrainConfig
-from afield.training_run import Part
+from afield.training_run import RunRole
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -17,7 +17,7 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def check(config: TrainConfig, part: str) -> None:
-    learns = part != Part.COLLECT
+    learns = part != RunRole.COLLECT
     model = Path(config.model)
     if not config.gateway:
         check_engine(config.engine, model)

@@ -108,10 +108,10 @@ def told_tokens(account: TokenAccount) -> str:
 
 
 def _late(run: RunDirectory) -> int:
-    if not run.ledger.exists():
+    if not run.run_state.exists():
         return 0
-    with RunState(run.ledger) as ledger:
-        return ledger.late
+    with RunState(run.run_state) as ledger:
+        return ledger.late_outcomes
 
 
 def _mean(lines: list[dict[str, Any]]) -> float | None:

@@ -16,7 +16,7 @@ from afield.errors import UsageError
 from afield.orchestrator.run_directory import RunDirectory, find_run
 from afield.orchestrator.run_state import RunState
 from afield.settings import Environment
-from afield.token_account import listed, of_finished
+from afield.token_account import count_tokens, listed
 from afield.types import FailureKind, RolloutResult, Turn
 
 
@@ -96,7 +96,7 @@ def list_rollouts(run: RunDirectory, *, as_json: bool) -> None:
 
 def brief(step: int, finished: RolloutResult) -> dict[str, Any]:
     outcome, failure = finished.outcome, finished.outcome.failure
-    account = of_finished([finished])
+    account = count_tokens([finished])
     return {
         "step": step,
         "rollout": finished.rollout.id,
@@ -143,9 +143,9 @@ def show_rollout(run: RunDirectory, args: argparse.Namespace) -> None:
 
 def show_attempts(run: RunDirectory, finished: RolloutResult) -> None:
     """The attempts before the one that counts; what they sampled is in the gateway's store."""
-    if finished.attempts < 2 or not run.ledger.exists():
+    if finished.attempts < 2 or not run.run_state.exists():
         return
-    with RunState(run.ledger) as ledger:
+    with RunState(run.run_state) as ledger:
         tried = ledger.attempts(finished.rollout.id)
     for one in tried:
         if one.failure:

@@ -34,7 +34,7 @@ from afield.settings import (
     read_tasks,
     train_config,
 )
-from afield.training_run import Part, training
+from afield.training_run import RunRole, training
 from afield.types import Task, check_id
 
 OVERRIDABLE = (
@@ -80,17 +80,17 @@ def start(
 ) -> int:
     """A new run, or an old one again; then train until it is done, with `around` it what it needs."""
     environment = Environment.read()
-    part = Part(args.part)
+    part = RunRole(args.part)
     run, config, tasks, new = prepare(args, kind, defaults, make_tasks, environment)
     run.durable = config.durable
-    with run.locked(*(("collect", "learn") if part is Part.ALL else (part,))):
+    with run.locked(*(("collect", "learn") if part is RunRole.ALL else (part,))):
         try:
             with around(run, config) if around else nullcontext():
                 work = train(config, run, tasks, part, environment.admin_key, kind=kind, as_json=args.json)
                 return asyncio.run(work)
         except (AfieldError, OSError, BaseExceptionGroup):
             run.check_present()  # if it is gone, that is why, whatever failed first
-            if new and not run.began and part is Part.ALL:
+            if new and not run.has_begun and part is RunRole.ALL:
                 shutil.rmtree(run.path, ignore_errors=True)  # nothing was attempted; the message says why
             raise
 
@@ -133,7 +133,7 @@ def named(args: argparse.Namespace) -> str:
 
 
 def check_gateway(args: argparse.Namespace, config: TrainConfig, environment: Environment) -> None:
-    if args.part != Part.ALL and not config.gateway:
+    if args.part != RunRole.ALL and not config.gateway:
         raise UsageError(f"--part {args.part} needs a gateway that both halves can reach: --gateway URL")
     if config.gateway and not environment.admin_key:
         raise UsageError(f"the gateway at {config.gateway} takes an admin key: set AFIELD_ADMIN_KEY")
@@ -234,7 +234,7 @@ async def train(
     config: TrainConfig,
     run: RunDirectory,
     tasks: list[Task],
-    part: Part,
+    part: RunRole,
     admin_key: str | None,
     *,
     kind: str,
@@ -266,10 +266,10 @@ async def train(
     except asyncio.CancelledError:
         done = run.last_state()
         at = f"after step {done.step}" if done else "before the first step was done"
-        half = "" if part is Part.ALL else f" --part {part}"
+        half = "" if part is RunRole.ALL else f" --part {part}"
         print(f"stopped {at}; go on with: {me()} {kind} --resume {run.id}{half}", file=sys.stderr)
         raise
-    if part is Part.COLLECT:
+    if part is RunRole.COLLECT:
         screen.collected()
         return 0
     summary = summarise(run, config, wall_s=time.monotonic() - began)

@@ -1,7 +1,7 @@
 """Rollouts as futures, batches and groups, for scripts, notebooks and async code."""
 
-from afield.client.batch import Item
+from afield.client.batch import BatchItem
 from afield.client.futures import RolloutFuture, RolloutTimeout
 from afield.client.rollouts import RolloutClient
 
-__all__ = ["Item", "RolloutClient", "RolloutFuture", "RolloutTimeout"]
+__all__ = ["BatchItem", "RolloutClient", "RolloutFuture", "RolloutTimeout"]

@@ -18,11 +18,11 @@ from msgspec import Struct
 from afield.client.futures import RolloutFuture
 from afield.client.ids import RolloutRequest
 from afield.errors import AfieldError
-from afield.token_account import TokenAccount, of_finished
+from afield.token_account import TokenAccount, count_tokens
 from afield.types import Failure, Group, Outcome, Rollout, RolloutResult
 
 
-class Item(Struct, frozen=True, kw_only=True):
+class BatchItem(Struct, frozen=True, kw_only=True):
     """A rollout of a batch that has ended.
 
     `index` is the place of its row, `rollout` which one of its input it is, `elapsed` the seconds since it
@@ -46,18 +46,18 @@ class Item(Struct, frozen=True, kw_only=True):
     @property
     def tokens(self) -> TokenAccount:
         """What became of its sampled tokens, by reason."""
-        return of_finished([self.finished])
+        return count_tokens([self.finished])
 
 
-class Ended(Struct, frozen=True):
+class EndedRequest(Struct, frozen=True):
     wish: RolloutRequest
     future: RolloutFuture
 
 
-Put = Callable[[Ended | BaseException], object]
+Put = Callable[[EndedRequest | BaseException], object]
 
 
-class Batch:
+class RolloutBatch:
     def __init__(
         self,
         wishes: Sequence[RolloutRequest],
@@ -102,7 +102,7 @@ class Batch:
         for wish in left:
             future = RolloutFuture(wish.rollout, end=lambda *_: None, read=_nowhere)
             future.expire(f"{told}; it was not begun")
-            self._put(Ended(wish, future))
+            self._put(EndedRequest(wish, future))
 
     def _next(self) -> None:
         with self._lock:  # held over both, so that the order stays
@@ -121,12 +121,12 @@ class Batch:
             self._running.pop(wish.rollout.id, None)
             if self._closed:
                 return
-        self._put(Ended(wish, future))
+        self._put(EndedRequest(wish, future))
         self._next()
 
 
-def as_item(ended: Ended) -> Item:
-    return Item(
+def as_item(ended: EndedRequest) -> BatchItem:
+    return BatchItem(
         index=ended.wish.index,
         input_id=ended.wish.rollout.task.id,
         rollout=ended.wish.k,
@@ -135,14 +135,14 @@ def as_item(ended: Ended) -> Item:
     )
 
 
-class Gathering:
+class GroupAssembler:
     """Puts rollouts of one input together. Those that wait for the others wait as futures."""
 
     def __init__(self, wishes: Sequence[RolloutRequest]) -> None:
         self._missing = Counter(wish.rollout.group_id for wish in wishes)
-        self._ended: defaultdict[str, list[Ended]] = defaultdict(list)
+        self._ended: defaultdict[str, list[EndedRequest]] = defaultdict(list)
 
-    def add(self, ended: Ended) -> Group | None:
+    def add(self, ended: EndedRequest) -> Group | None:
         """The group, when this was the last of it."""
         rollout = ended.wish.rollout
         self._ended[rollout.group_id].append(ended)

@@ -39,17 +39,17 @@ class IdAllocator:
         self._counts: dict[tuple[str, Split], int] = {}
         self._lock = threading.Lock()
 
-    def wishes(
+    def requests(
         self, rows: Iterable[Row], count: int, *, sampling: Sampling | None, split: Split
     ) -> list[RolloutRequest]:
         """Each row, so many times."""
         return [
-            self.wish(task, index=index, sampling=sampling, split=split)
+            self.request(task, index=index, sampling=sampling, split=split)
             for index, row in enumerate(rows)
             for task in [_task(row, None)] * count
         ]
 
-    def wish(
+    def request(
         self,
         row: Row,
         input_id: str | None = None,

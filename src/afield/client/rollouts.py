@@ -21,7 +21,7 @@ from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from afield.client.batch import Batch, Ended, Gathering, Item, Put, as_item
+from afield.client.batch import BatchItem, EndedRequest, GroupAssembler, Put, RolloutBatch, as_item
 from afield.client.futures import RolloutFuture
 from afield.client.ids import IdAllocator, Row, digest
 from afield.errors import Conflict, NotFound, UsageError
@@ -32,7 +32,7 @@ from afield.orchestrator.rollout_store import RolloutStore
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.run_state import RolloutSummary, RunState
 from afield.ratelimit import Limiter, SharedLimiter
-from afield.token_account import ExclusionWatch, TokenAccount, of_finished
+from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.types import FailureKind, Group, Outcome, Reason, Rollout, RolloutResult, Sampling, Split
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class NullObserver:
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
-    def rollout_finished(self, finished: RolloutResult) -> None: ...
+    def rollout_finished(self, result: RolloutResult) -> None: ...
 
 
 class TokenCounter:
@@ -62,10 +62,10 @@ class TokenCounter:
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
         self._watcher.attempt_ended(rollout, outcome, will_retry)
 
-    def rollout_finished(self, finished: RolloutResult) -> None:
-        if warning := self._watch.add(of_finished([finished])):
+    def rollout_finished(self, result: RolloutResult) -> None:
+        if warning := self._watch.add(count_tokens([result])):
             log.warning("%s", warning)
-        self._watcher.rollout_finished(finished)
+        self._watcher.rollout_finished(result)
 
 
 class Options(TypedDict, total=False):
@@ -102,8 +102,8 @@ class RolloutClient:
         self._parts = gateway, runtime, transport
         self._watcher = TokenCounter(watcher or NullObserver())
         self.limiter = limiter
-        self._ledger = RunState(run.ledger)
-        self._spool = RolloutStore(run.spool)
+        self._ledger = RunState(run.run_state)
+        self._spool = RolloutStore(run.rollout_store)
         self._names = IdAllocator(plan.exp_id)
         self._lock = threading.Lock()
         self._live: dict[str, RolloutFuture] = {}
@@ -189,7 +189,7 @@ class RolloutClient:
         split: Split = Split.TRAIN,
     ) -> RolloutFuture:
         """Returns at once. The same rollout id again is the same rollout; with another row, a Conflict."""
-        wish = self._names.wish(row, input_id, rollout_id, sampling=sampling, split=split)
+        wish = self._names.request(row, input_id, rollout_id, sampling=sampling, split=split)
         return self._submit(wish.rollout)
 
     def begin(self, rollout: Rollout) -> RolloutFuture:
@@ -213,7 +213,7 @@ class RolloutClient:
 
     # --- many ------------------------------------------------------------------------------------
 
-    def run_batch(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[Item]:
+    def run_batch(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[BatchItem]:
         """Every row, so many times, in the order they end; begins with the first `next`.
 
         Leaving the loop early ends the rest.
@@ -223,16 +223,16 @@ class RolloutClient:
     def run_groups(self, rows: Iterable[Row], **options: Unpack[Options]) -> Iterator[Group]:
         """As `run_batch`, and the rollouts of an input come together, once all of them have ended."""
         batch = self._batch(rows, **options)
-        return self._each(batch, Gathering(batch.wishes).add)
+        return self._each(batch, GroupAssembler(batch.wishes).add)
 
-    def run_batch_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[Item]:
+    def run_batch_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[BatchItem]:
         """`run_batch` for `async for`."""
         return self._each_async(self._batch(rows, **options), as_item)
 
     def run_groups_async(self, rows: Iterable[Row], **options: Unpack[Options]) -> AsyncIterator[Group]:
         """`run_groups` for `async for`."""
         batch = self._batch(rows, **options)
-        return self._each_async(batch, Gathering(batch.wishes).add)
+        return self._each_async(batch, GroupAssembler(batch.wishes).add)
 
     def _batch(
         self,
@@ -241,27 +241,29 @@ class RolloutClient:
         timeout: float | None = None,
         sampling: Sampling | None = None,
         split: Split = Split.TRAIN,
-    ) -> Batch:
+    ) -> RolloutBatch:
         count = self.plan.rollouts if rollouts is None else rollouts
         if count < 1:
             raise UsageError(f"rollouts = {count} must be at least 1")
-        wishes = self._names.wishes(rows, count, sampling=sampling, split=split)
+        wishes = self._names.requests(rows, count, sampling=sampling, split=split)
         # So many in line that no place is ever empty, and not all of a long batch in memory.
-        return Batch(wishes, self._submit, ahead=2 * self.plan.concurrency, timeout=timeout)
+        return RolloutBatch(wishes, self._submit, ahead=2 * self.plan.concurrency, timeout=timeout)
 
-    def _each(self, batch: Batch, make: Callable[[Ended], T | None]) -> Iterator[T]:
-        queue: SimpleQueue[Ended | BaseException] = SimpleQueue()
+    def _each(self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]) -> Iterator[T]:
+        queue: SimpleQueue[EndedRequest | BaseException] = SimpleQueue()
         with batch:
             self._start(batch, queue.put)
             for _ in batch.wishes:
                 if (made := make(_or_raise(queue.get()))) is not None:
                     yield made
 
-    async def _each_async(self, batch: Batch, make: Callable[[Ended], T | None]) -> AsyncIterator[T]:
-        queue: asyncio.Queue[Ended | BaseException] = asyncio.Queue()
+    async def _each_async(
+        self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]
+    ) -> AsyncIterator[T]:
+        queue: asyncio.Queue[EndedRequest | BaseException] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def put(ended: Ended | BaseException) -> None:
+        def put(ended: EndedRequest | BaseException) -> None:
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
                 loop.call_soon_threadsafe(queue.put_nowait, ended)
 
@@ -271,7 +273,7 @@ class RolloutClient:
                 if (made := await asyncio.to_thread(make, _or_raise(await queue.get()))) is not None:
                     yield made
 
-    def _start(self, batch: Batch, put: Put) -> None:
+    def _start(self, batch: RolloutBatch, put: Put) -> None:
         batch.start(put)
         if (timeout := batch.timeout) is not None:
             loop = self._loop.result()
@@ -365,7 +367,7 @@ class RolloutClient:
 
     def _recall(self, rollout: Rollout) -> None:
         """What is known of this id must be of this row; one that was cancelled is wanted after all."""
-        note = self._ledger.finished(rollout.id)
+        note = self._ledger.rollout_summary(rollout.id)
         if note is None:
             return
         try:
@@ -373,7 +375,7 @@ class RolloutClient:
         except NotFound:
             return
         if note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED:
-            self._ledger.forget(rollout.id)
+            self._ledger.forget_rollout(rollout.id)
 
     def _over(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
         del self._tasks[future]
@@ -390,7 +392,9 @@ class RolloutClient:
         note = task.result()
         failure = note.outcome.failure
         if not future.settle(note) and failure and failure.kind is not FailureKind.POLICY:
-            self._ledger.forget(future.rollout.id)  # nobody waited: it ended because of that, or might have
+            self._ledger.forget_rollout(
+                future.rollout.id
+            )  # nobody waited: it ended because of that, or might have
 
     def _end(self, future: RolloutFuture, why: str) -> None:
         """From any thread: give up what nobody waits for."""
@@ -421,7 +425,7 @@ def _check_same(known: Rollout, rollout: Rollout) -> None:
         raise Conflict(f"{told}; give this one another rollout_id")
 
 
-def _or_raise(ended: Ended | BaseException) -> Ended:
+def _or_raise(ended: EndedRequest | BaseException) -> EndedRequest:
     if isinstance(ended, BaseException):
         raise ended
     return ended

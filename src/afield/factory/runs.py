@@ -97,7 +97,7 @@ def plan(config: TrainConfig, run: RunDirectory) -> RolloutConfig:
         budget=Budget(calls=config.max_calls, context=config.max_context),
         **policies_of(config),
         deliver=config.delivery,
-        judged=bool(config.verifier),
+        separate_verifier=bool(config.verifier),
         no_turns="flag" if config.freeze_weights else "refuse",
         rewards=() if config.freeze_weights else tuple(config.learn.rewards),
         max_reward=config.max_reward,

@@ -554,7 +554,7 @@ class Calls:
             tier=prompt.tier,
             dialect=request.dialect,
             messages=prompt.new,
-            asked=prompt.request_digest,
+            request_digest=prompt.request_digest,
             digest=prompt.request_digest,
             tools_digest=prompt.tools_digest,
             tags=(

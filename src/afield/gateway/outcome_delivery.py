@@ -17,7 +17,7 @@ from afield.gateway import outcomes
 from afield.gateway.api_error import ApiError
 from afield.gateway.sessions import Session, SessionManager
 from afield.gateway.store import Delivery, GatewayStore, SessionRow
-from afield.interfaces import Fence, Transport, Waiting
+from afield.interfaces import Fence, PendingAttempt, Transport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import Invocation, OutcomeRecord
 
@@ -149,11 +149,11 @@ class OutcomeDelivery:
             await self._brought(session)
 
 
-def _waiting(row: SessionRow, record: OutcomeRecord) -> Waiting:
+def _waiting(row: SessionRow, record: OutcomeRecord) -> PendingAttempt:
     outcome = record.outcome
     task = Task(record.input_id, {})
     rollout = Rollout(id=outcome.rollout_id, exp_id=record.exp_id, group_id=record.group_id, task=task)
-    return Waiting(rollout, Attempt(outcome.rollout_id, outcome.attempt))
+    return PendingAttempt(rollout, Attempt(outcome.rollout_id, outcome.attempt))
 
 
 def _refused(session_id: str, reason: str) -> ApiError:

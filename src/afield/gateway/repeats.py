@@ -33,7 +33,7 @@ def excluded(
     answers: dict[tuple[str, str | None, Constraint | None], list[Turn]] = {}
     for turn in tree.turns:
         if turn.status is TurnStatus.COMMITTED and turn.id not in recorded:
-            answers.setdefault((turn.asked, turn.parent, turn.constraint), []).append(turn)
+            answers.setdefault((turn.request_digest, turn.parent, turn.constraint), []).append(turn)
     repeated = [group for group in answers.values() if len(group) > 1]
     if not repeated:
         return {}

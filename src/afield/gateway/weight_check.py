@@ -14,7 +14,7 @@ from pathlib import Path
 
 from afield.errors import Unavailable
 from afield.interfaces.engine import Engine, GenerateRequest
-from afield.interfaces.weight_probe import SESSION, WeightProbe, read_witness
+from afield.interfaces.weight_probe import SESSION, WeightProbe, read_weight_probe
 from afield.types import Sampling
 
 log = logging.getLogger("afield.gateway")
@@ -25,7 +25,7 @@ PATIENCE_S = 30.0
 
 
 async def witness_of(path: str) -> WeightProbe | None:
-    return await asyncio.to_thread(read_witness, Path(path)) if path else None
+    return await asyncio.to_thread(read_weight_probe, Path(path)) if path else None
 
 
 async def check_weights_match(

@@ -9,7 +9,7 @@ from afield.interfaces.gateway import Gateway, SessionCredentials, SessionRecord
 from afield.interfaces.runtime import Capabilities, Exit, Phase, Runtime, SessionStatus
 from afield.interfaces.sandbox import ExecResult, Sandbox
 from afield.interfaces.trainer import Publisher, StepReport, Trainer
-from afield.interfaces.transport import Fence, Transport, Waiting
+from afield.interfaces.transport import Fence, PendingAttempt, Transport
 
 __all__ = [
     "Capabilities",
@@ -23,6 +23,7 @@ __all__ = [
     "GenerateRequest",
     "Image",
     "Pausable",
+    "PendingAttempt",
     "Phase",
     "Publisher",
     "Queueing",
@@ -36,5 +37,4 @@ __all__ = [
     "StepReport",
     "Trainer",
     "Transport",
-    "Waiting",
 ]

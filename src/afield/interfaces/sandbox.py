@@ -12,7 +12,7 @@ from afield.errors import InfrastructureFailure, UsageError
 from afield.types import Reason
 
 # Of a file that is downloaded: one with holes may be called larger than any memory.
-MOST_BYTES = 512 * 2**20
+MAX_DOWNLOAD_BYTES = 512 * 2**20
 
 
 class ExecResult(Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Sandbox(Protocol):
         ...
 
 
-def argv_of(
+def build_argv(
     command: str | Sequence[str], timeout: float, cwd: str | None, env: Mapping[str, str] | None
 ) -> list[str]:
     """What is to be run. Raises UsageError for what could not be passed to any program."""
@@ -100,7 +100,7 @@ def check_path(path: str) -> None:
     check_text("path", path)
 
 
-def too_large(path: str, where: str, most: int = MOST_BYTES) -> InfrastructureFailure:
+def file_too_large(path: str, where: str, most: int = MAX_DOWNLOAD_BYTES) -> InfrastructureFailure:
     said = f"{path} in {where} has more than {most} bytes; split it, or compress it there"
     return InfrastructureFailure(said, Reason.UPLOAD)
 

@@ -22,7 +22,7 @@ class Fence(Struct, frozen=True):
     reason: str
 
 
-class Waiting(Struct, frozen=True):
+class PendingAttempt(Struct, frozen=True):
     """An attempt whose decision somebody waits for."""
 
     rollout: Rollout
@@ -54,14 +54,14 @@ class Transport(Protocol):
         """
         ...
 
-    async def decision(self, waiting: Waiting) -> OutcomeRecord | Fence | None:
+    async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
         """What the store says of an attempt; None while it is open.
 
         A result that an agent left without a commit (it knows only how to put one object) is committed here.
         """
         ...
 
-    async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+    async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
         """Give an attempt up, unless it is decided already; answers with what stands."""
         ...
 
@@ -79,7 +79,7 @@ class Transport(Protocol):
         """
         ...
 
-    async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
+    async def sweep(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
         """Which of these the store holds a decision for, or a result to decide on, hints or not."""
         ...
 

@@ -33,13 +33,13 @@ class WeightProbe(Struct, frozen=True, kw_only=True):
             raise ValueError(f"a witness of {len(self.prompt_ids)} ids speaks of lengths {self.lengths}")
 
 
-def write_witness(directory: Path, witness: WeightProbe) -> None:
+def write_weight_probe(directory: Path, witness: WeightProbe) -> None:
     """After the weights."""
     told = msgspec.structs.replace(witness, files=_files(directory))
     (directory / FILE).write_bytes(msgspec.json.encode(told))
 
 
-def read_witness(directory: Path) -> WeightProbe | None:
+def read_weight_probe(directory: Path) -> WeightProbe | None:
     """None where there is none, or it was made for other weights than those beside it."""
     try:
         witness = msgspec.json.decode((directory / FILE).read_bytes(), type=WeightProbe)

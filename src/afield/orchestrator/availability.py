@@ -23,7 +23,7 @@ from afield.types import Failure, FailureKind, Reason
 
 log = logging.getLogger("afield.orchestrator.groups")
 
-PAUSE_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
+BACKOFF_S = (0.2, 5.0)  # between two tries at something that does not answer: at first, at most
 T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741  an item of a question about many
 UNANSWERED = (Unavailable, RateLimited, OSError)  # TimeoutError is an OSError
@@ -39,30 +39,32 @@ class Availability:
         self._answered: dict[str, float] = {}  # by method, when anybody last got an answer
         self._failing: Counter[str] = Counter()  # by method, how many callers have no answer now
 
-    async def ask(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         """The answer. Raises what the part answers, Unavailable for this caller alone, or an Outage."""
-        began = now()
+        began = loop_time()
         end = began + self._plan.unavailable_timeout_s
-        pause_s, longest_s = PAUSE_S
+        pause_s, longest_s = BACKOFF_S
         failing = False
         try:
             while True:
                 try:
-                    answer = await self._once(call, end - now())
-                    self._answered[method] = now()
+                    answer = await self._once(call, end - loop_time())
+                    self._answered[method] = loop_time()
                     return answer
                 except UNANSWERED as error:
                     last = error
                 except AfieldError:
-                    self._answered[method] = now()
+                    self._answered[method] = loop_time()
                     raise
                 if not failing:
                     failing = True
                     self._failing[method] += 1
                     told = "%s, %s: %s; tried again for up to %g s"
-                    log.warning(told, self._part, method, named(last), self._plan.unavailable_timeout_s)
+                    log.warning(
+                        told, self._part, method, describe_error(last), self._plan.unavailable_timeout_s
+                    )
                 wait_s = (last.retry_after_s if isinstance(last, RateLimited) else None) or pause_s
-                if now() + wait_s > end:
+                if loop_time() + wait_s > end:
                     raise await self._verdict(method, began, last) from last
                 await asyncio.sleep(wait_s)
                 pause_s = min(2 * pause_s, longest_s)
@@ -70,7 +72,7 @@ class Availability:
             if failing:
                 self._failing[method] -= 1
 
-    async def ask_in_parts(
+    async def call_in_batches(
         self, call: Callable[[Sequence[I]], Awaitable[T]], items: Sequence[I], limit_s: float
     ) -> tuple[list[T], list[I]]:
         """The answers about all items, and the items that no answer comes about.
@@ -92,7 +94,9 @@ class Availability:
                 if failures > 4 + 4 * math.ceil(math.log2(1 + len(items))):
                     raise
                 if len(batch) == 1:
-                    log.warning("%s: no answer about one of %d: %s", self._part, len(items), named(error))
+                    log.warning(
+                        "%s: no answer about one of %d: %s", self._part, len(items), describe_error(error)
+                    )
                     spoiled += batch
             if len(batch) > 1:
                 pending += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
@@ -103,7 +107,7 @@ class Availability:
         try:
             await self._once(self._probe, self._plan.unavailable_timeout_s)
         except UNANSWERED as error:
-            log.warning("%s does not answer: %s", self._part, named(error))
+            log.warning("%s does not answer: %s", self._part, describe_error(error))
             return False
         except AfieldError:
             return True
@@ -122,7 +126,7 @@ class Availability:
 
     async def _verdict(self, method: str, began: float, last: Exception) -> Unavailable:
         """Patience has ended: an Outage, or one caller's own trouble."""
-        told = f"{self._part} did not answer {method} for {now() - began:.0f} s: {named(last)}"
+        told = f"{self._part} did not answer {method} for {loop_time() - began:.0f} s: {describe_error(last)}"
         own = Unavailable(f"{told}; it answers others")
         if self._answered.get(method, -math.inf) > began:
             return own
@@ -131,37 +135,37 @@ class Availability:
         return Outage(f"{told}; see that it runs, and go on where it was")
 
 
-def named(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The class and message of an error, in one line."""
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def failure_of(error: Exception, doing: str, reason: Reason = Reason.RAISED) -> Failure:
+def failure_from_error(error: Exception, doing: str, reason: Reason = Reason.RAISED) -> Failure:
     """The failure of one rollout that an error of a part is; a RolloutFailure says itself whose it is."""
     if isinstance(error, RolloutFailure):
         return error.failure
     text = "".join(traceback.format_exception(error))
-    return Failure(FailureKind.INFRASTRUCTURE, reason, f"{doing}: {named(error)}", text)
+    return Failure(FailureKind.INFRASTRUCTURE, reason, f"{doing}: {describe_error(error)}", text)
 
 
-def broken(message: str, reason: Reason) -> Failure:
+def infrastructure_failure(message: str, reason: Reason) -> Failure:
     return Failure(FailureKind.INFRASTRUCTURE, reason, message)
 
 
-def now() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def patiently(ask: Callable[[], Awaitable[T]], unavailable_timeout_s: float) -> T:
+async def retry_unavailable(ask: Callable[[], Awaitable[T]], unavailable_timeout_s: float) -> T:
     """Repeat what raises Unavailable until it works, or until patience ends."""
-    end = now() + unavailable_timeout_s
-    pause_s, longest_s = PAUSE_S
+    end = loop_time() + unavailable_timeout_s
+    pause_s, longest_s = BACKOFF_S
     told = False
     while True:
         try:
             return await ask()
         except Unavailable as error:
-            if now() > end:
+            if loop_time() > end:
                 raise
             if not told:
                 log.warning("%s; tried again for up to %g s", error, unavailable_timeout_s)

@@ -44,13 +44,13 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     budget: Budget = Budget()
     deliver: Literal["store", "gateway"] = "store"
-    judged: bool = False
+    separate_verifier: bool = False
     no_turns: Literal["refuse", "flag"] = "flag"
     """What becomes of a reward for a session without a single model call: a failure, or a warning."""
     rewards: tuple[str, ...] = ()
     max_reward: float = 1e6
     poll_interval_s: float = 5.0
-    watch_s: float = 1.0
+    watch_interval_s: float = 1.0
     unavailable_timeout_s: float = 600.0
     call_timeout_s: float = 120.0
 
@@ -73,19 +73,19 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
         for kind, count in self.retries.items():
             if count < 0:
                 raise ValueError(f"retries of {kind} = {count} must be 0 or more")
-        if self.judged and self.deliver != "gateway":
+        if self.separate_verifier and self.deliver != "gateway":
             raise ValueError("a verifier gets what agents hand in at the gateway: deliver must be 'gateway'")
         after = self.straggler_after
         if after is not None and not 1 <= after <= self.rollouts:
             raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")
 
     @property
-    def verdicts(self) -> int:
+    def max_verdicts(self) -> int:
         """How often what was handed in is graded, at most, until a verifier does not fail."""
-        return 1 + self.retries.get(FailureKind.VERIFIER, 0) if self.judged else 1
+        return 1 + self.retries.get(FailureKind.VERIFIER, 0) if self.separate_verifier else 1
 
     @property
-    def enough(self) -> int:
+    def straggler_threshold(self) -> int:
         """How many rewards of a group start the clock of its stragglers."""
         return self.straggler_after or max(1, self.rollouts - 1)
 
@@ -95,4 +95,4 @@ class RolloutObserver(Protocol):
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
-    def rollout_finished(self, finished: RolloutResult) -> None: ...
+    def rollout_finished(self, result: RolloutResult) -> None: ...

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Sequence
 
 from msgspec import Struct, structs
 
-from afield.errors import first_cause
+from afield.errors import root_cause
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.rollout_store import RolloutStore
@@ -36,10 +36,10 @@ class GroupSpec(Struct, frozen=True):
 class CompletedGroup(Struct, frozen=True):
     """A group whose rollouts have all ended, without their data; `dropped` says why it cannot train."""
 
-    wish: GroupSpec
-    members: tuple[str, ...]
+    spec: GroupSpec
+    rollout_ids: tuple[str, ...]
     baseline: str | None
-    dropped: str | None
+    drop_reason: str | None
 
 
 class GroupRunner:
@@ -56,12 +56,12 @@ class GroupRunner:
         """All these groups, complete, in the order they were asked for."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self.group(wish)) for wish in wishes]
+                running = [tasks.create_task(self.start_group(wish)) for wish in wishes]
         except BaseExceptionGroup as errors:
-            raise first_cause(errors) from errors
+            raise root_cause(errors) from errors
         return [await asyncio.to_thread(read_group, self._spool, task.result()) for task in running]
 
-    def group(self, wish: GroupSpec) -> Coroutine[None, None, CompletedGroup]:
+    def start_group(self, wish: GroupSpec) -> Coroutine[None, None, CompletedGroup]:
         """Run all rollouts of a group to their end; repeating runs only what has not ended.
 
         They are under way when this returns; awaiting it waits for them.
@@ -85,10 +85,10 @@ class GroupRunner:
         notes = [task.result() for task in measured.values()]
         dropped = too_few_rewards([n.outcome for n in notes], self._plan.quorum if train else 1)
         if beside:
-            dropped = dropped or incomparable(beside.result())
+            dropped = dropped or baseline_drop_reason(beside.result())
         return CompletedGroup(wish, tuple(measured), baseline.id if baseline else None, dropped)
 
-    def members(self, wish: GroupSpec) -> list[str]:
+    def rollout_ids(self, wish: GroupSpec) -> list[str]:
         """The ids of its rollouts."""
         return [rollout.id for rollout in self._rollouts(wish)]
 
@@ -121,7 +121,7 @@ class GroupRunner:
             left = None if cut_at is None else max(0.0, cut_at - loop.time())
             _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             rewarded = sum(_rewarded(task) for task in running.values())
-            if plan.straggler_s is not None and cut_at is None and rewarded >= plan.enough:
+            if plan.straggler_s is not None and cut_at is None and rewarded >= plan.straggler_threshold:
                 cut_at = loop.time() + plan.straggler_s
             enough = plan.extra > 0 and rewarded >= plan.rollouts
             if pending and (enough or (cut_at is not None and loop.time() >= cut_at)):
@@ -136,7 +136,7 @@ def greedy(sampling: Sampling) -> Sampling:
     return structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=0)
 
 
-def incomparable(baseline: RolloutSummary) -> str | None:
+def baseline_drop_reason(baseline: RolloutSummary) -> str | None:
     """Why a group has nothing to be measured against; None when it has."""
     failure = baseline.outcome.failure
     if failure is None or baseline.outcome.reward_or_floor(0.0) is not None:
@@ -145,13 +145,13 @@ def incomparable(baseline: RolloutSummary) -> str | None:
 
 
 def read_group(spool: RolloutStore, ended: CompletedGroup) -> Group:
-    wish = ended.wish
+    wish = ended.spec
     return Group(
         id=wish.id,
         task_id=wish.task.id,
         epoch=wish.epoch,
         split=wish.split,
-        finished=tuple(spool.get(rollout_id) for rollout_id in ended.members),
+        finished=tuple(spool.get(rollout_id) for rollout_id in ended.rollout_ids),
         baseline=spool.get(ended.baseline) if ended.baseline else None,
     )
 

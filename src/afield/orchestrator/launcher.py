@@ -17,9 +17,15 @@ from afield import wire
 from afield.errors import Outage, RateLimited, WireError
 from afield.interfaces import Gateway, Runtime, SessionSpec, Transport
 from afield.options import policies_of
-from afield.orchestrator.availability import Availability, broken, failure_of, named, now
+from afield.orchestrator.availability import (
+    Availability,
+    describe_error,
+    failure_from_error,
+    infrastructure_failure,
+    loop_time,
+)
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.watcher import Running
+from afield.orchestrator.watcher import RunningAttempt
 from afield.ratelimit import Limiter
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Invocation
@@ -29,7 +35,7 @@ log = logging.getLogger("afield.orchestrator.groups")
 GATEWAY_SLACK_S = 3_600.0
 OPEN_GRACE_S = 30.0  # an open that was sent when its attempt is given up has this long to end by itself
 T = TypeVar("T")
-Payload = Callable[[Running], Awaitable[dict[str, Any]]]
+Payload = Callable[[RunningAttempt], Awaitable[dict[str, Any]]]
 
 
 class _Refused:
@@ -40,8 +46,8 @@ class _Refused:
         self.last = ""
 
     def note(self, error: RateLimited, others: set[_Refused]) -> None:
-        self.since = min(self.since, now())
-        self.last = named(error)
+        self.since = min(self.since, loop_time())
+        self.last = describe_error(error)
         others.add(self)
 
 
@@ -61,31 +67,31 @@ class Launcher:
         self.plan = self._plan = plan
         self.gateway = self._gateway = gateway
         self.runtime = self._runtime = runtime
-        self.asking = self._asking = asking
+        self.gateway_calls = self._asking = asking
         self._transport = transport
         self._limiter = limiter
         self._launched = -math.inf  # when the place last took anybody
         self._refused: set[_Refused] = set()  # whom it takes no more for now
 
-    async def launch(self, running: Running, payload: Payload | None = None) -> Failure | None:
+    async def launch(self, running: RunningAttempt, payload: Payload | None = None) -> Failure | None:
         """None once the agent has its payload; else why it has not."""
         queue_timeout_s = self._plan.deadlines.queue_timeout_s
-        end = None if queue_timeout_s is None else now() + queue_timeout_s
+        end = None if queue_timeout_s is None else loop_time() + queue_timeout_s
         refused = _Refused()
         try:
             while running.verdict is None:
-                left = None if end is None else end - now()
-                async with running.bounded(left) as queueing, self._limiter.launching():
+                left = None if end is None else end - loop_time()
+                async with running.bounded(left) as queueing, self._limiter.launch_slot():
                     queueing.reschedule(None)
                     try:
                         failure = await self._start(running, payload or self._payload)
-                        self._launched = self._launched if failure else now()
+                        self._launched = self._launched if failure else loop_time()
                         return failure
                     except RateLimited as error:
-                        self._limiter.throttled(error.retry_after_s)
+                        self._limiter.slow_down(error.retry_after_s)
                         refused.note(error, self._refused)
                         running.refusal = refused.last
-                if end is not None and now() >= end:
+                if end is not None and loop_time() >= end:
                     raise TimeoutError
                 if failure := self._refused_alone(refused):
                     return failure
@@ -95,20 +101,22 @@ class Launcher:
                 f"it was not launched within {queue_timeout_s} s;"
                 " raise queue_timeout_s, or the rate of launches"
             )
-            return running.verdict or broken(late, Reason.LAUNCH)
+            return running.verdict or infrastructure_failure(late, Reason.LAUNCH)
         finally:
             self._refused.discard(refused)
 
     def _refused_alone(self, refused: _Refused) -> Failure | None:
         """The failure of one that its place refuses for longer than patience while it takes others."""
-        since_s = now() - refused.since
+        since_s = loop_time() - refused.since
         if since_s <= self._plan.unavailable_timeout_s:
             return None
         if self._launched <= refused.since and len(self._refused) > 1:
             return None  # it takes nobody: that is no rollout's fault
-        return broken(f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH)
+        return infrastructure_failure(
+            f"its place took no more for {since_s:.0f} s: {refused.last}", Reason.LAUNCH
+        )
 
-    async def _start(self, running: Running, make: Payload) -> Failure | None:
+    async def _start(self, running: RunningAttempt, make: Payload) -> Failure | None:
         """Raises Throttled, where the place takes no more for now, and an Outage; nothing else."""
         try:
             payload = await make(running)
@@ -117,7 +125,7 @@ class Launcher:
         except WireError as error:
             return Failure(FailureKind.TASK, Reason.LAUNCH, str(error))
         except Exception as error:
-            return running.verdict or failure_of(error, "no session was opened for it", Reason.LAUNCH)
+            return running.verdict or failure_from_error(error, "no session was opened for it", Reason.LAUNCH)
         if running.verdict:
             return running.verdict
         launch_timeout_s = self._plan.deadlines.launch_timeout_s
@@ -130,26 +138,26 @@ class Launcher:
             raise
         except Exception as error:
             if running.verdict or limit is None or not limit.expired():
-                return running.verdict or failure_of(error, "it was not launched", Reason.LAUNCH)
+                return running.verdict or failure_from_error(error, "it was not launched", Reason.LAUNCH)
             late = (
                 f"the agent had not taken its payload after {launch_timeout_s:g} s;"
                 " raise launch_timeout_s if it may"
             )
-            return broken(late, Reason.TIMEOUT)
-        running.progress.launched = now()
+            return infrastructure_failure(late, Reason.TIMEOUT)
+        running.progress.launched_at = loop_time()
         return None
 
-    async def _payload(self, running: Running) -> dict[str, Any]:
-        role = "judged" if self._plan.judged else "agent"
+    async def _payload(self, running: RunningAttempt) -> dict[str, Any]:
+        role = "judged" if self._plan.separate_verifier else "agent"
         return wire.build_payload(running.waiting.rollout.task, await self.invocation(running, role))
 
-    async def invocation(self, running: Running, role: str) -> Invocation:
+    async def invocation(self, running: RunningAttempt, role: str) -> Invocation:
         """Who an agent, or a verifier, works for, and with which key. Asking again gives the same."""
         rollout = running.waiting.rollout
         # A request that was sent may be served after the abort that follows, and would leave a session open:
         # the try that is under way ends by itself.
         grace_s = min(OPEN_GRACE_S, self._plan.call_timeout_s)
-        ticket = await self._asking.ask(
+        ticket = await self._asking.call(
             "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
         )
         where = self._transport.address(rollout.exp_id)
@@ -167,7 +175,7 @@ class Launcher:
             **where,
         )
 
-    def _spec(self, running: Running) -> SessionSpec:
+    def _spec(self, running: RunningAttempt) -> SessionSpec:
         rollout, attempt, draw = running.waiting.rollout, running.waiting.attempt, running.draw
         return SessionSpec(
             id=attempt.session_id,
@@ -178,8 +186,8 @@ class Launcher:
             input_id=rollout.task.id,
             draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
-            reward_from="verifier" if self._plan.judged else "agent",
-            verdicts=self._plan.verdicts,
+            reward_from="verifier" if self._plan.separate_verifier else "agent",
+            verdicts=self._plan.max_verdicts,
             sampling=rollout.sampling or self._plan.sampling,
             budget=self._plan.budget,
             **policies_of(self._plan),
@@ -194,18 +202,18 @@ class Launcher:
             teardown_timeout_s = self._plan.deadlines.teardown_timeout_s
             log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_timeout_s)
         except Exception as error:
-            log.warning("%s could not be stopped: %s", attempt.session_id, named(error))
+            log.warning("%s could not be stopped: %s", attempt.session_id, describe_error(error))
 
     async def _stop(self, attempt: Attempt) -> None:
         """Waiting for its turn does not count against the deadline."""
-        end = now() + self._plan.unavailable_timeout_s
+        end = loop_time() + self._plan.unavailable_timeout_s
         while True:
-            async with self._limiter.calling(), asyncio.timeout(self._plan.deadlines.teardown_timeout_s):
+            async with self._limiter.call_slot(), asyncio.timeout(self._plan.deadlines.teardown_timeout_s):
                 try:
                     return await self._runtime.stop(attempt)
                 except RateLimited as error:
-                    self._limiter.throttled(error.retry_after_s, stop=True)
-                    if now() > end:
+                    self._limiter.slow_down(error.retry_after_s, stop=True)
+                    if loop_time() > end:
                         raise
 
 

@@ -18,10 +18,16 @@ from typing import Any, Self, TypeVar
 
 from afield import wire
 from afield.batches.rewards import validated_outcome
-from afield.errors import RETRIED, Outage, Unavailable, UsageError, first_cause
+from afield.errors import RETRIED, Outage, Unavailable, UsageError, root_cause
 from afield.interfaces import Gateway, Runtime, SessionRecord, Transport
 from afield.orchestrator.attempt import AttemptRunner
-from afield.orchestrator.availability import broken, failure_of, named, now, patiently
+from afield.orchestrator.availability import (
+    describe_error,
+    failure_from_error,
+    infrastructure_failure,
+    loop_time,
+    retry_unavailable,
+)
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
 from afield.orchestrator.rollout_store import RolloutStore
 from afield.orchestrator.run_state import RolloutSummary, RunState
@@ -68,25 +74,25 @@ class RolloutRunner:
 
     async def __aenter__(self) -> Self:
         self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._decider.begin(self._tasks)
+        self._decider.start(self._tasks)
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
         """What still runs is left undecided: another conductor of the same ledger goes on with it."""
         try:
             if exc[0] is None:
-                await self._decider.settle()
+                await self._decider.wait_for_teardown()
         except BaseException as error:
             exc = (type(error), error, error.__traceback__)
             raise
         finally:
             for task in self._runs.values():
                 task.cancel()
-            self._decider.leave()
+            self._decider.close()
             try:
                 await self._tasks.__aexit__(*exc)
             except BaseExceptionGroup as errors:
-                raise first_cause(errors) from errors
+                raise root_cause(errors) from errors
 
     @property
     def has_room(self) -> bool:
@@ -117,13 +123,13 @@ class RolloutRunner:
         """
         if rollout_id not in self._runs:
             return
-        self._decider.cancel(rollout_id, broken(why, reason))
+        self._decider.cancel(rollout_id, infrastructure_failure(why, reason))
         queueing = self._queued.pop(rollout_id, None)
         if queueing and not queueing.expired():
-            queueing.reschedule(now())
+            queueing.reschedule(loop_time())
 
     async def _run(self, rollout: Rollout) -> RolloutSummary:
-        born = now()
+        born = loop_time()
         try:
             if note := await self._known(rollout):
                 return note
@@ -142,12 +148,14 @@ class RolloutRunner:
 
     async def _known(self, rollout: Rollout) -> RolloutSummary | None:
         """How it ended, if it has; what is not in the spool any more the gateway gives again."""
-        note = await asyncio.to_thread(self._ledger.finished, rollout.id)
+        note = await asyncio.to_thread(self._ledger.rollout_summary, rollout.id)
         if note is None or self._spool.holds(rollout.id):
             return note
         outcome, record = await self._recorded(rollout, note.outcome)
         if outcome is not note.outcome:
-            await asyncio.to_thread(self._ledger.forget, rollout.id)  # nothing is left of what it sampled
+            await asyncio.to_thread(
+                self._ledger.forget_rollout, rollout.id
+            )  # nothing is left of what it sampled
             return None
         return await self._patiently(lambda: self._keep(rollout, outcome, record, note.attempts))
 
@@ -164,7 +172,7 @@ class RolloutRunner:
                 f"waited {queue_timeout_s} s for a concurrency slot beside {others} other rollouts;"
                 " raise concurrency or queue_timeout_s"
             )
-            self._decider.cancelled.setdefault(rollout_id, broken(told, Reason.LAUNCH))
+            self._decider.cancelled.setdefault(rollout_id, infrastructure_failure(told, Reason.LAUNCH))
         finally:
             self._queued.pop(rollout_id, None)
         return False
@@ -191,13 +199,13 @@ class RolloutRunner:
             assert outcome.failure is not None
             self._watcher.attempt_ended(rollout, outcome, True)
             attempt = Attempt(rollout.id, outcome.attempt)
-            sampled = await self._decider.sampled(attempt)
-            await asyncio.to_thread(self._ledger.fail, attempt, outcome.failure, sampled)
+            sampled = await self._decider.sampled_tokens(attempt)
+            await asyncio.to_thread(self._ledger.fail_attempt, attempt, outcome.failure, sampled)
             outcome = None
 
     async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
         """Ends the run where no other attempt, of this rollout or another, could end otherwise."""
-        if why := await self._decider.unsupported(Attempt(rollout.id, outcome.attempt)):
+        if why := await self._decider.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
             told = f"{rollout.id} was refused by the gateway, as every other rollout would be: {why}"
             # A task of its own: it is not this rollout's failure, and nothing is noted of it.
             self._tasks.create_task(_ending(UsageError(told)))
@@ -219,10 +227,10 @@ class RolloutRunner:
             return False
         if outcome.failure.reason is Reason.NO_AGENT:
             return False
-        if graded and self._plan.judged and outcome.failure.kind is FailureKind.VERIFIER:
+        if graded and self._plan.separate_verifier and outcome.failure.kind is FailureKind.VERIFIER:
             return False
         rollout_timeout_s = self._plan.deadlines.rollout_timeout_s
-        if rollout_timeout_s is not None and now() - born > rollout_timeout_s:
+        if rollout_timeout_s is not None and loop_time() - born > rollout_timeout_s:
             return False
         kind = outcome.failure.kind
         spent[kind] += 1
@@ -230,15 +238,17 @@ class RolloutRunner:
 
     async def _end(self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int) -> RolloutSummary:
         note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
-        await asyncio.to_thread(self._ledger.finish, rollout.id, note)
+        await asyncio.to_thread(self._ledger.finish_rollout, rollout.id, note)
         self._watcher.attempt_ended(rollout, note.outcome, False)
         return note
 
     async def _unexpected(self, rollout: Rollout, error: Exception) -> RolloutSummary:
         """What nobody thought of went wrong with one rollout: that is its failure, and says where."""
-        log.error("%s failed in a way that nothing foresees: %s", rollout.id, named(error), exc_info=error)
+        log.error(
+            "%s failed in a way that nothing foresees: %s", rollout.id, describe_error(error), exc_info=error
+        )
         n = max(1, len(await asyncio.to_thread(self._ledger.attempts, rollout.id)))
-        outcome = wire.failed(rollout.id, n, failure_of(error, "it was given up"))
+        outcome = wire.failed(rollout.id, n, failure_from_error(error, "it was given up"))
         return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), n)
 
     async def _recorded(self, rollout: Rollout, outcome: Outcome) -> tuple[Outcome, SessionRecord]:
@@ -246,18 +256,20 @@ class RolloutRunner:
         one that nothing can be trained with."""
         session_id = outcome.session_id
         try:
-            record = await self._decider.asking.ask("finalize", lambda: self._gateway.finalize(session_id))
+            record = await self._decider.gateway_calls.call(
+                "finalize", lambda: self._gateway.finalize(session_id)
+            )
         except Outage:
             raise
         except Exception as error:
             if outcome.failure is None:
-                lost = failure_of(error, "what it sampled cannot be read", Reason.ENGINE)
+                lost = failure_from_error(error, "what it sampled cannot be read", Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, SessionRecord(trajectories=(), excluded=())
         names = self._plan.rewards if rollout.split is Split.TRAIN else ()
         outcome = self._sampled(outcome, record)
         return validated_outcome(
-            finished_of(rollout, outcome, record, 1), names, self._plan.max_reward
+            rollout_result(rollout, outcome, record, 1), names, self._plan.max_reward
         ), record
 
     def _sampled(self, outcome: Outcome, record: SessionRecord) -> Outcome:
@@ -275,7 +287,7 @@ class RolloutRunner:
         self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int
     ) -> RolloutSummary:
         """Everything there is of a rollout, to the spool."""
-        finished = finished_of(rollout, outcome, record, n)
+        finished = rollout_result(rollout, outcome, record, n)
         await asyncio.to_thread(self._spool.put, finished)
         self._watcher.rollout_finished(finished)
         spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
@@ -288,7 +300,7 @@ class RolloutRunner:
         )
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        return await patiently(ask, self._plan.unavailable_timeout_s)
+        return await retry_unavailable(ask, self._plan.unavailable_timeout_s)
 
 
 async def _ending(error: Exception) -> None:
@@ -296,7 +308,7 @@ async def _ending(error: Exception) -> None:
     raise error
 
 
-def finished_of(rollout: Rollout, outcome: Outcome, record: SessionRecord, attempts: int) -> RolloutResult:
+def rollout_result(rollout: Rollout, outcome: Outcome, record: SessionRecord, attempts: int) -> RolloutResult:
     return RolloutResult(
         rollout=rollout,
         outcome=outcome,

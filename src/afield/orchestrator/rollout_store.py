@@ -26,16 +26,16 @@ class RolloutStore:
         self._root = root
         self._durable = durable
 
-    def put(self, finished: RolloutResult) -> None:
-        path = self._path(finished.rollout.id)
+    def put(self, result: RolloutResult) -> None:
+        path = self._path(result.rollout.id)
         partial = path.with_name(f"{path.name}.partial")
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(path, _ENCODER.encode(finished), durable=self._durable)
+            write_whole(path, _ENCODER.encode(result), durable=self._durable)
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
-            told = f"cannot keep the rollout {finished.rollout.id} in {self._root}: {error}"
+            told = f"cannot keep the rollout {result.rollout.id} in {self._root}: {error}"
             raise Unavailable(f"{told}; make room, and it goes on") from error
 
     def get(self, rollout_id: str) -> RolloutResult:
@@ -50,7 +50,7 @@ class RolloutStore:
     def holds(self, rollout_id: str) -> bool:
         return self._path(rollout_id).exists()
 
-    def drop(self, rollout_id: str) -> None:
+    def remove(self, rollout_id: str) -> None:
         self._path(rollout_id).unlink(missing_ok=True)
 
     def __len__(self) -> int:

@@ -38,7 +38,7 @@ from afield.private_files import private_directory
 from afield.types import RolloutResult, Task
 
 log = logging.getLogger("afield.run")
-STATE = "state.json"
+STEP_STATE_FILE = "state.json"
 T = TypeVar("T")
 
 
@@ -47,7 +47,7 @@ class StepState(Struct, frozen=True):
 
     step: int
     version: int
-    trained: tuple[str, ...]
+    trained_rollouts: tuple[str, ...]
     metrics: dict[str, Any]
     groups: tuple[str, ...] = ()
 
@@ -73,11 +73,11 @@ class RunDirectory:
         return self.path / "tasks.jsonl"
 
     @property
-    def ledger(self) -> Path:
+    def run_state(self) -> Path:
         return self.path / "ledger.sqlite"
 
     @property
-    def spool(self) -> Path:
+    def rollout_store(self) -> Path:
         return self.path / "spool"
 
     @property
@@ -106,10 +106,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def began(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether there is anything to lose: learning begins by writing its metrics, empty as they are, and
         collecting leaves rollouts in the spool."""
-        return self.metrics.exists() or self.spool.exists()
+        return self.metrics.exists() or self.rollout_store.exists()
 
     @property
     def summary(self) -> Path:
@@ -125,7 +125,7 @@ class RunDirectory:
         with ExitStack() as locks:
             for part in parts:
                 try:
-                    private_directory(self.path, (self.config.name, self.ledger.name))
+                    private_directory(self.path, (self.config.name, self.run_state.name))
                     lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
                 except OSError as error:
                     told = f"a run cannot be kept in {self.path}: {error}"
@@ -161,14 +161,14 @@ class RunDirectory:
     def last_state(self) -> StepState | None:
         """The newest step that is done. Of a damaged checkpoint, that of the one before."""
         while steps := self._checkpoints():
-            path = self.checkpoint(steps[-1]) / STATE
+            path = self.checkpoint(steps[-1]) / STEP_STATE_FILE
             try:
                 return msgspec.json.decode(path.read_bytes(), type=StepState)
             except (OSError, msgspec.MsgspecError) as error:
-                self.set_aside(steps[-1], f"{path} cannot be read: {error}")
+                self.quarantine(steps[-1], f"{path} cannot be read: {error}")
         return None
 
-    def set_aside(self, step: int, reason: str) -> None:
+    def quarantine(self, step: int, reason: str) -> None:
         """Keep a damaged checkpoint under another name, so that the one before is the newest."""
         older = [known for known in self._checkpoints() if known < step]
         if not older:

@@ -39,8 +39,8 @@ class RolloutSummary(Struct, frozen=True):
     outcome: Outcome
     attempts: int
     tokens: int = 0
-    low: int | None = None
-    high: int | None = None
+    min_version: int | None = None
+    max_version: int | None = None
 
 
 class PendingGroup(Struct, frozen=True):
@@ -48,9 +48,9 @@ class PendingGroup(Struct, frozen=True):
 
     id: str
     position: int
-    born: int
+    begun_after_step: int
     ready: bool
-    dropped: str | None
+    drop_reason: str | None
 
 
 class AttemptRecord(Struct, frozen=True):
@@ -60,13 +60,13 @@ class AttemptRecord(Struct, frozen=True):
     """
 
     attempt: Attempt
-    began: float
+    started_at: float
     failure: Failure | None
     tokens: int
 
     @property
     def age_s(self) -> float:
-        return max(0.0, time.time() - self.began)
+        return max(0.0, time.time() - self.started_at)
 
 
 class RunState:
@@ -91,26 +91,26 @@ class RunState:
 
     # --- attempts and rollouts -------------------------------------------------------------------
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin_attempt(self, attempt: Attempt) -> None:
         """Before it is launched."""
         sql = "INSERT OR IGNORE INTO attempts (rollout_id, n, began) VALUES (?,?,?)"
         self._db.execute(sql, attempt.rollout_id, attempt.n, time.time())
 
-    def launched(self, attempt: Attempt) -> None:
+    def mark_launched(self, attempt: Attempt) -> None:
         """Its agent has it: from here on its time counts, whoever waits for it."""
         sql = "UPDATE attempts SET began=? WHERE rollout_id=? AND n=?"
         self._db.execute(sql, time.time(), attempt.rollout_id, attempt.n)
 
-    def spent(self, attempt: Attempt, tokens: int) -> None:
+    def record_tokens(self, attempt: Attempt, tokens: int) -> None:
         """What an attempt cost that came to nothing, and is held against nobody."""
         sql = "UPDATE attempts SET tokens=? WHERE rollout_id=? AND n=?"
         self._db.execute(sql, tokens, attempt.rollout_id, attempt.n)
 
-    def begun(self, attempt: Attempt) -> bool:
+    def has_attempt(self, attempt: Attempt) -> bool:
         sql = "SELECT 1 FROM attempts WHERE rollout_id=? AND n=?"
         return self._db.fetch_one(sql, attempt.rollout_id, attempt.n) is not None
 
-    def fail(self, attempt: Attempt, failure: Failure, tokens: int = 0) -> None:
+    def fail_attempt(self, attempt: Attempt, failure: Failure, tokens: int = 0) -> None:
         """An attempt failed and another one may follow: what it spent, of retries and tokens, is kept."""
         sql = "UPDATE attempts SET kind=?, reason=?, message=?, tokens=? WHERE rollout_id=? AND n=?"
         told = (str(failure.kind), str(failure.reason), failure.message[:2000], tokens)
@@ -129,34 +129,36 @@ class RunState:
             for n, began, kind, reason, message, tokens in self._db.fetch_all(sql, rollout_id)
         ]
 
-    def finish(self, rollout_id: str, note: RolloutSummary) -> None:
+    def finish_rollout(self, rollout_id: str, note: RolloutSummary) -> None:
         body = msgspec.msgpack.encode(note)
         self._db.execute("INSERT OR IGNORE INTO finished VALUES (?,?)", rollout_id, body)
 
-    def finished(self, rollout_id: str) -> RolloutSummary | None:
+    def rollout_summary(self, rollout_id: str) -> RolloutSummary | None:
         row = self._db.fetch_one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
         return msgspec.msgpack.decode(row[0], type=RolloutSummary) if row else None
 
-    def forget(self, rollout_id: str) -> None:
+    def forget_rollout(self, rollout_id: str) -> None:
         """How it ended no longer counts: it was cancelled, and is wanted after all. Its attempts are kept."""
         self._db.execute("DELETE FROM finished WHERE rollout_id=?", rollout_id)
 
-    def wasted(self, rollout_ids: Sequence[str]) -> int:
+    def wasted_tokens(self, rollout_ids: Sequence[str]) -> int:
         """Tokens of attempts that came to nothing."""
         sql = f"SELECT coalesce(sum(tokens), 0) FROM attempts WHERE rollout_id IN ({_marks(rollout_ids)})"
         return self._db.fetch_one(sql, *rollout_ids)[0]
 
     # --- groups ----------------------------------------------------------------------------------
 
-    def admit(self, group_id: str, position: int, born: int) -> None:
+    def begin_group(self, group_id: str, position: int, born: int) -> None:
         sql = "INSERT OR IGNORE INTO groups (id, position, born) VALUES (?,?,?)"
         self._db.execute(sql, group_id, position, born)
 
-    def admitted(self) -> int:
+    def groups_begun(self) -> int:
         """How many groups were begun; the next one has this position."""
         return self._db.fetch_one("SELECT coalesce(max(position), -1) + 1 FROM groups")[0]
 
-    def ready(self, group_id: str, members: Sequence[str], baseline: str | None, dropped: str | None) -> None:
+    def complete_group(
+        self, group_id: str, members: Sequence[str], baseline: str | None, dropped: str | None
+    ) -> None:
         """All rollouts of a group have ended and lie in the spool; `dropped` says why it cannot train."""
         rows = [(group_id, n, rollout_id) for n, rollout_id in enumerate(members)]
         rows += [(group_id, BASELINE, baseline)] if baseline else []
@@ -164,14 +166,14 @@ class RunState:
             self._db.execute_many("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
             self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", dropped, group_id)
 
-    def untaken(self) -> list[PendingGroup]:
+    def pending_groups(self) -> list[PendingGroup]:
         """Groups that were begun and that no step has taken, in the order they were begun."""
         sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
         return [
             PendingGroup(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._db.fetch_all(sql)
         ]
 
-    def members(self, group_id: str) -> tuple[list[str], str | None]:
+    def group_members(self, group_id: str) -> tuple[list[str], str | None]:
         """The rollouts of a group that is ready, and its baseline."""
         found = dict(
             self._db.fetch_all("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", group_id)
@@ -181,7 +183,7 @@ class RunState:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def take(self, step: int, group_ids: Iterable[str], rollout_ids: Iterable[str]) -> None:
+    def finish_step(self, step: int, group_ids: Iterable[str], rollout_ids: Iterable[str]) -> None:
         """A step is done: these groups were its own, these rollouts it trained.
 
         One that another step took before is an error.
@@ -203,39 +205,39 @@ class RunState:
             self._db.execute("DELETE FROM trained WHERE step > ?", step)
             self._db.execute("UPDATE groups SET step=NULL WHERE step > ?", step)
 
-    def trained(self) -> dict[str, int]:
+    def trained_rollouts(self) -> dict[str, int]:
         return dict(self._db.fetch_all("SELECT rollout_id, step FROM trained"))
 
-    def taken(self) -> int:
+    def groups_taken(self) -> int:
         """How many groups the steps have taken."""
         return self._db.fetch_one("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0]
 
     @property
-    def done(self) -> int:
+    def published_step(self) -> int:
         """The last step whose weights the engines sample with."""
         return self._fact("done")
 
-    @done.setter
-    def done(self, step: int) -> None:
+    @published_step.setter
+    def published_step(self, step: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", step)
 
     @property
-    def base(self) -> int | None:
+    def base_version(self) -> int | None:
         """The policy version that the run began with; None before it was chosen."""
         row = self._db.fetch_one("SELECT value FROM facts WHERE key='base'")
         return row[0] if row else None
 
-    @base.setter
-    def base(self, version: int) -> None:
+    @base_version.setter
+    def base_version(self, version: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES ('base', ?)", version)
 
     @property
-    def late(self) -> int:
+    def late_outcomes(self) -> int:
         """Outcomes that came after their attempt had been given up, and were refused."""
         return self._fact("late")
 
-    @late.setter
-    def late(self, number: int) -> None:
+    @late_outcomes.setter
+    def late_outcomes(self, number: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO facts VALUES ('late', ?)", number)
 
     # --- small things ----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from afield.errors import UsageError, first_cause
+from afield.errors import UsageError, root_cause
 from afield.interfaces import Gateway
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.orchestrator.rollout_store import RolloutStore
@@ -48,7 +48,7 @@ class Schedule(Struct, frozen=True):
     def epoch(self, position: int) -> int:
         return position // len(self.tasks)
 
-    def wish(self, position: int) -> GroupSpec:
+    def group_spec(self, position: int) -> GroupSpec:
         epoch, index = divmod(position, len(self.tasks))
         seed = f"{self.seed}/{epoch}" if self.shuffle else None
         task = self.tasks[_order(len(self.tasks), seed)[index]]
@@ -105,32 +105,32 @@ class GroupScheduler:
                 if self._validation:
                     tasks.create_task(self._validate(self._validation))
                 for position in await asyncio.to_thread(self._positions):
-                    if position >= await asyncio.to_thread(self._ledger.admitted):
+                    if position >= await asyncio.to_thread(self._ledger.groups_begun):
                         await self._its_turn(position)
-                    wish = self._schedule.wish(position)
+                    wish = self._schedule.group_spec(position)
                     done = await self._done()
-                    await asyncio.to_thread(self._ledger.admit, wish.id, position, done)
+                    await asyncio.to_thread(self._ledger.begin_group, wish.id, position, done)
                     tasks.create_task(self._group(wish))
                     await asyncio.sleep(0)  # it has begun, and there may be no room for another
         except BaseExceptionGroup as errors:
-            raise first_cause(errors) from errors
+            raise root_cause(errors) from errors
 
     def _positions(self) -> Iterable[int]:
         begun = [
             entry.position
-            for entry in self._ledger.untaken()
+            for entry in self._ledger.pending_groups()
             if self._wanted(entry) and not (entry.ready and self._kept(entry.id))
         ]
-        return itertools.chain(begun, range(self._ledger.admitted(), self._window.groups))
+        return itertools.chain(begun, range(self._ledger.groups_begun(), self._window.groups))
 
     def _wanted(self, entry: PendingGroup) -> bool:
         """A run that was made shorter has begun groups that no step will take."""
-        if self._ledger.done >= self._window.steps:
+        if self._ledger.published_step >= self._window.steps:
             return False
         return self._window.mode == "async" or entry.position < self._window.groups
 
     def _kept(self, group_id: str) -> bool:
-        members, baseline = self._ledger.members(group_id)
+        members, baseline = self._ledger.group_members(group_id)
         return all(map(self._spool.holds, (*members, *([baseline] if baseline else []))))
 
     async def _its_turn(self, position: int) -> None:
@@ -138,12 +138,12 @@ class GroupScheduler:
             await asyncio.sleep(POLL_S)
 
     async def _done(self) -> int:
-        return await asyncio.to_thread(lambda: self._ledger.done)
+        return await asyncio.to_thread(lambda: self._ledger.published_step)
 
     async def _group(self, wish: GroupSpec) -> None:
-        ended = await self._collector.group(wish)
-        told = ended.members, ended.baseline, ended.dropped
-        await asyncio.to_thread(self._ledger.ready, wish.id, *told)
+        ended = await self._collector.start_group(wish)
+        told = ended.rollout_ids, ended.baseline, ended.drop_reason
+        await asyncio.to_thread(self._ledger.complete_group, wish.id, *told)
 
     async def _validate(self, validation: Validation) -> None:
         steps = self._window.steps
@@ -167,11 +167,11 @@ class GroupScheduler:
             finished = [f for group in groups for f in group.finished]
             await asyncio.to_thread(validation.report, step, finished)
         for wish in wishes:
-            for rollout_id in self._collector.members(wish):
-                await asyncio.to_thread(self._spool.drop, rollout_id)
+            for rollout_id in self._collector.rollout_ids(wish):
+                await asyncio.to_thread(self._spool.remove, rollout_id)
 
 
-async def our_weights(ledger: RunState, gateway: Gateway, *, frozen: bool) -> None:
+async def wait_for_own_weights(ledger: RunState, gateway: Gateway, *, frozen: bool) -> None:
     """Until the gateway samples with this run's weights; what it serves of another run teaches nothing."""
     told = False
     while not await asyncio.to_thread(_ours, ledger, await gateway.version(), frozen=frozen):
@@ -182,9 +182,9 @@ async def our_weights(ledger: RunState, gateway: Gateway, *, frozen: bool) -> No
 
 
 def _ours(ledger: RunState, served: int, *, frozen: bool) -> bool:
-    if ledger.base is None:
+    if ledger.base_version is None:
         return served == 0
-    ahead = served - ledger.base - (0 if frozen else ledger.done)
+    ahead = served - ledger.base_version - (0 if frozen else ledger.published_step)
     return ahead in (0, 1)  # a step is noted as done just after it is published
 
 

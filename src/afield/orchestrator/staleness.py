@@ -53,7 +53,7 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
     def choose(self, step: int, untaken: Sequence[PendingGroup]) -> list[PendingGroup] | None:
         """The groups of this step, oldest first; None when it has to wait for some."""
         size = min(self.batch, self.groups - (step - 1) * self.batch)
-        ordered = sorted(untaken, key=lambda entry: (entry.born, entry.position))
+        ordered = sorted(untaken, key=lambda entry: (entry.begun_after_step, entry.position))
         if self.mode != "async":
             ordered = sorted(untaken, key=lambda entry: entry.position)[:size]
         chosen = [entry for entry in ordered if entry.ready][:size]
@@ -66,7 +66,9 @@ class StalenessWindow(Struct, frozen=True, kw_only=True):
     ) -> bool:
         """Whether the steps after this one can still take all others in time."""
         taken = {entry.id for entry in chosen}
-        due = Counter(max(e.born + self.staleness + 1, step) for e in untaken if e.id not in taken)
+        due = Counter(
+            max(e.begun_after_step + self.staleness + 1, step) for e in untaken if e.id not in taken
+        )
         left = 0
         for last in sorted(due):
             left += due[last]

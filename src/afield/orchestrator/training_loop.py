@@ -24,14 +24,14 @@ from afield.errors import DamagedFile, NoRewards, Unavailable
 from afield.exclusions import UntrainedReason
 from afield.interfaces import Gateway, Publisher, StepReport, Trainer
 from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import STATE, RunDirectory, StepState
+from afield.orchestrator.run_directory import STEP_STATE_FILE, RunDirectory, StepState
 from afield.orchestrator.run_state import PendingGroup, RunState
 from afield.orchestrator.staleness import StalenessWindow
-from afield.token_account import TokenAccount, of_finished
+from afield.token_account import TokenAccount, count_tokens
 from afield.types import Group, Policy, RolloutResult, VersionSpan
 
 log = logging.getLogger("afield.loop")
-PATIENCE = 3  # steps without a single reward before a run is given up
+MAX_STEPS_WITHOUT_REWARD = 3  # steps without a single reward before a run is given up
 POLL_S = 0.05
 T = TypeVar("T")
 Working = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -53,7 +53,7 @@ class LoopConfig(Struct, frozen=True, kw_only=True):
     """Seconds until new weights, or an answer about those served, are given up; the run can be resumed."""
 
 
-class StepLine(Struct, frozen=True, kw_only=True):
+class StepMetrics(Struct, frozen=True, kw_only=True):
     """One line of metrics.jsonl. `staleness` is how many versions ago the oldest trained token was sampled,
     `staleness_mean` that of tokens on average; `wasted_tokens` were sampled by attempts that came to nothing,
     or by rollouts that carry no reward; `too_long` rows exceed the trainer's context and were left out.
@@ -90,7 +90,7 @@ class StepLine(Struct, frozen=True, kw_only=True):
     trainer: dict[str, float]
 
 
-class Batch(Struct, frozen=True):
+class StepBatch(Struct, frozen=True):
     """What a step has taken: all its groups, those that cannot train and why, and the rest."""
 
     groups: list[Group]
@@ -121,7 +121,7 @@ class TrainingLoop:
         ledger: RunState,
         spool: RolloutStore,
         run: RunDirectory,
-        on_step: Callable[[StepLine], None],
+        on_step: Callable[[StepMetrics], None],
         working: Working = asyncio.to_thread,
     ) -> None:
         self._window = window
@@ -145,9 +145,11 @@ class TrainingLoop:
             batch = await self._step(step)
             rewarded = any(f.outcome.reward_or_floor(0.0) is not None for f in batch.finished)
             barren = 0 if rewarded else barren + 1
-            if barren == PATIENCE:
-                often = usual_failure(batch.finished)
-                raise NoRewards(f"{PATIENCE} steps without a single reward; most often: {often}")
+            if barren == MAX_STEPS_WITHOUT_REWARD:
+                often = most_common_failure(batch.finished)
+                raise NoRewards(
+                    f"{MAX_STEPS_WITHOUT_REWARD} steps without a single reward; most often: {often}"
+                )
             del batch  # or it would be held while the next one is read
 
     async def _begin(self, state: StepState) -> None:
@@ -170,14 +172,14 @@ class TrainingLoop:
             raise Unavailable(f"{told}; see that it runs, then go on with --resume") from error
 
     def _number(self, state: StepState, served: int) -> None:
-        if self._ledger.base is None:
-            self._ledger.base = served + 1 if served else 0
+        if self._ledger.base_version is None:
+            self._ledger.base_version = served + 1 if served else 0
         elif served > self._version_of(state.step):
             log.warning("the gateway has served version %d since; versions go on from there", served)
-            self._ledger.base = served + 1 - (0 if self._recipe.frozen else state.step)
+            self._ledger.base_version = served + 1 - (0 if self._recipe.frozen else state.step)
 
     def _version_of(self, step: int) -> int:
-        return (self._ledger.base or 0) + (0 if self._recipe.frozen else step)
+        return (self._ledger.base_version or 0) + (0 if self._recipe.frozen else step)
 
     def _restore(self) -> StepState:
         while (state := self._run.last_state()) is not None:
@@ -185,13 +187,13 @@ class TrainingLoop:
                 self._trainer.restore(self._run.checkpoint(state.step))
                 break
             except DamagedFile as error:
-                self._run.set_aside(state.step, str(error))
+                self._run.quarantine(state.step, str(error))
         self._return_to_spool(state.step if state else 0)
         self._run.rewind(state)
         self._ledger.rewind(state.step if state else 0)
         if state is None:
             return StepState(0, 0, (), {})
-        self._ledger.take(state.step, state.groups, state.trained)
+        self._ledger.finish_step(state.step, state.groups, state.trained_rollouts)
         self._drop(state.groups)  # unless it was killed before it could
         return state
 
@@ -203,7 +205,7 @@ class TrainingLoop:
                     if not self._spool.holds(finished.rollout.id):
                         self._spool.put(finished)
 
-    async def _step(self, step: int) -> Batch:
+    async def _step(self, step: int) -> StepBatch:
         clock = asyncio.get_running_loop().time
         began = clock()
         batch = await asyncio.to_thread(self._read, await self._chosen(step))
@@ -211,7 +213,7 @@ class TrainingLoop:
         report = StepReport(rollouts=0, tokens=0)
         if batch.usable:
             report = await self._working(lambda: self._trainer.step(batch.usable))
-        line = describe(
+        line = step_metrics(
             step=step,
             version=await asyncio.to_thread(self._version_of, step),
             batch=batch,
@@ -228,26 +230,30 @@ class TrainingLoop:
         return batch
 
     async def _chosen(self, step: int) -> list[PendingGroup]:
-        while (chosen := self._window.choose(step, await asyncio.to_thread(self._ledger.untaken))) is None:
+        while (
+            chosen := self._window.choose(step, await asyncio.to_thread(self._ledger.pending_groups))
+        ) is None:
             await asyncio.sleep(POLL_S)
         return chosen
 
-    def _read(self, entries: Sequence[PendingGroup]) -> Batch:
+    def _read(self, entries: Sequence[PendingGroup]) -> StepBatch:
         groups: list[Group] = []
         dropped: dict[str, str] = {}
         for entry in entries:
             group = self._group(entry)
             groups.append(group)
             stale = staleness(group, self._version)
-            if entry.dropped:
-                dropped[group.id] = entry.dropped
+            if entry.drop_reason:
+                dropped[group.id] = entry.drop_reason
             elif stale > self._window.staleness and self._recipe.stale == "drop":
                 dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
-        ids = [f.rollout.id for group in groups for f in everyone(group)]
-        return Batch(groups, dropped, self._version, self._ledger.wasted(ids) + wasted(groups, dropped))
+        ids = [f.rollout.id for group in groups for f in all_results(group)]
+        return StepBatch(
+            groups, dropped, self._version, self._ledger.wasted_tokens(ids) + wasted_tokens(groups, dropped)
+        )
 
     def _group(self, entry: PendingGroup) -> Group:
-        members, baseline = self._ledger.members(entry.id)
+        members, baseline = self._ledger.group_members(entry.id)
         finished = tuple(map(self._spool.get, members))
         rollout = finished[0].rollout
         return Group(
@@ -259,12 +265,12 @@ class TrainingLoop:
             baseline=self._spool.get(baseline) if baseline else None,
         )
 
-    def _checkpoint(self, line: StepLine, batch: Batch) -> StepLine:
+    def _checkpoint(self, line: StepMetrics, batch: StepBatch) -> StepMetrics:
         """Write everything under another name first; the rename is what makes the step done. The line comes
         back with what became of the published update."""
         step, version = line.step, line.version
         self._run.check_present()
-        self._run.write_rollouts(step, [f for group in batch.groups for f in everyone(group)])
+        self._run.write_rollouts(step, [f for group in batch.groups for f in all_results(group)])
         carrying = [f for group in batch.usable for f in group.finished]
         trained = tuple(f.rollout.id for f in carrying if f.outcome.reward_or_floor(0.0) is not None)
         final = self._run.checkpoint(step)
@@ -277,9 +283,9 @@ class TrainingLoop:
         self._trainer.save(partial)  # knows what it has published
         groups = tuple(group.id for group in batch.groups)
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
-        (partial / STATE).write_bytes(msgspec.json.encode(state))
+        (partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
         rename_whole(partial, final, durable=self._run.durable)
-        self._ledger.take(step, groups, trained)
+        self._ledger.finish_step(step, groups, trained)
         self._run.append_metrics(state.metrics)
         self._drop(groups)
         recipe = self._recipe
@@ -307,9 +313,9 @@ class TrainingLoop:
 
     def _drop(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            members, baseline = self._ledger.members(group_id)
+            members, baseline = self._ledger.group_members(group_id)
             for rollout_id in (*members, *([baseline] if baseline else [])):
-                self._spool.drop(rollout_id)
+                self._spool.remove(rollout_id)
 
     async def _publish(self, step: int, version: int) -> None:
         path = self._run.weights(version)
@@ -321,10 +327,10 @@ class TrainingLoop:
         await asyncio.to_thread(self._done, step)
 
     def _done(self, step: int) -> None:
-        self._ledger.done = step
+        self._ledger.published_step = step
 
 
-def everyone(group: Group) -> tuple[RolloutResult, ...]:
+def all_results(group: Group) -> tuple[RolloutResult, ...]:
     return (*group.finished, *([group.baseline] if group.baseline else []))
 
 
@@ -346,7 +352,7 @@ def _spans(groups: Sequence[Group]) -> list[VersionSpan]:
     return [span for f in carrying for t in f.trajectories for span in t.versions]
 
 
-def wasted(groups: Sequence[Group], dropped: dict[str, str]) -> int:
+def wasted_tokens(groups: Sequence[Group], dropped: dict[str, str]) -> int:
     """Tokens of finished rollouts that train nothing."""
     idle = [
         f
@@ -357,15 +363,15 @@ def wasted(groups: Sequence[Group], dropped: dict[str, str]) -> int:
     return sum(t.owned for f in idle for t in f.trajectories)
 
 
-def describe(
-    *, step: int, version: int, batch: Batch, report: StepReport, seconds: tuple[float, float]
-) -> StepLine:
+def step_metrics(
+    *, step: int, version: int, batch: StepBatch, report: StepReport, seconds: tuple[float, float]
+) -> StepMetrics:
     finished = batch.finished
     rewards = [r for f in finished if (r := f.outcome.reward_or_floor(0.0)) is not None]
     kinds = Counter(str(f.outcome.failure.kind) for f in finished if f.outcome.failure)
     turns = sum(len(f.turns) for f in finished)
     account = token_account(batch, report)
-    return StepLine(
+    return StepMetrics(
         step=step,
         version=version,
         reward=sum(rewards) / len(rewards) if rewards else None,
@@ -393,10 +399,10 @@ def describe(
     )
 
 
-def token_account(batch: Batch, report: StepReport) -> TokenAccount:
+def token_account(batch: StepBatch, report: StepReport) -> TokenAccount:
     """What became of every token of a step: as the trainer says, and nothing of the groups it did not get."""
-    dropped = of_finished(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
-    trained = report.account or of_finished(f for group in batch.usable for f in group.finished)
+    dropped = count_tokens(f for group in batch.groups if group.id in batch.dropped for f in group.finished)
+    trained = report.account or count_tokens(f for group in batch.usable for f in group.finished)
     return trained + dropped.idle(UntrainedReason.DROPPED_GROUP)
 
 
@@ -410,7 +416,7 @@ def mean_metrics(finished: Sequence[RolloutResult]) -> dict[str, float]:
     return {name: math.fsum(v / len(values) for v in values) for name, values in told.items()}
 
 
-def usual_failure(finished: Sequence[RolloutResult]) -> str:
+def most_common_failure(finished: Sequence[RolloutResult]) -> str:
     failures = [f.outcome.failure for f in finished if f.outcome.failure]
     told = Counter(f"{f.kind}/{f.reason}: {f.message}" for f in failures)
     return told.most_common(1)[0][0] if told else "no failure at all"

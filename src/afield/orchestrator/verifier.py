@@ -14,9 +14,9 @@ from typing import Any
 
 from afield import wire
 from afield.interfaces import SessionState
-from afield.orchestrator.availability import named, now
+from afield.orchestrator.availability import describe_error, loop_time
 from afield.orchestrator.launcher import Launcher
-from afield.orchestrator.watcher import Running
+from afield.orchestrator.watcher import RunningAttempt
 from afield.types import Attempt, Failure, FailureKind, Reason
 from afield.wire import Submission
 
@@ -32,14 +32,16 @@ class VerifierRunner:
         self._agents = agents
         self._verifiers = verifiers
 
-    async def submission(self, running: Running) -> Submission | None:
+    async def submission(self, running: RunningAttempt) -> Submission | None:
         """What the agent has handed in, once there is a sign that it is done."""
-        if running.exit is None and running.progress.completed is None:
+        if running.exit is None and running.progress.completed_at is None:
             return None
         gateway = self._agents.gateway
-        return await self._agents.asking.ask("submission", lambda: gateway.submission(running.session_id))
+        return await self._agents.gateway_calls.call(
+            "submission", lambda: gateway.submission(running.session_id)
+        )
 
-    async def grade(self, running: Running, submission: Submission) -> Failure | None:
+    async def grade(self, running: RunningAttempt, submission: Submission) -> Failure | None:
         """Until a verifier has graded; why none could, or None: then its verdict is on its way.
 
         One that raises, dies, hangs or says nothing is followed by another, as often as the plan has it: what
@@ -48,7 +50,7 @@ class VerifierRunner:
         left = running.exit
         if left is None or left.failure or left.lingers:
             await self._agents.stop(running.waiting.attempt)
-        most = self._agents.plan.verdicts
+        most = self._agents.plan.max_verdicts
         first = min(most, 1 + len((await self._state(running)).failed_verdicts))
         failure = None
         for n in range(first, most + 1):
@@ -60,14 +62,14 @@ class VerifierRunner:
                 await self.stop(running.judge)
         return failure
 
-    async def _once(self, running: Running, submission: Submission, n: int) -> Failure | None:
+    async def _once(self, running: RunningAttempt, submission: Submission, n: int) -> Failure | None:
         rollout, attempt = running.waiting.rollout, running.waiting.attempt
-        grading = Running(rollout, attempt, now(), place=_name(attempt, n))
+        grading = RunningAttempt(rollout, attempt, loop_time(), place=_name(attempt, n))
         grading.draw = running.draw
         running.judge = grading.place
         before = len((await self._state(running)).failed_verdicts)
 
-        async def payload(grading: Running) -> dict[str, Any]:
+        async def payload(grading: RunningAttempt) -> dict[str, Any]:
             invocation = await self._verifiers.invocation(grading, role="verifier")
             return wire.build_payload(rollout.task, invocation, submission)
 
@@ -85,7 +87,7 @@ class VerifierRunner:
                 told += f"; its place took no more: {grading.refusal}"
             return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
 
-    async def _ended(self, running: Running, grading: Running, before: int) -> Failure | None:
+    async def _ended(self, running: RunningAttempt, grading: RunningAttempt, before: int) -> Failure | None:
         """Until the verifier has ended, or has spoken; what broke its place, if something did.
 
         A place that cannot say is asked again: the verifier may be at work all the same.
@@ -96,24 +98,24 @@ class VerifierRunner:
                 return (await self._verifiers.runtime.wait(grading.place)).failure
             except Exception as error:
                 if not unknown:
-                    unknown = named(error)
+                    unknown = describe_error(error)
                     log.warning("%s: the end of its verifier is not told: %s", running.session_id, unknown)
             state = await self._state(running)
             if state.graded or len(state.failed_verdicts) > before:
                 return None
             await asyncio.sleep(LOOK_S)
 
-    async def _verdict(self, running: Running, before: int) -> Failure | None:
+    async def _verdict(self, running: RunningAttempt, before: int) -> Failure | None:
         """What became of a verifier that has ended; None when it has graded."""
         upload_timeout_s = self._agents.plan.deadlines.upload_timeout_s
-        end = now() + upload_timeout_s
+        end = loop_time() + upload_timeout_s
         while True:
             state = await self._state(running)
             if state.graded:
                 return None
             if len(state.failed_verdicts) > before:
                 return _verifiers(state.failed_verdicts[-1])
-            if now() > end:
+            if loop_time() > end:
                 told = (
                     f"the verifier ended without a verdict; none came within {upload_timeout_s:g} s"
                     " (upload_timeout_s)"
@@ -121,9 +123,9 @@ class VerifierRunner:
                 return Failure(FailureKind.VERIFIER, Reason.TIMEOUT, told)
             await asyncio.sleep(min(LOOK_S, upload_timeout_s / 4))
 
-    async def _state(self, running: Running) -> SessionState:
+    async def _state(self, running: RunningAttempt) -> SessionState:
         gateway = self._agents.gateway
-        return await self._agents.asking.ask("state", lambda: gateway.state(running.session_id))
+        return await self._agents.gateway_calls.call("state", lambda: gateway.state(running.session_id))
 
     async def stop(self, verifier: Attempt) -> None:
         await self._verifiers.stop(verifier)

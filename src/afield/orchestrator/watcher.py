@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from afield.errors import Outage
-from afield.interfaces import Exit, Fence, Gateway, Phase, Runtime, SessionState, Transport, Waiting
-from afield.orchestrator.availability import Availability, named
+from afield.interfaces import Exit, Fence, Gateway, PendingAttempt, Phase, Runtime, SessionState, Transport
+from afield.orchestrator.availability import Availability, describe_error
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.deadlines import Progress, overdue, unheard
+from afield.orchestrator.deadlines import Progress, heartbeat_lost, overdue_failure
 from afield.orchestrator.run_state import RunState
 from afield.types import Attempt, Failure, Rollout
 from afield.wire import OutcomeRecord
@@ -30,16 +30,16 @@ SWEEPING = 0.8  # of the sweep interval is slept; what it takes to look and to r
 APART_S = 60.0  # a session that spoils the answer about all others is left out for so long
 
 
-class Running:
+class RunningAttempt:
     """An attempt that is under way. `news` is set whenever there is a reason to look at it again.
 
     `place` is the name that its runtime knows it by.
     """
 
     def __init__(self, rollout: Rollout, attempt: Attempt, born: float, place: Attempt | None = None) -> None:
-        self.waiting = Waiting(rollout, attempt)
+        self.waiting = PendingAttempt(rollout, attempt)
         self.place = place or attempt
-        self.progress = Progress(born=born)
+        self.progress = Progress(rollout_started_at=born)
         self.news = asyncio.Event()
         self.exit: Exit | None = None
         self.asked = False  # the runtime, to launch it
@@ -55,7 +55,7 @@ class Running:
 
     @property
     def launched(self) -> bool:
-        return self.progress.launched is not None
+        return self.progress.launched_at is not None
 
     @property
     def session_id(self) -> str:
@@ -103,7 +103,7 @@ class AttemptWatcher:
         self._asking = asking
         self._storing = storing
         self._apart: dict[tuple[str, str], float] = {}  # what is not asked about a session, and until when
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningAttempt] = {}
         self.used: list[Attempt] = []
         self._until = 0.0
         self._hearing = asyncio.Lock()  # from taking hints until it is known what becomes of each
@@ -132,7 +132,7 @@ class AttemptWatcher:
                 await self._sort(await self._transport.unacknowledged(self._plan.exp_id))
             await self._acknowledge()
         except Exception as error:
-            log.warning("hints that were acted on may come again: %s", named(error))
+            log.warning("hints that were acted on may come again: %s", describe_error(error))
 
     async def _hints(self, wait_s: float) -> list[Attempt]:
         async with asyncio.timeout(wait_s + self._plan.call_timeout_s):
@@ -155,7 +155,7 @@ class AttemptWatcher:
         for attempt in hinted:
             if running := self.running.get(attempt.session_id):
                 running.news.set()
-            elif await asyncio.to_thread(self._ledger.begun, attempt):
+            elif await asyncio.to_thread(self._ledger.has_attempt, attempt):
                 self.used.append(attempt)
 
     async def _listen(self) -> None:
@@ -165,7 +165,7 @@ class AttemptWatcher:
                     await self._acknowledge()
                     await self._sort(await self._hints(HINT_WAIT_S))
             except Exception as error:
-                log.warning("no hints (%s); sweeps find what they would tell", named(error))
+                log.warning("no hints (%s); sweeps find what they would tell", describe_error(error))
                 await asyncio.sleep(self._plan.poll_interval_s)
 
     async def _sweep(self) -> None:
@@ -173,11 +173,11 @@ class AttemptWatcher:
             await asyncio.sleep(SWEEPING * self._plan.poll_interval_s)
             waiting = [r.waiting for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
             try:
-                answers, spoiled = await self._storing.ask_in_parts(
+                answers, spoiled = await self._storing.call_in_batches(
                     self._transport.sweep, waiting, self._plan.call_timeout_s
                 )
             except Exception as error:
-                log.warning("the store was not swept: %s", named(error))
+                log.warning("the store was not swept: %s", describe_error(error))
                 continue
             self._set_apart("sweep", [one.attempt.session_id for one in spoiled])
             for attempt in (attempt for found in answers for attempt in found):
@@ -185,7 +185,7 @@ class AttemptWatcher:
                     running.news.set()
 
     async def _watch(self) -> None:
-        every = min(self._plan.watch_s, self._plan.deadlines.shortest / 2)
+        every = min(self._plan.watch_interval_s, self._plan.deadlines.shortest_s / 2)
         clock = asyncio.get_running_loop().time
         looked = clock()
         while True:
@@ -201,14 +201,16 @@ class AttemptWatcher:
             for session_id, running in list(self.running.items()):
                 state = states.get(session_id)
                 if state:
-                    running.progress.look(state)
-                if state and state.phase == "completed" and running.progress.completed is None:
-                    running.progress.completed = now
+                    running.progress.update_queue_time(state)
+                if state and state.phase == "completed" and running.progress.completed_at is None:
+                    running.progress.completed_at = now
                     running.news.set()
-                if running.progress.ended is not None:
+                if running.progress.ended_at is not None:
                     running.news.set()
                 lives = session_id in alive
-                if failure := overdue(self._plan.deadlines, running.progress, state, now, lives=lives):
+                if failure := overdue_failure(
+                    self._plan.deadlines, running.progress, state, now, lives=lives
+                ):
                     running.give_up(failure)
 
     async def _alive(self, states: dict[str, SessionState]) -> set[str]:
@@ -218,18 +220,20 @@ class AttemptWatcher:
         silent = [
             running
             for session_id, running in self.running.items()
-            if unheard(self._plan.deadlines, running.progress, states.get(session_id))
+            if heartbeat_lost(self._plan.deadlines, running.progress, states.get(session_id))
         ]
         phases = await asyncio.gather(*map(self._phase, silent))
         there = (Phase.STARTING, Phase.RUNNING)
         return {r.session_id for r, phase in zip(silent, phases, strict=True) if phase in there}
 
-    async def _phase(self, running: Running) -> Phase:
+    async def _phase(self, running: RunningAttempt) -> Phase:
         try:
             async with asyncio.timeout(self._plan.deadlines.heartbeat_timeout_s):
                 return (await self._runtime.status(running.place)).phase
         except Exception as error:
-            log.warning("%s: its runtime cannot say whether it runs: %s", running.session_id, named(error))
+            log.warning(
+                "%s: its runtime cannot say whether it runs: %s", running.session_id, describe_error(error)
+            )
             return Phase.UNKNOWN
 
     def _asked(self, what: str, session_id: str) -> bool:
@@ -245,11 +249,11 @@ class AttemptWatcher:
         self._apart = {key: until for key, until in self._apart.items() if until > now}
         self._apart.update({(what, session_id): now + APART_S for session_id in session_ids})
 
-    def _excuse(self, attempts: Iterable[Running], seconds: float) -> None:
+    def _excuse(self, attempts: Iterable[RunningAttempt], seconds: float) -> None:
         """Agents could not work without their gateway: that time is not theirs."""
         for running in attempts:
-            if running.progress.launched is not None:
-                running.progress.launched += seconds
+            if running.progress.launched_at is not None:
+                running.progress.launched_at += seconds
 
     def _excuse_apart(self, seconds: float) -> None:
         """Nor could one whose session alone the gateway says nothing of; up to patience, in all."""
@@ -262,13 +266,13 @@ class AttemptWatcher:
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
         """What the gateway says; nothing when it is silent, and an Outage when it is for too long."""
         clock = asyncio.get_running_loop().time
-        began, limit_s = clock(), LOOKS * self._plan.watch_s
+        began, limit_s = clock(), LOOKS * self._plan.watch_interval_s
         found: dict[str, SessionState] = {}
         asked = [session_id for session_id in session_ids if self._asked("states", session_id)]
         try:
             for first in range(0, len(asked), AT_A_LOOK):
                 batch = asked[first : first + AT_A_LOOK]
-                answers, spoiled = await self._asking.ask_in_parts(self._gateway.states, batch, limit_s)
+                answers, spoiled = await self._asking.call_in_batches(self._gateway.states, batch, limit_s)
                 self._set_apart("states", spoiled)
                 for answer in answers:
                     found |= answer
@@ -276,9 +280,9 @@ class AttemptWatcher:
         except Exception as error:
             if self._silent_since is None:
                 self._silent_since = began
-                log.warning("the sessions cannot be looked at: %s", named(error))
+                log.warning("the sessions cannot be looked at: %s", describe_error(error))
             silent_s = clock() - self._silent_since
             if silent_s > self._plan.unavailable_timeout_s:
-                told = f"the gateway does not answer for {silent_s:.0f} s: {named(error)}"
+                told = f"the gateway does not answer for {silent_s:.0f} s: {describe_error(error)}"
                 raise Outage(f"{told}; see that it runs, and go on where it was") from error
         return found

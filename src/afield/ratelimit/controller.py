@@ -62,7 +62,7 @@ class RateLimits(Struct, frozen=True, kw_only=True):
             raise ValueError(f"starting {self.starting} must be at least 1, or None for no bound of its own")
 
     @property
-    def places(self) -> int | None:
+    def max_launching(self) -> int | None:
         """How many launches may be under way; None is no bound."""
         if self.starting is not None or self.rate_per_s is None or self.cold_start_s == 0:
             return self.starting

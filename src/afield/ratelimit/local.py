@@ -11,15 +11,15 @@ from afield.ratelimit.controller import TICK_S, RateController, RateLimits, Rate
 
 
 class Limiter(Protocol):
-    def launching(self) -> AbstractAsyncContextManager[None]:
+    def launch_slot(self) -> AbstractAsyncContextManager[None]:
         """Waits for a turn and for a place; the place is held until the block ends."""
         ...
 
-    def calling(self) -> AbstractAsyncContextManager[None]:
+    def call_slot(self) -> AbstractAsyncContextManager[None]:
         """Waits for a turn: a call that takes no place, such as a stop."""
         ...
 
-    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+    def slow_down(self, retry_after_s: float | None, *, stop: bool = False) -> None:
         """The other side refused a launch, or a stop: slow down, and pause for as long as it asked."""
         ...
 
@@ -29,7 +29,7 @@ class LocalLimiter:
 
     def __init__(self, pace: RateLimits) -> None:
         self.pace = pace
-        self._places = pace.places
+        self._places = pace.max_launching
         self._beats = Rates(pace)
         self._launching = RateController()
         self._stopping = RateController() if self._beats.apart else self._launching
@@ -44,7 +44,7 @@ class LocalLimiter:
         return self._launching.rate(_now(), self._beats.launch)
 
     @asynccontextmanager
-    async def launching(self) -> AsyncIterator[None]:
+    async def launch_slot(self) -> AsyncIterator[None]:
         async with self._launches:
             while self._places is not None and self._under_way >= self._places:
                 self._room.clear()
@@ -61,12 +61,12 @@ class LocalLimiter:
             self._leave()
 
     @asynccontextmanager
-    async def calling(self) -> AsyncIterator[None]:
+    async def call_slot(self) -> AsyncIterator[None]:
         async with self._calls:
             await _turn(self._stopping, self._beats.stop)
         yield
 
-    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+    def slow_down(self, retry_after_s: float | None, *, stop: bool = False) -> None:
         if stop:
             self._stopping.cut(_now(), self._beats.stop, retry_after_s)
         else:

@@ -46,7 +46,7 @@ class SharedLimiter:
 
     def __init__(self, pace: RateLimits, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self.pace = pace
-        self._places = pace.places
+        self._places = pace.max_launching
         beats = Rates(pace)
         self._launching = ("launch", beats.launch)
         self._stopping = ("stop", beats.stop) if beats.apart else self._launching
@@ -81,7 +81,7 @@ class SharedLimiter:
         self._db.close()
 
     @asynccontextmanager
-    async def launching(self) -> AsyncIterator[None]:
+    async def launch_slot(self) -> AsyncIterator[None]:
         async with self._launches:
             place = await self._place()
             try:
@@ -95,12 +95,12 @@ class SharedLimiter:
             self._leave(place)
 
     @asynccontextmanager
-    async def calling(self) -> AsyncIterator[None]:
+    async def call_slot(self) -> AsyncIterator[None]:
         async with self._calls:
             await self._turn(self._stopping)
         yield
 
-    def throttled(self, retry_after_s: float | None, *, stop: bool = False) -> None:
+    def slow_down(self, retry_after_s: float | None, *, stop: bool = False) -> None:
         self._refusals.append((self._stopping if stop else self._launching, self._clock(), retry_after_s))
         self._write_soon()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from afield.errors import InfrastructureFailure, NotFound, Unavailable
-from afield.interfaces.sandbox import MOST_BYTES, ExecResult, argv_of, check_path, too_large
+from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
 from afield.sandbox.messages import Channel, Done, Exec, File, Kill, ProcessExit
 from afield.types import Reason
 
@@ -165,7 +165,7 @@ class SandboxProcess:
         stdin: bytes = b"",
     ) -> ExecResult:
         """As `seams.sandbox` says. It runs as the program does: same user, limits and network."""
-        argv = tuple(argv_of(command, timeout, cwd, env))
+        argv = tuple(build_argv(command, timeout, cwd, env))
         (near_in, far_in), (far_out, near_out), (far_err, near_err) = os.pipe(), os.pipe(), os.pipe()
         values = {"argv": argv, "cwd": cwd or "", "env": dict(env or {}), "timeout_s": timeout}
         outputs = [bounded(far_out), bounded(far_err)]
@@ -204,18 +204,18 @@ class SandboxProcess:
     async def download(self, path: str) -> bytes:
         check_path(path)
         reading, writing = os.pipe()
-        content = asyncio.ensure_future(read_all(reading, MOST_BYTES))
+        content = asyncio.ensure_future(read_all(reading, MAX_DOWNLOAD_BYTES))
         try:
             done = await self._answer(File, [writing], FILE_S, {"path": path, "put": False})
             if content.done() and content.result() is None:
-                raise too_large(path, self.name)
+                raise file_too_large(path, self.name)
             if done.code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
                 raise NotFound(f"there is no file {path} in {self.name}")
             if done.code:
                 said = f"{path} cannot be read in {self.name}: {os.strerror(done.code)}"
                 raise InfrastructureFailure(said, Reason.UPLOAD)
             if (whole := await content) is None:
-                raise too_large(path, self.name)
+                raise file_too_large(path, self.name)
             return whole
         finally:
             content.cancel()

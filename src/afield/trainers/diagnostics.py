@@ -18,7 +18,7 @@ from torch import Tensor
 
 from afield.batches.verification import check_against_turns
 from afield.errors import UsageError
-from afield.token_account import word
+from afield.token_account import metric_name
 from afield.trainers.batch import Row
 from afield.trainers.delivery import delivery
 from afield.trainers.losses import LossOutputs, effective_sample_size
@@ -162,5 +162,5 @@ def by_tier(rows: Sequence[Row], values: Tensor) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for turn, part in zip(ranges, parts, strict=True):
         if turn.tier and part.numel():
-            found.setdefault(word(turn.tier), []).append(part)
+            found.setdefault(metric_name(turn.tier), []).append(part)
     return {tier: torch.cat(parts) for tier, parts in found.items()}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from afield.errors import UsageError
-from afield.interfaces.weight_probe import WeightProbe, write_witness
+from afield.interfaces.weight_probe import WeightProbe, write_weight_probe
 from afield.masks import ConstraintMasks
 from afield.options import LoraOptions
 from afield.precision import in_float32
@@ -228,7 +228,7 @@ class PolicyModel:
                 copy_but_weights(self.path, fresh)
                 write_weights(self.model, fresh, weights)
                 write_rounding(fresh, rounding)
-                write_witness(fresh, witness)
+                write_weight_probe(fresh, witness)
         return self.sum_over_ranks(told)
 
     def export_adapter(self, directory: Path, rounding: Rounding = Rounding()) -> PublishedUpdate:  # noqa: B008
@@ -243,7 +243,7 @@ class PolicyModel:
             with replaced(directory) as fresh:
                 adapters.write_adapter(self.model, fresh, tensors)
                 write_rounding(fresh, rounding)
-                write_witness(fresh, witness)
+                write_weight_probe(fresh, witness)
         return told
 
     @contextmanager

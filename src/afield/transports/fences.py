@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from afield import wire
 from afield.errors import Unavailable
-from afield.interfaces.transport import Fence, Waiting
+from afield.interfaces.transport import Fence, PendingAttempt
 from afield.sdk import outcomes
 from afield.transports import toolkit
 from afield.transports.stores.base import Store
@@ -17,11 +17,11 @@ from afield.wire import CommitRecord, OutcomeRecord
 MAX_KEY = 1024
 
 
-def commit_key(waiting: Waiting) -> str:
+def commit_key(waiting: PendingAttempt) -> str:
     return wire.commit_key(waiting.rollout.exp_id, waiting.attempt.session_id)
 
 
-def result_keys(store: Store, waiting: Waiting) -> list[str]:
+def result_keys(store: Store, waiting: PendingAttempt) -> list[str]:
     """Where a result may lie that has no commit: as afield names it; where strangers write, also with the
     task's id as it is, and with the name that AgentCore knows the session by.
     """
@@ -38,14 +38,14 @@ def result_keys(store: Store, waiting: Waiting) -> list[str]:
     return [key for key in keys if len(key.encode()) <= MAX_KEY]
 
 
-def decision(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
+def decision(store: Store, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
     commit = outcomes.read(store, commit_key(waiting), CommitRecord)
     if commit is None:
         return _adopt(store, waiting)
     return Fence(commit.fenced) if commit.fenced else outcomes.standing(store, commit)
 
 
-def fence(store: Store, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+def fence(store: Store, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
     commit = CommitRecord(session_id=waiting.attempt.session_id, fenced=reason)
     if not store.put_if_absent(commit_key(waiting), wire.encode(commit)):
         return _decided(store, waiting)
@@ -55,7 +55,7 @@ def fence(store: Store, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
     return Fence(reason)
 
 
-def decidable(store: Store, waiting: Waiting) -> bool:
+def decidable(store: Store, waiting: PendingAttempt) -> bool:
     """Whether there is a decision, or a result to decide on."""
     keys = [commit_key(waiting), *result_keys(store, waiting)]
     return any(store.get(key) is not None for key in keys)
@@ -82,7 +82,7 @@ def _parts(key: str) -> tuple[str, str] | None:
     return ("", name) if wire.is_runtime_session_id(name) and folder else None
 
 
-def _adopt(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
+def _adopt(store: Store, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
     """Commit what an agent left that knows only how to put one object; somebody else may be first."""
     for key in result_keys(store, waiting):
         data = store.get(key)
@@ -97,7 +97,7 @@ def _adopt(store: Store, waiting: Waiting) -> OutcomeRecord | Fence | None:
     return None
 
 
-def _decided(store: Store, waiting: Waiting) -> OutcomeRecord | Fence:
+def _decided(store: Store, waiting: PendingAttempt) -> OutcomeRecord | Fence:
     commit = outcomes.read(store, commit_key(waiting), CommitRecord)
     if commit is None:
         raise Unavailable(

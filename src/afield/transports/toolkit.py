@@ -12,7 +12,7 @@ from typing import Any
 
 from afield import wire
 from afield.errors import RolloutFailure, TaskFailure
-from afield.interfaces.transport import Waiting
+from afield.interfaces.transport import PendingAttempt
 from afield.sdk.classify import storable
 from afield.sdk.result import Rewards, read_result
 from afield.types import Attempt, Failure, Outcome
@@ -22,7 +22,7 @@ OWN = frozenset({"status_code", "traceback", "input_id", "s3_bucket", "result_ke
 OK = 200
 
 
-def read(data: bytes, waiting: Waiting) -> OutcomeRecord | None:
+def read(data: bytes, waiting: PendingAttempt) -> OutcomeRecord | None:
     """None when the object is not of the toolkit's making."""
     try:
         result = json.loads(data)

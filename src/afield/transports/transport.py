@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
-from afield.interfaces.transport import Fence, Waiting
+from afield.interfaces.transport import Fence, PendingAttempt
 from afield.sdk import outcomes
 from afield.transports import fences, hints
 from afield.transports.notifiers.base import LEASE_S, Clearing, Leased, Notifier
@@ -110,15 +110,15 @@ class StoreTransport:
             log.warning("no hint for %s (%s); it will be found by a sweep", invocation.session_id, error)
         return stands
 
-    async def decision(self, waiting: Waiting) -> OutcomeRecord | Fence | None:
+    async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
         return await self._call(fences.decision, self.store, waiting)
 
-    async def fence(self, waiting: Waiting, reason: str) -> OutcomeRecord | Fence:
+    async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
         standing = await self._call(fences.fence, self.store, waiting, reason)
         await self.acknowledge(waiting.rollout.exp_id, [waiting.attempt])
         return standing
 
-    async def sweep(self, waiting: Sequence[Waiting]) -> list[Attempt]:
+    async def sweep(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
         """Few are asked for one by one, all at once; many are looked up in a listing."""
         if self.store.page and len(waiting) > max(self._few, self._pages):
             return await self._call(self._listed, waiting)
@@ -130,7 +130,7 @@ class StoreTransport:
                 raise one
         return [one.attempt for one, there in zip(waiting, found, strict=True) if there]
 
-    def _listed(self, waiting: Sequence[Waiting]) -> list[Attempt]:
+    def _listed(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
         keys: set[str] = set()
         for exp_id in {one.rollout.exp_id for one in waiting}:
             keys.update(self.store.list(f"{exp_id}/"))

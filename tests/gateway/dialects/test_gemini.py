@@ -183,7 +183,7 @@ def test_images_come_in_either_base64_and_in_results() -> None:
     request = decoded([{"parts": [plain, blob, file]}, {"parts": [answer]}])
     user, result = request.messages
     assert user.content == "note "
-    assert [image.at for image in user.images] == [5, 5]
+    assert [image.offset for image in user.images] == [5, 5]
     assert (result.content, result.images[0].digest) == ('{"a":1}', user.images[0].digest)
     assert request.images[user.images[0].digest].data == raw
 

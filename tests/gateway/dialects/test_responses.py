@@ -204,7 +204,7 @@ def test_images_are_taken_in_by_digest_also_from_tools() -> None:
     output["output"].append(picture)
     request = decode(input=[{"role": "user", "content": [picture]}, output])
     assert len(request.images) == 1
-    assert [image.at for message in request.messages for image in message.images] == [0, 1]
+    assert [image.offset for message in request.messages for image in message.images] == [0, 1]
 
 
 def test_only_sub_agents_of_codex_are_threads() -> None:

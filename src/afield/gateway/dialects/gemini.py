@@ -469,7 +469,7 @@ class _ContentReader:
         text, images = _returned(answer.response), ()
         if answer.parts:
             more, placed = self._text(answer.parts, where)
-            images = tuple([ImageRef(image.digest, image.at + len(text)) for image in placed])
+            images = tuple([ImageRef(image.digest, image.offset + len(text)) for image in placed])
             text += more
         return Message(role="tool", content=text, tool_call_id=self._call_id(answer), images=images)
 

@@ -384,11 +384,11 @@ class InputItems:
         start = 0
         for image in message.images:
             parts += (
-                [{"type": "input_text", "text": message.content[start : image.at]}]
-                if image.at > start
+                [{"type": "input_text", "text": message.content[start : image.offset]}]
+                if image.offset > start
                 else []
             )
-            start = image.at
+            start = image.offset
             url = self._image(image.digest)
             parts.append({"type": "input_image", "image_url": url, "detail": "auto", "file_id": None})
         rest = message.content[start:]

@@ -26,7 +26,15 @@ from afield.orchestrator.rollout_store import RolloutStore
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.scheduler import Schedule
 from afield.settings import TrainConfig
-from afield.training_run import GatewayChild, Parts, Places, answers, gateway_child, gateway_of, meanwhile
+from afield.training_run import (
+    AgentRuntimes,
+    GatewayChild,
+    RunBuilder,
+    check_gateway,
+    connect_gateway,
+    gateway_child,
+    run_with_checks,
+)
 from afield.types import Task
 
 T = TypeVar("T")
@@ -134,22 +142,22 @@ async def opened(
 ) -> AsyncIterator[Collector]:
     async with AsyncExitStack() as stack:
         stack.enter_context(run.locked("collect"))
-        parts = Parts(config, run, tasks, stack)
+        parts = RunBuilder(config, run, tasks, stack)
         child = None
         if not config.gateway:
             child = await stack.enter_async_context(gateway_child(config, run))
         carrier = await stack.enter_async_context(factory.transport(config, run))
-        places = Places(
+        places = AgentRuntimes(
             factory.runtime(config, run, carrier), factory.verifiers(config, run, carrier), carrier
         )
         for place in places.all:
             await stack.enter_async_context(place)
         checks = [place.check() for place in places.all]
         gateway = await stack.enter_async_context(
-            await meanwhile(gateway_of(config, child, admin_key), *checks)
+            await run_with_checks(connect_gateway(config, child, admin_key), *checks)
         )
         if config.gateway:
-            await answers(config, run, admin_key)
+            await check_gateway(config, run, admin_key)
         conductor = await parts.conductor(gateway, places, NullObserver())
         yield Collector(
             gateway=gateway,

@@ -194,6 +194,6 @@ def open_collector(config: TrainConfig, tasks: list[Task], directory: str | Path
     environment = Environment.read()
     name = f"trl-{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:4]}"
     run = RunDirectory(Path(directory) if directory else environment.runs / name)
-    if run.began:
+    if run.has_begun:
         raise UsageError(f"{run.path} holds another run's rollouts; name a fresh directory")
     return CollectorThread(config, run, tasks, environment.admin_key)

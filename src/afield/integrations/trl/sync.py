@@ -155,7 +155,7 @@ class SyncRollouts:
     def _forget(self, made: Collector, groups: Sequence[Group]) -> None:
         for group in groups:
             for finished in group.finished:
-                made.spool.drop(finished.rollout.id)
+                made.spool.remove(finished.rollout.id)
 
 
 def check_version(finished: RolloutResult, trajectory: Trajectory, version: int | None) -> None:

@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from afield.batches.rewards import unused_turn_rewards
-from afield.errors import NoRewards, Unavailable, first_cause
+from afield.errors import NoRewards, Unavailable, root_cause
 from afield.exclusions import UntrainedReason
 from afield.integrations.trl.collector_thread import Collector, CollectorThread
 from afield.integrations.trl.rows import MeanLength, RowConfig, rows
 from afield.integrations.trl.staleness import StalenessLimits
 from afield.orchestrator.groups import GroupSpec, read_group
-from afield.orchestrator.training_loop import usual_failure
-from afield.token_account import ExclusionWatch, TokenAccount, of_finished, word
+from afield.orchestrator.training_loop import most_common_failure
+from afield.token_account import ExclusionWatch, TokenAccount, count_tokens, metric_name
 from afield.types import Group
 
 log = logging.getLogger("afield.trl")
@@ -114,14 +114,14 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as tasks:
                 position = 0
                 while await self._its_turn(made):
-                    wish = made.schedule.wish(position)
+                    wish = made.schedule.group_spec(position)
                     self._running[position] = self._version
                     self._wishes[position] = wish
                     tasks.create_task(self._group(made, position, wish))
                     await asyncio.sleep(0)  # it has begun, and there may be no room for another
                     position += 1
         except BaseExceptionGroup as errors:
-            raise first_cause(errors) from errors
+            raise root_cause(errors) from errors
 
     async def _its_turn(self, made: Collector) -> bool:
         """Waits until another group may begin; False when none will."""
@@ -139,15 +139,15 @@ class RolloutWorker:
         return False
 
     async def _group(self, made: Collector, position: int, wish: GroupSpec) -> None:
-        ended = await made.collector.group(wish)
+        ended = await made.collector.start_group(wish)
         if self._ending:
             return
         group = await asyncio.to_thread(read_group, made.spool, ended)
         given: list[Any] = []
-        if ended.dropped is None:
+        if ended.drop_reason is None:
             given = rows(group, self._recipe, number=position, base=made.base, lengths=self._lengths)
-        self._note(group, given, ended.dropped)
-        everyone = (*ended.members, *([ended.baseline] if ended.baseline else []))
+        self._note(group, given, ended.drop_reason)
+        everyone = (*ended.rollout_ids, *([ended.baseline] if ended.baseline else []))
         self._ready[position] = CompletedRows(given, everyone)
         self._deliver(made)
 
@@ -162,7 +162,7 @@ class RolloutWorker:
                 self._delivered += 1
                 self.rollout_buffer.put(row)
             for rollout_id in ready.members:
-                made.spool.drop(rollout_id)
+                made.spool.remove(rollout_id)
             self._sizes.append(len(ready.rows))
             del self._ready[position], self._running[position], self._wishes[position]
 
@@ -196,7 +196,7 @@ class RolloutWorker:
         )
         self._barren = 0 if rewards else self._barren + 1
         if self._barren >= PATIENCE * max(1, self._pace.step // self._expected):
-            often = usual_failure(group.finished)
+            often = most_common_failure(group.finished)
             raise NoRewards(f"{self._barren} groups without a single reward; most often: {often}")
 
     def _tokens(self, group: Group, given: Sequence[Any], dropped: str | None) -> dict[str, Any]:
@@ -210,23 +210,29 @@ class RolloutWorker:
             "rollout/trained_tokens_total": float(account.trained),
             "rollout/excluded_tokens_total": float(excluded),
             "rollout/excluded_share": (excluded, max(sampled, 1)),
-            **{f"rollout/excluded_tokens/{word(r)}_total": float(n) for r, n in account.excluded.items()},
-            **{f"rollout/untrained_tokens/{word(r)}_total": float(n) for r, n in account.untrained.items()},
+            **{
+                f"rollout/excluded_tokens/{metric_name(r)}_total": float(n)
+                for r, n in account.excluded.items()
+            },
+            **{
+                f"rollout/untrained_tokens/{metric_name(r)}_total": float(n)
+                for r, n in account.untrained.items()
+            },
         }
 
     async def _end(self, made: Collector) -> None:
         """Sessions are ended wherever they run, within the time that takes at most."""
         self._ending = True
         wishes = list(self._wishes.values())
-        for rollout_id in [one for wish in wishes for one in made.collector.members(wish)]:
+        for rollout_id in [one for wish in wishes for one in made.collector.rollout_ids(wish)]:
             made.conductor.cancel(rollout_id, ENDED)
-        if ending := [asyncio.create_task(made.collector.group(wish)) for wish in wishes]:
+        if ending := [asyncio.create_task(made.collector.start_group(wish)) for wish in wishes]:
             await asyncio.wait(ending, timeout=made.plan.deadlines.teardown_timeout_s)
 
 
 def token_account(group: Group, given: Sequence[Any], dropped: str | None) -> TokenAccount:
     """Trained are rows with an advantage; what else has a reward has none, or was dropped with its group."""
-    account = of_finished(group.finished)
+    account = count_tokens(group.finished)
     if dropped is not None:
         return account.idle(UntrainedReason.DROPPED_GROUP)
     trained = sum(int(row.completion_mask.sum()) for row in given if row.advantage)

@@ -145,7 +145,7 @@ class Manager:
         self._client = client
         self._queue = queue
         self._door = door
-        self._spool = RolloutStore(client.rundir.spool)
+        self._spool = RolloutStore(client.rundir.rollout_store)
         self._writer = ThreadPoolExecutor(1, "afield-verl")  # in order, and veRL's queue has one loop anyway
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}  # uids veRL waits for, and their partition
@@ -283,7 +283,7 @@ class Manager:
         with self._lock:
             self._open.pop(group.uid, None)
         for future in (*group.futures, *([group.greedy] if group.greedy else [])):
-            self._spool.drop(future.finished().rollout.id)
+            self._spool.remove(future.finished().rollout.id)
 
     def _compared(self, group: PromptGroup, judged: rows.GroupRows) -> rows.GroupRows:
         """Keep the reward of the greedy rollout; a group without one has nothing to be compared with."""

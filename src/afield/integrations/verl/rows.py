@@ -24,7 +24,7 @@ from afield.batches.rewards import turn_returns, turn_rewards, unused_turn_rewar
 from afield.batches.sample import Sample
 from afield.errors import UsageError
 from afield.exclusions import UntrainedReason
-from afield.token_account import TokenAccount, of_finished, word
+from afield.token_account import TokenAccount, count_tokens, metric_name
 from afield.types import FailureKind, Group, ImageSpan, RolloutResult, Turn
 from afield.vision import FAMILIES, Vision, decode_image
 
@@ -113,7 +113,7 @@ def group_rows(
 
 def token_account(finished: Sequence[RolloutResult], judged: GroupRows) -> TokenAccount:
     """What became of a group's sampled tokens; veRL alone knows which of its rows have an advantage."""
-    account = of_finished(finished)
+    account = count_tokens(finished)
     if judged.dropped:
         return account.idle(UntrainedReason.DROPPED_GROUP)
     trained = sum(sum(row.response_mask) for one in judged.sessions for row in one.rows)
@@ -279,11 +279,11 @@ def _info(finished: RolloutResult, unused: int) -> dict[str, float]:
     given = {**outcome.metrics, **outcome.rewards, "policy_failure": float(failed)}
     given["attempts"] = float(finished.attempts)
     given["rows"] = float(len(finished.trajectories))
-    tokens = of_finished([finished])
+    tokens = count_tokens([finished])
     given["sampled_tokens"] = float(tokens.sampled)
     given["excluded_tokens"] = float(sum(tokens.excluded.values()))
     given |= {"unused_turn_rewards": float(unused)} if unused else {}
-    given |= {f"excluded_tokens.{word(reason)}": float(n) for reason, n in tokens.excluded.items()}
+    given |= {f"excluded_tokens.{metric_name(reason)}": float(n) for reason, n in tokens.excluded.items()}
     return {f"{name}_of_agent" if name == TAKEN else name: value for name, value in given.items()}
 
 

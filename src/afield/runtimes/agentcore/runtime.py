@@ -351,12 +351,12 @@ class AgentCoreRuntime:
     async def _surely_stop(self, session_id: str, limiter: LocalLimiter) -> None:
         attempt = Attempt.from_session_id(session_id)
         while True:
-            async with limiter.calling():
+            async with limiter.call_slot():
                 try:
                     await self.stop(attempt)
                     return
                 except RateLimited as error:
-                    limiter.throttled(error.retry_after_s, stop=True)
+                    limiter.slow_down(error.retry_after_s, stop=True)
                 except AfieldError as error:
                     log.warning("%s could not be stopped: %s", session_id, error)
                     return

@@ -21,7 +21,7 @@ from uuid import uuid4
 from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound, RateLimited, UsageError
-from afield.interfaces.sandbox import ExecResult, argv_of, check_path, too_large
+from afield.interfaces.sandbox import ExecResult, build_argv, check_path, file_too_large
 from afield.options import AgentCoreOptions
 from afield.runtimes.agentcore.api import Api, Refused, Silent, called, meaning
 from afield.runtimes.agentcore.deploy import deploy
@@ -81,7 +81,7 @@ class AgentCoreSandbox:
             raise UsageError(
                 f"timeout = {timeout:g}: a command on AgentCore takes from 1 to {LONGEST_S} seconds"
             )
-        argv_of(command, timeout, cwd, env)
+        build_argv(command, timeout, cwd, env)
         line = command if isinstance(command, str) else shlex.join(command)
         if cwd:
             line = f"cd {shlex.quote(cwd)} || exit 1\n{line}"
@@ -109,7 +109,7 @@ class AgentCoreSandbox:
         if ran.exit_code == NO_FILE:
             raise NotFound(f"there is no file {path} in the sandbox")
         if ran.truncated:
-            raise too_large(path, "the sandbox", MOST_BYTES)
+            raise file_too_large(path, "the sandbox", MOST_BYTES)
         try:
             if not ran.ok:
                 raise ValueError(ran.stderr.strip())

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from afield.errors import AfieldError, InfrastructureFailure, NotFound
-from afield.interfaces.sandbox import MOST_BYTES, ExecResult, argv_of, check_path, too_large
+from afield.interfaces.sandbox import MAX_DOWNLOAD_BYTES, ExecResult, build_argv, check_path, file_too_large
 from afield.options import ContainerOptions
 from afield.runtimes.docker.engine import Engine, Refused, death_of, labels_of, name_of, need_library
 from afield.types import Reason
@@ -133,7 +133,7 @@ class ContainerSandbox:
         *,
         name: str = "sandbox",
         keep_bytes: int = KEPT,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MAX_DOWNLOAD_BYTES,
     ) -> None:
         given = options or ContainerOptions()
         network = "none" if given.network == "bridge" else given.network
@@ -178,7 +178,7 @@ class ContainerSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
-        argv = argv_of(command, timeout, cwd, env)
+        argv = build_argv(command, timeout, cwd, env)
         out = Output(self._keep_bytes)
         ended = await self._exec(argv, timeout, cwd, dict(env or {}), stdin, out)
         stdout, stderr = ended.out.text, ended.err.text
@@ -203,7 +203,7 @@ class ContainerSandbox:
         ended = await self._exec(argv, 600.0, None, {}, b"", Whole(self._most_bytes))
         content = ended.out.bytes
         if ended.out.cut:
-            raise too_large(path, "the sandbox", self._most_bytes)
+            raise file_too_large(path, "the sandbox", self._most_bytes)
         if ended.exit_code == NO_FILE:
             raise NotFound(f"there is no file {path} in the sandbox")
         if ended.exit_code != 0:
