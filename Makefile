@@ -3,7 +3,7 @@
 
 PART ?= all
 BIN := .venv/bin
-MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: help demo test check lint docs test-real accept fmt clean
 

@@ -9,42 +9,38 @@ from pathlib import Path
 
 from afield.gateway.parameters import TABLE, Parameter
 
-PAGE = Path(__file__).parent.parent / "docs" / "parameters.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "parameters.md"
 HEAD = """\
-# Parameters of requests
+# Request parameters
 
-What becomes of every parameter that a client can send, dialect by dialect: those of the `openai`, `anthropic`
-and `google-genai` packages and the extra ones of vLLM. Nothing is ignored silently.
+After this page you know what the gateway does with every parameter that a client can send: those of the `openai`, `anthropic` and `google-genai`
+packages and the extra ones of vLLM. The gateway ignores nothing silently. `scripts/parameters_page.py` writes this page.
 
-| fate | what it means |
+| fate | meaning |
 | --- | --- |
-| honoured | it does what the provider says, or what the table says |
-| overridden | sampling belongs to the trainer; a request that asks for something else goes on, and its turn has a tag `overridden:NAME` |
-| refused | 400 with the parameter's name and what to do instead; values that ask for nothing are accepted: null, empty ones (but for `web_search_options`), and those in the table |
+| honoured | the gateway supports it as the provider describes, or as the table says |
+| overridden | the trainer owns sampling; the request continues without it, and its turn gets a tag `overridden:NAME` |
+| refused | 400 with the parameter's name and the alternative; values without effect are accepted: null, empty ones (except `web_search_options`), and those in the column "accepted" |
 
-A parameter that is in no table is refused too. A session that is opened with
-[`unsupported = "ignore"`](config.md#sampling) goes on without what would be refused, and the turn has a tag
-`ignored:NAME`. A parameter that the engine or the chat template at hand cannot honour is refused, or ignored, in the
-same way: the message names it.
+A parameter in no table is refused too. A session with [`unsupported = "ignore"`](http-api.md#open-a-session) continues without the refused parameter, and the turn gets a tag
+`ignored:NAME`. The same holds for a parameter that the engine or the chat template cannot support.
 
-Tools that a provider would run itself (`web_search`, `code_execution`, `googleSearch`, ...) are never offered to the
-model: a request that offers one goes on, and its turn has a tag `overridden:tools.NAME`; one that forces it gets 400.
-`strict` in the definition of a tool is not enforced: the turn has a tag `overridden:tools.strict`.
+The gateway never offers tools that a provider runs itself (`web_search`, `code_execution`, `googleSearch`, ...). A request with such a tool continues, and its turn gets a tag
+`overridden:tools.NAME`; a request that forces it gets 400. `strict` in a tool definition is not enforced: the turn gets a tag `overridden:tools.strict`.
 
 ## Thinking
 
-| asked for | chat | responses | anthropic | gemini |
+| request | chat | responses | anthropic | gemini |
 | --- | --- | --- | --- | --- |
 | off | `reasoning_effort: "none"`, `enable_thinking: false` (also in `chat_template_kwargs`), `reasoning: {"enabled": false}`, `thinking: {"type": "disabled"}` | `reasoning: {"effort": "none"}` | `thinking: {"type": "disabled"}` | `thinkingBudget: 0` |
-| thoughts in the answer | unless `include_reasoning: false` or `reasoning: {"exclude": true}` | with `reasoning.summary` (as the summary) or `include_reasoning: true` (as the content) | with `thinking` of type `enabled` or `adaptive`; only a signature with `display: "omitted"` | with `includeThoughts: true` |
+| thinking in the answer | unless `include_reasoning: false` or `reasoning: {"exclude": true}` | with `reasoning.summary` (as the summary) or `include_reasoning: true` (as the content) | with `thinking` of type `enabled` or `adaptive`; only a signature with `display: "omitted"` | with `includeThoughts: true` |
 
-Thinking is turned on and off by the chat template's own switch (`enable_thinking` or `thinking`), which is found by
-rendering the template; each setting has a root of its own in the session's forest. A template that cannot turn thinking
-off answers 400; for a model that never thinks, off is what it does. A request that says nothing leaves it to the
-template, in every dialect. Arguments that the trainer gave the template come before a request's, and the turn has a tag.
+The chat template's own switch (`enable_thinking` or `thinking`) turns thinking on and off; the gateway finds it by rendering the template. Each setting has its own root in the
+session's tree. If a template cannot turn thinking off, the request gets 400, unless the model never thinks. A request without the parameter leaves it to the template. Template
+arguments of the trainer override a request's, and the turn gets a tag.
 
-Hidden thoughts are sampled, counted in the usage, recorded and trained like others. A client sends its conversation back
-without them; it is recognised, and goes on from the tokens that were sampled.
+Hidden thinking is sampled, counted in the usage, recorded and trained. A client sends its conversation back without it; the gateway recognises the conversation and continues from
+the sampled tokens.
 """
 TITLES = {
     "chat": "Chat Completions",
@@ -60,7 +56,7 @@ def page() -> str:
 
 
 def _section(dialect: str) -> Iterator[str]:
-    yield f"\n## {TITLES[dialect]}\n\n| parameter | fate | what it does, or what to do instead | accepted |\n"
+    yield f"\n## {TITLES[dialect]}\n\n| parameter | fate | effect or alternative | accepted |\n"
     yield "| --- | --- | --- | --- |\n"
     groups: dict[tuple[str, str, str], list[str]] = {}
     for entry in TABLE[dialect].values():

@@ -1,0 +1,121 @@
+"""Code blocks of README and docs run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+import urllib.request
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from support.gateways import ADMIN, POLICY
+from support.pages import DOCS, PAGES, README, blocks, names, page_name
+from support.paths import ROOT
+from support.processes import afield, finish, start, summary
+
+LIVE = [
+    DOCS / "reference" / "http-api.md",
+    DOCS / "how-to" / "clients.md",
+]  # blocks that use one gateway in order
+ELSEWHERE = [DOCS / "how-to" / "rollout-client.md"]  # tests/client/test_connect.py runs its blocks
+RECIPES = [ROOT / "CONTRIBUTING.md"]  # test_recipes.py runs its blocks
+ADDRESS = "http://127.0.0.1:8400"
+PYTHON = [
+    (page, code)
+    for page in PAGES
+    if page not in [*LIVE, *ELSEWHERE, *RECIPES]
+    for code in blocks(page, "python")
+    if ADDRESS not in code
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "code"), PYTHON, ids=[f"{page_name(page)}-{number}" for number, (page, _) in enumerate(PYTHON)]
+)
+def test_python_block_runs(page: Path, code: str) -> None:
+    module = types.ModuleType("documented")
+    sys.modules["documented"] = module
+    exec(compile(code, str(page), "exec"), module.__dict__)
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a gateway with the demo's policy."""
+    arguments = ("--model", POLICY, "--port", 0, "--admin-key", ADMIN, "--json")
+    process = start(tmp_path_factory.mktemp("gateway"), "gateway", *arguments)
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        finish(process)
+
+
+def run_with_gateway(gateway: str, words: list[str], code: str, folder: Path | None = None) -> str:
+    environment = os.environ | {"AFIELD_ADMIN_KEY": ADMIN, "NO_PROXY": "127.0.0.1"}
+    command = [*words, code.replace(ADDRESS, gateway)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def is_installed(code: str) -> bool:
+    """Whether the package in the comment `# needs PACKAGE` is there; without the comment, True."""
+    needs = re.match(r"# needs ([\w-]+)\n", code)
+    return needs is None or any(d.metadata["Name"] == needs[1] for d in metadata.distributions())
+
+
+@pytest.mark.parametrize("page", LIVE, ids=page_name)
+def test_blocks_about_the_gateway_run_against_a_gateway(page: Path, gateway: str) -> None:
+    code = [block for block in blocks(page, "python") if is_installed(block)]
+    assert code
+    run_with_gateway(gateway, [sys.executable, "-c"], "\n".join(code))
+    for block in blocks(page, "sh"):
+        assert '"error"' not in run_with_gateway(gateway, ["bash", "-ec"], block)
+
+
+def test_readme_agent_gives_rollouts_to_the_readme_program(gateway: str, tmp_path: Path) -> None:
+    agent, program = blocks(README, "python")
+    rows = blocks(README, "json")[0]
+    (tmp_path / "my_agent.py").write_text(agent)
+    (tmp_path / "tasks.jsonl").write_text(rows)
+    lines = run_with_gateway(gateway, [sys.executable, "-c"], program, tmp_path).splitlines()
+    assert len(lines) == 8 * len(rows.splitlines())
+    assert {line.split()[0] for line in lines} == {json.loads(row)["id"] for row in rows.splitlines()}
+    assert all(int(line.split()[-1]) > 0 for line in lines)
+
+
+def test_readme_commands_train_and_show_a_run(tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(blocks(README, "python")[0])
+    (tmp_path / "tasks.jsonl").write_text(blocks(README, "json")[0])
+    demo, show, train = (line.partition("#")[0].split() for line in blocks(README, "console")[0].splitlines())
+    assert demo == ["$", "make", "demo"]
+    arguments = [str(POLICY) if word == "path/to/hf-model" else word for word in train[2:]]
+    sizes = ("--steps", 1, "--tasks-per-step", 2, "--rollouts", 2, "--json")
+    code, out, err = afield(tmp_path, *arguments, *sizes)
+    assert code == 0, err
+    assert summary(out)["rollouts"] == 4
+    code, out, err = afield(tmp_path, *show[2:])
+    assert code == 0, err
+
+
+def test_inspect_template_prints_the_documented_lines() -> None:
+    page = DOCS / "concepts" / "tokens.md"
+    (block,) = [block for block in blocks(page, "console") if "afield inspect-template" in block]
+    command, _, expected = block.partition("\n")
+    code, out, err = afield(ROOT, *command.removeprefix("$ afield ").split())
+    assert (code, out) == (0, expected), err
+
+
+def test_gateway_page_lists_every_metric_and_no_other(gateway: str) -> None:
+    request = urllib.request.Request(f"{gateway}/metrics", headers={"authorization": f"Bearer {ADMIN}"})
+    with urllib.request.urlopen(request) as answer:
+        served = re.findall(r"# TYPE (\w+)", answer.read().decode())
+    assert set(names(DOCS / "how-to" / "gateway.md", "Metrics")) == set(served)

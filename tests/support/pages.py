@@ -1,0 +1,44 @@
+"""Reads README and docs for tests: pages, code blocks, sections and tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support.paths import ROOT
+
+SOURCE = ROOT / "src" / "afield"
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+GUIDES = [README, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
+PAGES = [*GUIDES, *sorted(DOCS.rglob("*.md"))]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Code blocks of a language, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+def section(page: Path, heading: str) -> str:
+    """Text under a heading, up to the next heading."""
+    _, heading_line, rest = page.read_text().partition(f"# {heading}\n")
+    assert heading_line, f"{page.name} has no heading {heading!r}"
+    return re.split(r"^#+ ", rest, maxsplit=1, flags=re.M)[0]
+
+
+def table(page: Path, heading: str) -> list[list[str]]:
+    """Cells of all tables under a heading, without their header rows."""
+    rows: list[list[str]] = []
+    for text in re.findall(r"(?:^\|.*\|\n)+", section(page, heading), re.M):
+        rows += [[cell.strip() for cell in row.strip("|").split(" | ")] for row in text.splitlines()[2:]]
+    assert rows, f"{page.name} has no table under {heading!r}"
+    return rows
+
+
+def names(page: Path, heading: str, column: int = 0) -> list[str]:
+    """Words in backticks in a column of the tables under a heading."""
+    return [name for row in table(page, heading) for name in re.findall(r"`([^`]+)`", row[column])]
