@@ -26,11 +26,11 @@ from typing import Any
 
 from afield import wire
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk import outcomes, s3_store
-from afield.sdk.context import Context
-from afield.sdk.hints import notify
+from afield.sdk.agent import Context
+from afield.sdk.deliver import send_hint
+from afield.sdk.stores import aws_client, deliver_to_store
 from afield.transports.notifiers.sqs import SqsNotifier
-from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.wire import Hint, Invocation, OutcomeRecord
 from support import servers
@@ -43,7 +43,7 @@ BAR_S = 0.5
 class Agents:
     """Deliver as the SDK does, tell when the commit was there, and stay for `linger_s`."""
 
-    def __init__(self, store: S3Outcomes, *, drop: bool, linger_s: float) -> None:
+    def __init__(self, store: S3CollectorStore, *, drop: bool, linger_s: float) -> None:
         self._store = store
         self._drop = drop
         self._linger_s = linger_s
@@ -55,10 +55,12 @@ class Agents:
         return stands
 
     def _deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
-        stands = outcomes.deliver(self._store, invocation, record)
+        stands = deliver_to_store(self._store, invocation, record)
         self.committed[invocation.session_id] = time.monotonic()
         if not self._drop:
-            notify(invocation, wire.encode(Hint(exp_id=invocation.exp_id, session_id=invocation.session_id)))
+            send_hint(
+                invocation, wire.encode(Hint(exp_id=invocation.exp_id, session_id=invocation.session_id))
+            )
         return stands
 
 
@@ -69,9 +71,9 @@ def agent(task: dict[str, Any], rollout: Context) -> float:
 
 def measure(there: Place, bucket: str, endpoint: str, count: int, *, drop: bool) -> list[float]:
     linger_s = SWEEP_S + 3.0 if drop else 2.0
-    store = S3Outcomes(bucket, endpoint=endpoint)
+    store = S3CollectorStore(bucket, endpoint=endpoint)
     queue = SqsNotifier(queue_prefix="hints", endpoint=endpoint)
-    agents = Agents(S3Outcomes(bucket, endpoint=endpoint), drop=drop, linger_s=linger_s)
+    agents = Agents(S3CollectorStore(bucket, endpoint=endpoint), drop=drop, linger_s=linger_s)
     exp_id = f"exp-{uuid.uuid4().hex[:8]}"
     seen: dict[str, float] = {}
     draw, longest = random.Random(0), SWEEP_S if drop else 1.0
@@ -104,7 +106,7 @@ def main() -> int:
     logging.getLogger("afield.sdk").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder, servers.moto(Path(folder) / "moto") as moto:
         os.environ.update({**servers.KEYS, "AWS_ENDPOINT_URL": moto.url})
-        s3_store.client("s3").create_bucket(Bucket="outcomes")
+        aws_client("s3").create_bucket(Bucket="outcomes")
         with place(Path(folder)) as there:
             latencies = measure(there, "outcomes", moto.url, args.rollouts, drop=False)
             dropped = measure(there, "outcomes", moto.url, args.dropped, drop=True)

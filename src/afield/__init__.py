@@ -19,21 +19,20 @@ if TYPE_CHECKING:
         VerifierFailure,
     )
     from afield.sandboxes import sandbox
-    from afield.sdk.agent import agent
+    from afield.sdk.agent import Context, agent
     from afield.sdk.app import App
-    from afield.sdk.context import Context
-    from afield.sdk.reward import Reward
+    from afield.sdk.results import Reward
     from afield.types import Outcome, Task
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "App": "afield.sdk.app",
-    "Context": "afield.sdk.context",
+    "Context": "afield.sdk.agent",
     "InfrastructureFailure": "afield.errors",
     "Outcome": "afield.types",
     "PolicyFailure": "afield.errors",
-    "Reward": "afield.sdk.reward",
+    "Reward": "afield.sdk.results",
     "RolloutClient": "afield.client",
     "RolloutFailure": "afield.errors",
     "RolloutFuture": "afield.client",

@@ -274,9 +274,9 @@ async def test_an_agent_says_what_its_turns_got(returned: object, kept: dict[str
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        ({"first": 1.0}, "'first', which is no turn"),
-        ({"t1": float("nan")}, "nan, not a finite number"),
-        (3.0, "neither an object nor a list"),
+        ({"first": 1.0}, "has the key 'first'"),
+        ({"t1": float("nan")}, "nan; it must be a finite number"),
+        (3.0, "must be a dict or a list"),
     ],
 )
 async def test_rewards_of_no_turn_are_the_verifiers_failure(returned: object, says: str) -> None:
@@ -294,7 +294,7 @@ async def test_rewards_of_turns_alone_are_no_reward() -> None:
         return {"turn_rewards": [1.0]}
 
     failure = (await run_inline(agent)).outcome.failure
-    assert failure and "neither 'reward' nor 'rewards'" in failure.message
+    assert failure and "add 'reward' or 'rewards'" in failure.message
 
 
 # --- over HTTP -----------------------------------------------------------------------------------

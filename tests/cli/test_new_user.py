@@ -16,7 +16,7 @@ from afield.errors import TaskFailure, VerifierFailure
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.sdk.classify import attributed
-from afield.sdk.result import read_result
+from afield.sdk.results import read_result
 from afield.settings import train_config
 from afield.types import Failure, FailureKind, Outcome, Reason, Rollout, Task
 
@@ -161,5 +161,5 @@ def test_a_failure_the_agent_raised_itself_has_its_whole_traceback() -> None:
 
 
 def test_an_agent_that_returns_nothing_is_told_to_return_its_reward() -> None:
-    with pytest.raises(VerifierFailure, match="returned nothing; it has to return its reward"):
+    with pytest.raises(VerifierFailure, match="returned None; return its reward"):
         read_result(None)

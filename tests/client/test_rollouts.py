@@ -20,7 +20,7 @@ from afield.errors import Conflict, PolicyFailure, TaskFailure, UsageError, Veri
 from afield.interfaces import Exit
 from afield.orchestrator.run_state import RunState
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason, Sampling, Split, Task
 from support.client_gateway import Gate, Place, place, yes

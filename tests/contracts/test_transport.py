@@ -16,15 +16,14 @@ from tests.contracts.transport_contract import AgentsContract, Backend, Transpor
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
 from afield.interfaces.transport import Fence
-from afield.sdk import file_store, outcomes
 from afield.sdk.deliver import deliver, file_root
-from afield.transports import hints
+from afield.sdk.stores import HINTS, deliver_to_store, open_hints
+from afield.transports.notifiers.base import read_message
 from afield.transports.notifiers.sqs import queue_name
 from afield.transports.spec import from_spec
-from afield.transports.stores.base import MemoryStore
 from afield.transports.stores.files import FilesStore, FilesTransport, SqliteNotifier
-from afield.transports.stores.memory import MemoryNotifier
-from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.stores.memory import MemoryNotifier, MemoryStore
+from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt
 from agents.invoking import EXP, invocation, record
@@ -40,9 +39,13 @@ class Memory:
         self.store = MemoryStore()
         self.notifier = MemoryNotifier()
 
-    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
+    def transport(
+        self, *, lease_s: float = 30.0, max_deliveries: int = 10, single_reads: int = 64
+    ) -> StoreTransport:
         self.notifier.lease_s = lease_s
-        return StoreTransport(self.store, self.notifier, times=times, few=few)
+        return StoreTransport(
+            self.store, self.notifier, max_deliveries=max_deliveries, single_reads=single_reads
+        )
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
         return [f"{one.body.decode()}: {reason}" for one, reason in self.notifier.dead_letters]
@@ -54,12 +57,16 @@ class Files:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
+    def transport(
+        self, *, lease_s: float = 30.0, max_deliveries: int = 10, single_reads: int = 64
+    ) -> StoreTransport:
         notifier = SqliteNotifier(self.root, lease_s=lease_s)
-        return StoreTransport(FilesStore(self.root), notifier, times=times, few=few)
+        return StoreTransport(
+            FilesStore(self.root), notifier, max_deliveries=max_deliveries, single_reads=single_reads
+        )
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
-        with contextlib.closing(file_store.open_hints(self.root)) as db:
+        with contextlib.closing(open_hints(self.root)) as db:
             rows = db.execute("SELECT body, reason FROM dead WHERE exp_id = ?", (exp_id,)).fetchall()
         return [f"{body}: {reason}" for body, reason in rows]
 
@@ -100,7 +107,7 @@ async def test_threads_that_commit_and_fence_at_once_agree(files: FilesTransport
 
         def commit(reward: float, one=one, won=won, barrier=barrier) -> None:
             barrier.wait(10)
-            if outcomes.deliver(store, one, record(one, reward)):
+            if deliver_to_store(store, one, record(one, reward)):
                 won.append(f"reward {reward}")
 
         def fence(one=one, won=won, barrier=barrier) -> None:
@@ -130,13 +137,13 @@ async def test_what_is_half_written_is_not_there(files: FilesTransport) -> None:
 async def test_losing_the_hints_loses_no_outcome(
     files: FilesTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for path in root_of(files).glob(f"{file_store.HINTS}*"):
+    for path in root_of(files).glob(f"{HINTS}*"):
         path.write_bytes(b"not a database" * 1000)
     one = invocation()
     assert await files.deliver(one, record(one))
     assert await files.hints(EXP, 0) == []
     assert await files.sweep([waiting()]) == [Attempt("r", 1)]
-    assert "found by a sweep" in caplog.text
+    assert "polling finds the outcome" in caplog.text
 
 
 async def test_hints_that_a_killed_collector_had_leased_go_with_the_attempts_decision(tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ async def test_hints_that_a_killed_collector_had_leased_go_with_the_attempts_dec
         await killed.deliver(one, record(one))
         assert await killed.hints(EXP, 1.0) == [Attempt("r", 1)]
         await next_one.fence(waiting(), "restarted")
-        with contextlib.closing(file_store.open_hints(tmp_path)) as db:
+        with contextlib.closing(open_hints(tmp_path)) as db:
             assert db.execute("SELECT count(*) FROM notices").fetchone() == (0,)
 
 
@@ -156,14 +163,14 @@ async def test_a_refused_outcome_gives_no_hint(files: FilesTransport) -> None:
     assert not deliver(
         wire.convert(wire.to_builtins(one) | files.address(EXP), wire.Invocation, "it"), record(one)
     )
-    with contextlib.closing(file_store.open_hints(file_root(files.address(EXP)["outcome_url"]))) as db:
+    with contextlib.closing(open_hints(file_root(files.address(EXP)["outcome_url"]))) as db:
         assert db.execute("SELECT count(*) FROM notices").fetchone() == (0,)
 
 
 async def test_a_busy_hint_file_is_asked_again(files: FilesTransport) -> None:
     one = invocation()
     await files.deliver(one, record(one))
-    with contextlib.closing(sqlite3.connect(root_of(files) / file_store.HINTS)) as other:
+    with contextlib.closing(sqlite3.connect(root_of(files) / HINTS)) as other:
         other.execute("BEGIN IMMEDIATE")
         assert await files.hints(EXP, 0.2) == []
         other.rollback()
@@ -174,7 +181,7 @@ async def test_others_who_write_hints_for_a_moment_are_waited_for_without_a_word
     files: FilesTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = invocation()
-    with contextlib.closing(sqlite3.connect(root_of(files) / file_store.HINTS)) as other:
+    with contextlib.closing(sqlite3.connect(root_of(files) / HINTS)) as other:
 
         async def meanwhile(work: Coroutine[Any, Any, object]) -> None:
             other.execute("BEGIN IMMEDIATE")
@@ -268,9 +275,11 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallS3]:
         yield server
 
 
-def on(s3: SmallS3, few: int = 64) -> StoreTransport:
+def on(s3: SmallS3, single_reads: int = 64) -> StoreTransport:
     return StoreTransport(
-        S3Outcomes("bucket", endpoint=s3.url, region="us-east-1"), MemoryNotifier(), few=few
+        S3CollectorStore("bucket", endpoint=s3.url, region="us-east-1"),
+        MemoryNotifier(),
+        single_reads=single_reads,
     )
 
 
@@ -281,10 +290,12 @@ class Bucket:
         self.s3 = s3
         self.notifier = MemoryNotifier()
 
-    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
+    def transport(
+        self, *, lease_s: float = 30.0, max_deliveries: int = 10, single_reads: int = 64
+    ) -> StoreTransport:
         self.notifier.lease_s = lease_s
-        store = S3Outcomes("bucket", endpoint=self.s3.url, region="us-east-1")
-        return StoreTransport(store, self.notifier, times=times, few=few)
+        store = S3CollectorStore("bucket", endpoint=self.s3.url, region="us-east-1")
+        return StoreTransport(store, self.notifier, max_deliveries=max_deliveries, single_reads=single_reads)
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
         return [f"{one.body.decode()}: {reason}" for one, reason in self.notifier.dead_letters]
@@ -318,7 +329,7 @@ async def test_without_permission_to_list_sweeps_ask_for_single_keys(
         return (403, "AccessDenied") if missing or asked == "ListObjectsV2" else None
 
     s3.refuse = refuse
-    async with on(s3, few=1) as transport:
+    async with on(s3, single_reads=1) as transport:
         assert "s3:ListBucket" in caplog.text
         one = invocation()
         assert await transport.decision(waiting()) is None
@@ -398,7 +409,7 @@ def event(*keys: str) -> dict[str, Any]:
     ],
 )
 def test_messages_of_every_shape_are_understood(message: dict[str, Any], about: list[Any]) -> None:
-    assert hints.read(json.dumps(message).encode()) == about
+    assert read_message(json.dumps(message).encode()) == about
 
 
 @pytest.mark.parametrize(
@@ -407,7 +418,7 @@ def test_messages_of_every_shape_are_understood(message: dict[str, Any], about: 
 )
 def test_messages_of_no_known_shape_are_refused(message: bytes) -> None:
     with pytest.raises(WireError, match="a message"):
-        hints.read(message)
+        read_message(message)
 
 
 @pytest.mark.parametrize(
@@ -415,9 +426,9 @@ def test_messages_of_no_known_shape_are_refused(message: bytes) -> None:
     [
         ("sq", r"unknown transport 'sq'; choose one of: memory, files"),
         ("files://host/dir", "files:///absolute/path"),
-        ("s3://bucket/below", "nothing below it"),
+        ("s3://bucket/below", "without a path"),
         ("s3://bucket?sqs=u&notify=nats://h", "has both notify= and sqs="),
-        ("s3://bucket?sqs=u&queues=p", "not both"),
+        ("s3://bucket?sqs=u&queues=p", "give one of them"),
         ("s3://bucket?endpont=u", r"unknown option 'endpont'.*did you mean 'endpoint'"),
         ("s3://bucket?sqs=", "'sqs'.*is empty"),
         ("s3://bucket?threads=none", "threads=none"),

@@ -25,7 +25,9 @@ from agents.invoking import EXP, invocation, record
 class Backend(Protocol):
     name: str
 
-    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport: ...
+    def transport(
+        self, *, lease_s: float = 30.0, max_deliveries: int = 10, single_reads: int = 64
+    ) -> StoreTransport: ...
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
         """Their reasons or bodies, as a person would look at them."""
@@ -273,7 +275,7 @@ class TransportContract:
         assert "dead letter" in caplog.text
 
     async def test_a_message_nobody_acknowledges_is_set_aside_in_the_end(self, backend: Backend) -> None:
-        async with backend.transport(lease_s=self.lease_s, times=2) as transport:
+        async with backend.transport(lease_s=self.lease_s, max_deliveries=2) as transport:
             await transport.notifier.send(EXP, hint("lonely.1"))
             seen = 0
             with anyio.fail_after(90):
@@ -303,7 +305,7 @@ class TransportContract:
 
     async def test_a_sweep_of_many_finds_the_same_as_one_of_few(self, backend: Backend) -> None:
         every = [waiting(f"r{i}", input_id=f"task {i}") for i in range(20)]
-        async with backend.transport(few=4) as many, backend.transport(few=100) as few:
+        async with backend.transport(single_reads=4) as many, backend.transport(single_reads=100) as few:
             for i in range(0, 20, 3):
                 one = invocation(f"r{i}", input_id=f"task {i}")
                 await many.deliver(one, record(one))

@@ -15,7 +15,7 @@ from afield.demo import shop
 from afield.demo.agents import langgraph_agent, openai_agent, strands_agent
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.interfaces import SessionSpec
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from support.gateways import POLICY, running
 from support.paths import ROOT
 

@@ -21,8 +21,8 @@ from strands.types.exceptions import EventLoopException, MaxTokensReachedExcepti
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import PolicyFailure, UsageError, WireError
 from afield.interfaces import SessionSpec
+from afield.sdk.agent import Context
 from afield.sdk.classify import attribute
-from afield.sdk.context import Context
 from afield.sdk.frameworks import langchain
 from afield.sdk.frameworks.strands import ConversationHook, create_openai_compatible_model
 from afield.types import Reason

@@ -12,7 +12,7 @@ from afield.chat.message_rules import RULES
 from afield.conformance.clients import CLIENTS
 from afield.engines.scripted import ScriptedEngine, ScriptedReply
 from afield.errors import UsageError
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from support.client_gateway import place
 from support.client_requests import replayed, requests
 from support.gateways import running

@@ -17,7 +17,7 @@ from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, TaskFailure, VerifierFailure
 from afield.orchestrator.run_state import RunState
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, FailureKind, Reason
 from afield.wire import OutcomeRecord

@@ -15,7 +15,7 @@ from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation
 from afield.orchestrator.staleness import Mode, StalenessWindow
 from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.types import FailureKind, Policy, Reason, RolloutResult, Sampling, Split, Task
 from support.in_process_collection import Bench, ask_model, bench, good
 

@@ -11,7 +11,7 @@ import pytest
 from afield.interfaces import PendingAttempt
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.types import Attempt, Group, Rollout, Task
 from afield.wire import OutcomeRecord
 from support.in_process_collection import Bench, ask_model, bench

@@ -15,7 +15,7 @@ from afield.errors import RateLimited, Unavailable
 from afield.interfaces import Exit, SessionRecord
 from afield.orchestrator.run_state import RunState
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.types import (
     Attempt,
     FailureKind,

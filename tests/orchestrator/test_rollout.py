@@ -17,10 +17,9 @@ from afield.interfaces import Exit, Fence, GenerateRequest, PendingAttempt, Phas
 from afield.orchestrator.deadlines import Deadlines, Progress, overdue_failure
 from afield.ratelimit import LocalLimiter, RateLimits, Unlimited
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
-from afield.sdk.heartbeat import PROCESS
-from afield.transports.stores.base import MemoryStore
-from afield.transports.stores.memory import MemoryNotifier, MemoryTransport
+from afield.sdk.agent import Context
+from afield.sdk.heartbeat import PROCESS_HEARTBEAT
+from afield.transports.stores.memory import MemoryNotifier, MemoryStore, MemoryTransport
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt, FailureKind, Reason, Rollout, Sampling, Task
 from afield.wire import OutcomeRecord
@@ -557,7 +556,7 @@ async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_
             headers = {"authorization": f"Bearer {context.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as http:
                 (await http.post(f"{context.base_url}/alive", json={})).raise_for_status()
-            PROCESS.drop(context.session_id)  # its thread gets no turn any more
+            PROCESS_HEARTBEAT.drop(context.session_id)  # its thread gets no turn any more
             await asyncio.sleep(4.0)
         return reward
 

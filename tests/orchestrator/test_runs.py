@@ -20,7 +20,7 @@ from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, wait_for_own_weights
 from afield.orchestrator.staleness import Mode, StalenessWindow
 from afield.ratelimit import RateLimits, SharedLimiter
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.settings import train_config
 from afield.types import Attempt, Outcome, Policy, Rollout, RolloutResult, Sampling, Split, Task
 from support.gateways import POLICY

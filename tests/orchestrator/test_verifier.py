@@ -16,7 +16,7 @@ from afield.errors import InfrastructureFailure, PolicyFailure
 from afield.interfaces import Exit, SessionSpec
 from afield.orchestrator.run_state import RunState
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Failure, FailureKind, Reason, RolloutResult
 from afield.wire import OutcomeRecord

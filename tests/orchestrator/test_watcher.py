@@ -198,7 +198,7 @@ async def test_the_sdk_keeps_its_sessions_alive_until_they_are_delivered(tmp_pat
             posted.set()
             return True
 
-        runner = Runner(entry_of(agent), deliver=bring, alive=Heartbeat(first_s=0.0, every_s=0.05))
+        runner = Runner(entry_of(agent), deliver=bring, heartbeat=Heartbeat(first_s=0.0, every_s=0.05))
         made = structs.replace(invocation(), base_url=ticket.base_url, api_key=ticket.api_key)
         runner.accept(payload({}, made))
 
@@ -242,7 +242,7 @@ async def test_an_agent_that_was_given_up_is_told_once(
             await until(told)
             await asyncio.sleep(0.5)  # in which it would be told again
         assert [r.getMessage() for r in caplog.records if "given up" in r.getMessage()] == [
-            "r.1 was given up; its outcome comes too late"
+            "heartbeat: r.1 aborted by the gateway, its outcome comes too late"
         ]
 
 

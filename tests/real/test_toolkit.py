@@ -19,9 +19,9 @@ import pytest
 from afield.conformance.environments import python_environment
 from afield.errors import Unavailable
 from afield.runtimes.remote import ServedRuntime
-from afield.sdk import s3_store
+from afield.sdk.stores import aws_client
 from afield.transports.stores.memory import MemoryNotifier
-from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.types import FailureKind
 from support import servers
@@ -64,7 +64,7 @@ def bucket(server: Callable[[str], servers.Server], monkeypatch: pytest.MonkeyPa
     for name, value in {**servers.KEYS, "AWS_ENDPOINT_URL": server("moto").url}.items():
         monkeypatch.setenv(name, value)
     name = f"b-{uuid.uuid4().hex[:12]}"
-    s3_store.client("s3").create_bucket(Bucket=name)
+    aws_client("s3").create_bucket(Bucket=name)
     return name
 
 
@@ -88,7 +88,7 @@ def agent_url(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     bucket: str, agent_url: str, tmp_path: Path
 ) -> None:
-    transport = StoreTransport(S3Outcomes(bucket), MemoryNotifier())
+    transport = StoreTransport(S3CollectorStore(bucket), MemoryNotifier())
     runtime = ServedRuntime([agent_url], poll_s=0.2)
     with (
         place(tmp_path, path_keys=True) as there,
@@ -103,7 +103,7 @@ def test_the_toolkits_own_wheel_works_with_the_client_through_s3(
     assert len(finished.turns) == 1 and finished.trajectories
     assert [failure.kind for failure in failures if failure] == [FailureKind.TASK, FailureKind.VERIFIER]
     assert failures[0] and "the agent broke" in failures[0].traceback
-    s3 = s3_store.client("s3")
+    s3 = aws_client("s3")
     keys = {one["Key"] for one in s3.list_objects_v2(Bucket=bucket)["Contents"]}
     session = f"{good.rollout.id}.1.json"
     assert keys >= {f"toolkit/a b/ü/{session}", f"toolkit/commits/{session}", f"toolkit/adopted/{session}"}

@@ -27,13 +27,13 @@ from tests.contracts.transport_contract import (
 from afield import wire
 from afield.errors import Unavailable
 from afield.interfaces.transport import PendingAttempt
-from afield.sdk import s3_store
 from afield.sdk.deliver import deliver
+from afield.sdk.stores import aws_client
 from afield.transports.notifiers.nats import NatsNotifier
 from afield.transports.notifiers.redis import RedisNotifier
 from afield.transports.notifiers.sqs import SqsNotifier
 from afield.transports.stores.files import FilesStore
-from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt
 from agents.invoking import EXP, invocation, record
@@ -55,16 +55,18 @@ class Cloud:
         self.prefix = f"q-{uuid.uuid4().hex[:12]}"
         self.s3_url = s3_url
         self.sqs_url = sqs_url
-        s3_store.client("s3", endpoint=s3_url, region=REGION).create_bucket(Bucket=self.bucket)
+        aws_client("s3", endpoint=s3_url, region=REGION).create_bucket(Bucket=self.bucket)
 
-    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
-        store = S3Outcomes(self.bucket, endpoint=self.s3_url, region=REGION)
+    def transport(
+        self, *, lease_s: float = 30.0, max_deliveries: int = 10, single_reads: int = 64
+    ) -> StoreTransport:
+        store = S3CollectorStore(self.bucket, endpoint=self.s3_url, region=REGION)
         queue = SqsNotifier(queue_prefix=self.prefix, endpoint=self.sqs_url, region=REGION, lease_s=lease_s)
-        return StoreTransport(store, queue, times=times, few=few)
+        return StoreTransport(store, queue, max_deliveries=max_deliveries, single_reads=single_reads)
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
         def look() -> list[str]:
-            sqs = s3_store.client("sqs", endpoint=self.sqs_url, region=REGION)
+            sqs = aws_client("sqs", endpoint=self.sqs_url, region=REGION)
             url = sqs.get_queue_url(QueueName=f"{self.prefix}-{exp_id}-dead")["QueueUrl"]
             said = sqs.receive_message(
                 QueueUrl=url, MaxNumberOfMessages=10, MessageAttributeNames=["All"], VisibilityTimeout=0
@@ -82,9 +84,16 @@ class FilesAndQueue:
         self.root = root
         self.url = f"{url}?name=n{uuid.uuid4().hex[:12]}"
 
-    def transport(self, *, lease_s: float = 30.0, times: int = 10, few: int = 64) -> StoreTransport:
+    def transport(
+        self, *, lease_s: float = 30.0, max_deliveries: int = 10, single_reads: int = 64
+    ) -> StoreTransport:
         kind = NatsNotifier if self.name == "nats" else RedisNotifier
-        return StoreTransport(FilesStore(self.root), kind(self.url, lease_s=lease_s), times=times, few=few)
+        return StoreTransport(
+            FilesStore(self.root),
+            kind(self.url, lease_s=lease_s),
+            max_deliveries=max_deliveries,
+            single_reads=single_reads,
+        )
 
     async def dead_letters(self, transport: StoreTransport, exp_id: str) -> list[str]:
         notifier = transport.notifier
@@ -137,19 +146,19 @@ def cloud(server: Get, monkeypatch: pytest.MonkeyPatch) -> Cloud:
 
 
 def queue(cloud: Cloud, name: str) -> str:
-    sqs = s3_store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
+    sqs = aws_client("sqs", endpoint=cloud.sqs_url, region=REGION)
     return sqs.create_queue(QueueName=f"{cloud.prefix}-{name}")["QueueUrl"]
 
 
 def on_queue(cloud: Cloud, url: str, **rest: Any) -> StoreTransport:
     notifier = SqsNotifier(url, endpoint=cloud.sqs_url, region=REGION, lease_s=1, **rest)
-    return StoreTransport(S3Outcomes(cloud.bucket, endpoint=cloud.s3_url, region=REGION), notifier)
+    return StoreTransport(S3CollectorStore(cloud.bucket, endpoint=cloud.s3_url, region=REGION), notifier)
 
 
 async def test_events_of_the_bucket_are_hints(cloud: Cloud) -> None:
     """The agent sends no message: the bucket does, for its data and for its commit."""
     url = queue(cloud, "events")
-    s3 = s3_store.client("s3", endpoint=cloud.s3_url, region=REGION)
+    s3 = aws_client("s3", endpoint=cloud.s3_url, region=REGION)
     arn = f"arn:aws:sqs:{REGION}:123456789012:{cloud.prefix}-events"
     events = {"QueueConfigurations": [{"QueueArn": arn, "Events": ["s3:ObjectCreated:*"]}]}
     s3.put_bucket_notification_configuration(Bucket=cloud.bucket, NotificationConfiguration=events)
@@ -180,7 +189,7 @@ async def test_a_shared_queue_leaves_each_experiment_its_own(cloud: Cloud) -> No
 @pytest.mark.parametrize("how", ["told", "redrive"])
 async def test_dead_letters_go_where_the_queue_says(cloud: Cloud, how: str) -> None:
     url, dead = queue(cloud, "live"), queue(cloud, "dead")
-    sqs = s3_store.client("sqs", endpoint=cloud.sqs_url, region=REGION)
+    sqs = aws_client("sqs", endpoint=cloud.sqs_url, region=REGION)
     if how == "redrive":
         arn = sqs.get_queue_attributes(QueueUrl=dead, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
         policy = json.dumps({"deadLetterTargetArn": arn, "maxReceiveCount": 50})
@@ -282,7 +291,7 @@ async def test_a_queue_that_goes_away_costs_hints_and_no_outcome(
             assert await transport.decision(waiting()) == record(one)
         finally:
             server(f"{name}_server").start()
-        assert "found by a sweep" in caplog.text and "no hints for now" in caplog.text
+        assert "polling finds the outcome" in caplog.text and "queue unavailable" in caplog.text
         # Until it is connected again, deliveries go without hints.
         with anyio.fail_after(90):
             for n in itertools.count(2):
@@ -309,7 +318,7 @@ async def test_a_queue_that_was_lost_is_made_again(
                 assert await transport.hints(EXP, 1) == []
             finally:
                 moto.start()
-            assert "found by a sweep" in caplog.text and "no hints for now" in caplog.text
+            assert "polling finds the outcome" in caplog.text and "queue unavailable" in caplog.text
             assert await transport.hints(EXP, 1) == []
             assert transport.address(EXP) == where
             assert await transport.deliver(two, record(two))

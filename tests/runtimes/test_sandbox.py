@@ -68,7 +68,7 @@ async def test_a_bucket_that_was_not_allowed_is_refused_with_the_remedy(tmp_path
     ("source", "said"),
     [
         ("import no_such_module\n", "no_such_module"),
-        ("agent = 3\n", "an agent is a function"),
+        ("agent = 3\n", "an agent must be a function"),
         ("import sys\nsys.exit(4)\n", "4"),
     ],
 )

@@ -264,7 +264,7 @@ async def test_whatever_an_agent_raises_is_a_task_failure_with_its_traceback(
     failure = await failure_of(later if is_async else raising(error))
     assert (failure.kind, failure.reason) == (FailureKind.TASK, Reason.RAISED)
     assert type(error).__name__ in failure.message
-    assert "test_sdk.py" in failure.traceback
+    assert "test_agent.py" in failure.traceback
 
 
 async def test_a_task_of_an_async_agent_that_exits_does_not_take_the_others_along() -> None:

@@ -258,7 +258,7 @@ async def test_an_outcome_that_cannot_be_delivered_is_logged(
     app.rollout_entrypoint(lambda payload: 1.0)
     await invoke(app, payload({}, invocation(outcome_url="file:relative")))
     await idle(app)
-    assert "the outcome of r.1 is lost" in caplog.text
+    assert "r.1 outcome lost" in caplog.text
 
 
 async def test_what_still_runs_at_shutdown_is_logged(app: AnyApp, caplog: pytest.LogCaptureFixture) -> None:
@@ -283,7 +283,7 @@ async def test_what_still_runs_at_shutdown_is_logged(app: AnyApp, caplog: pytest
         shutdown.set()
     release.set()
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-    assert "r.1 was still running when the app shut down" in caplog.text
+    assert "r.1 running at shutdown" in caplog.text
     await idle(app)
 
 
@@ -353,7 +353,7 @@ def test_a_module_can_be_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
         ("missing.py:agent", "there is no file"),
         (f"{AGENTS / 'served.py'}:agnet", "it has: app, empty, invoke, plain"),
         (f"{AGENTS / 'served.py'}:empty", "@empty.rollout_entrypoint"),
-        (f"{AGENTS / 'served.py'}:__name__", "an agent is a function"),
+        (f"{AGENTS / 'served.py'}:__name__", "an agent must be a function"),
         ("no_such_package.module:agent", "No module named 'no_such_package'"),
     ],
 )
@@ -398,4 +398,4 @@ def test_sigterm_ends_it_and_what_was_running_is_logged(tmp_path: Path) -> None:
         request(f"http://127.0.0.1:{port}/invocations", body)
         os.kill(process.pid, signal.SIGTERM)
         process.wait(60)
-        assert process.stderr and "r.1 was still running" in process.stderr.read()
+        assert process.stderr and "r.1 running at shutdown" in process.stderr.read()

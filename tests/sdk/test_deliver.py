@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from afield.errors import Unavailable
-from afield.sdk.deliver import DELAYS_S, deliver
+from afield.sdk.deliver import RETRY_DELAYS_S, deliver
 from agents.invoking import invocation, record
 
 Answer = tuple[int, bytes]
@@ -96,13 +96,13 @@ def test_what_may_pass_is_tried_again(server: Server) -> None:
     one = invocation(outcome_url=server.url)
     slept: list[float] = []
     assert deliver(one, record(one), sleep=slept.append)
-    assert slept == list(DELAYS_S[:3]) and len(server.requests) == 4
+    assert slept == list(RETRY_DELAYS_S[:3]) and len(server.requests) == 4
 
 
 def test_tries_are_bounded(server: Server) -> None:
     server.answer = answers(503)
     one = invocation(outcome_url=server.url)
-    with pytest.raises(Unavailable, match=r"gave up after 6 tries.*503.*r\.1.*said so"):
+    with pytest.raises(Unavailable, match=r"no delivery after 6 attempts.*503.*r\.1.*said so"):
         deliver(one, record(one), sleep=no_sleep)
     assert len(server.requests) == 6
 
@@ -218,7 +218,7 @@ def test_a_queue_that_is_gone_costs_the_hint_only(
     server.answer = lambda method, *rest: (400, b"{}") if method == "POST" else answer(method, *rest)
     one = invocation(outcome_url=None, s3_bucket="bucket", sqs_url=f"{server.url}/1/queue")
     assert deliver(one, record(one, 1.0))
-    assert "found by a sweep" in caplog.text
+    assert "polling finds the outcome" in caplog.text
 
 
 def test_a_bucket_that_refuses_is_an_error(server: Server, aws: dict[str, bytes]) -> None:

@@ -55,5 +55,5 @@ def test_a_grader_without_a_call_says_so() -> None:
     class Empty(afield.Reward):
         pass
 
-    with pytest.raises(NotImplementedError, match="Empty defines no __call__"):
+    with pytest.raises(NotImplementedError, match="Empty must define __call__"):
         Empty()()

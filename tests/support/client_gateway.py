@@ -19,7 +19,7 @@ from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.run_directory import RunDirectory
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
 from support.gateways import ADMIN, POLICY, Running, running, vocabulary
 from support.processes import until

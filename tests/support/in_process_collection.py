@@ -19,7 +19,7 @@ from afield.orchestrator.rollout import RolloutRunner
 from afield.orchestrator.rollout_store import RolloutStore
 from afield.orchestrator.run_state import RunState
 from afield.runtimes.inline import InlineRuntime
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import Attempt, Group, Outcome, Rollout, RolloutResult, Task
 from support.gateways import Running, running, vocabulary

@@ -18,7 +18,7 @@ from afield.cli.train import add, resume, save_config
 from afield.errors import Unavailable, UsageError
 from afield.orchestrator.run_directory import RunDirectory
 from afield.orchestrator.run_state import RunState
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.settings import Environment, assigned, train_config
 from afield.trainers.batch import to_batch
 from afield.trainers.grpo import GRPO

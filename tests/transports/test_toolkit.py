@@ -12,7 +12,7 @@ import pytest
 from afield import wire
 from afield.interfaces.transport import PendingAttempt
 from afield.transports.stores.memory import MemoryNotifier
-from afield.transports.stores.s3 import S3Outcomes
+from afield.transports.stores.s3 import S3CollectorStore
 from afield.transports.transport import StoreTransport
 from afield.types import Attempt, Rollout, Task
 from afield.wire import OutcomeRecord
@@ -30,9 +30,11 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallS3]:
         yield server
 
 
-def on(s3: SmallS3, few: int = 64) -> StoreTransport:
+def on(s3: SmallS3, single_reads: int = 64) -> StoreTransport:
     return StoreTransport(
-        S3Outcomes("bucket", endpoint=s3.url, region="us-east-1"), MemoryNotifier(), few=few
+        S3CollectorStore("bucket", endpoint=s3.url, region="us-east-1"),
+        MemoryNotifier(),
+        single_reads=single_reads,
     )
 
 
@@ -58,7 +60,7 @@ async def test_a_result_under_agentcores_name_of_the_session_is_found_and_adopte
 async def test_many_are_found_in_a_listing_too(s3: SmallS3) -> None:
     for n in (2, 4):
         s3.objects[f"exp/plain/{name(n)}.json"] = RESULT
-    async with on(s3, few=1) as transport:
+    async with on(s3, single_reads=1) as transport:
         found = await transport.sweep([waiting(n, "plain") for n in range(1, 6)])
     assert found == [Attempt("r", 2), Attempt("r", 4)]
 

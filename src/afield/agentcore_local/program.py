@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from afield.sdk.guard import end_with_stdin
+from afield.sdk.parent_watch import end_with_stdin
 from afield.sdk.serve import load
 
 

@@ -9,15 +9,13 @@ import sys
 def main() -> None:
     from moto.server import ThreadedMotoServer
 
-    from afield.sdk import s3_store
+    from afield.sdk.stores import aws_client
 
     port, bucket = int(sys.argv[1]), sys.argv[2]
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     server.start()
-    s3_store.client("s3", endpoint=f"http://127.0.0.1:{port}", region="us-east-1").create_bucket(
-        Bucket=bucket
-    )
+    aws_client("s3", endpoint=f"http://127.0.0.1:{port}", region="us-east-1").create_bucket(Bucket=bucket)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.read()

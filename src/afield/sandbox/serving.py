@@ -48,7 +48,7 @@ def serve(agent: Prepared, listener: socket.socket, *, once: bool) -> NoReturn:
     if agent.app.runner is not None:
         agent.app.runner.instance = secrets.token_hex(8)
         if once:
-            agent.app.runner.tell(agent.front.over)
+            agent.app.runner.on_end(agent.front.over)
     _Server(agent.config).run(sockets=[listener])
     leave(0)
 

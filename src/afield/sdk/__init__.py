@@ -1,4 +1,4 @@
-"""The SDK that goes into an agent's image: the decorator, the HTTP contract, the delivery of outcomes.
+"""SDK for agent images: decorator, HTTP server, rewards, delivery of outcomes.
 
-It needs the base install only. Agents import its names from `afield`.
+Needs the base install only. Agents import its names from `afield`.
 """

@@ -1,37 +1,81 @@
-"""The `agent` decorator, and what a decorated function is to the rest of afield.
+"""The `@afield.agent` decorator and the `Context` that agents get.
 
-A decorated function stays the plain function it was. Its entry says how it is called: with the task
-alone or with the whole payload, and with a Context when it takes a second parameter.
+The decorated function stays callable as before. It gets the task, and a Context if it has a second parameter.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.sdk.context import Context
-from afield.sdk.result import Aggregate, check_aggregate
+from afield.sdk.results import Aggregate, check_aggregate
+from afield.types import Sampling
 from afield.wire import ROLLOUT_FIELD, Invocation
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__afield_entry__"
 
 
+class Context(Struct, frozen=True, kw_only=True):
+    """What an agent knows about its rollout: ids, and the address of its model."""
+
+    base_url: str
+    """Base URL of the model for Anthropic and Gemini clients."""
+    openai_base_url: str
+    """Base URL of the model for OpenAI clients."""
+    api_key: str
+    """Key of this rollout's session, for every client."""
+    model_id: str
+    """Model name to send with requests."""
+    session_id: str
+    """Id of this attempt's session on the gateway."""
+    rollout_id: str
+    """Id of the rollout; retries keep it."""
+    attempt: int
+    """Number of this attempt, counted from 1."""
+    group_id: str
+    """Id of the group of rollouts of the same task."""
+    input_id: str
+    """Id of the task."""
+    exp_id: str
+    """Id of the experiment (run)."""
+    sampling: Sampling | None = None
+    """Sampling parameters that the gateway applies to model calls."""
+    seed: int | None = None
+    """Seed for the agent's own random choices.
+
+    A retry after an infrastructure failure has the same seed: otherwise short rollouts, which break less
+    often, would replace long ones.
+    """
+
+    @classmethod
+    def of(cls, invocation: Invocation) -> Self:
+        return cls(**{name: getattr(invocation, name) for name in cls.__struct_fields__})
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "api_key")
+        return f"Context({', '.join(fields)}, api_key='***')"
+
+
 class AgentEntry(Struct, frozen=True, kw_only=True):
-    """How an agent's function is called. `whole`: with the payload as it came, `_rollout` included."""
+    """How an agent's function is called."""
 
     fn: Callable[..., Any]
-    whole: bool
+    """The function, sync or async."""
+    whole_payload: bool
+    """Whether it gets the payload with its `_rollout` field instead of the task alone."""
     takes_context: bool
+    """Whether it gets a Context as second argument."""
     aggregate: Aggregate = None
+    """Aggregation of several rewards."""
 
     def call(self, payload: dict[str, Any], invocation: Invocation) -> Any:
         """The function's result, or an awaitable of it."""
-        if not self.whole:
+        if not self.whole_payload:
             payload = {k: v for k, v in payload.items() if k != ROLLOUT_FIELD}
         return self.fn(payload, Context.of(invocation)) if self.takes_context else self.fn(payload)
 
@@ -45,11 +89,14 @@ def agent(*, aggregate: Aggregate = None) -> Callable[[F], F]: ...
 
 
 def agent(fn: Callable[..., Any] | None = None, /, *, aggregate: Aggregate = None) -> Any:
-    """Makes `fn(task)` or `fn(task, rollout)`, sync or async, an agent; what it returns is its reward."""
+    """Make `fn(task)` or `fn(task, rollout)`, sync or async, an agent that returns its reward.
+
+    `aggregate` combines several rewards: "mean", "sum", "min", "max", a function, or weights by name.
+    """
     check_aggregate(aggregate)
     if fn is None:
-        return lambda fn: mark(fn, entry_of(fn, whole=False, aggregate=aggregate))
-    return mark(fn, entry_of(fn, whole=False, aggregate=aggregate))
+        return lambda fn: mark(fn, entry_of(fn, whole_payload=False, aggregate=aggregate))
+    return mark(fn, entry_of(fn, whole_payload=False, aggregate=aggregate))
 
 
 def mark(fn: F, entry: AgentEntry) -> F:
@@ -57,13 +104,15 @@ def mark(fn: F, entry: AgentEntry) -> F:
     return fn
 
 
-def entry_of(fn: object, *, whole: bool = False, aggregate: Aggregate = None) -> AgentEntry:
-    """The entry of a decorated function, or the one a plain callable gets."""
+def entry_of(fn: object, *, whole_payload: bool = False, aggregate: Aggregate = None) -> AgentEntry:
+    """The entry of a decorated function, or a new one for a plain callable."""
     if isinstance(marked := getattr(fn, MARK, None), AgentEntry):
         return marked
     if not callable(fn):
-        raise UsageError(f"an agent is a function, not {fn!r}")
-    return AgentEntry(fn=fn, whole=whole, takes_context=_takes_context(fn), aggregate=aggregate)
+        raise UsageError(f"an agent must be a function, not {fn!r}")
+    return AgentEntry(
+        fn=fn, whole_payload=whole_payload, takes_context=_takes_context(fn), aggregate=aggregate
+    )
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:
@@ -76,10 +125,10 @@ def _takes_context(fn: Callable[..., Any]) -> bool:
     ]
     if len(required) > 2 or any(p.kind is p.KEYWORD_ONLY for p in required):
         raise UsageError(
-            f"agent {name} needs {', '.join(p.name for p in required)};"
+            f"agent {name} requires the parameters {', '.join(p.name for p in required)};"
             " an agent takes (task) or (task, rollout)"
         )
     if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise UsageError(f"agent {name} takes no parameter; an agent takes (task) or (task, rollout)")
-    # A second parameter with a default is the author's own, unless its name says otherwise.
+        raise UsageError(f"agent {name} has no parameter; an agent takes (task) or (task, rollout)")
+    # An optional second parameter is the author's own unless it is named rollout or context.
     return len(positional) > 1 and (positional[1] in required or positional[1].name in ("rollout", "context"))

@@ -19,7 +19,7 @@ from msgspec import Struct
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
 from afield.sdk.agent import AgentEntry, entry_of, mark
-from afield.sdk.result import Aggregate, check_aggregate
+from afield.sdk.results import Aggregate, check_aggregate
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import HEADER, InvocationKey, default_host, in_container, key_for
 
@@ -89,7 +89,7 @@ class Entrypoints:
         return self._decorate(fn, aggregate)
 
     def _decorate(self, fn: F, aggregate: Aggregate) -> F:
-        entry = entry_of(fn, whole=True, aggregate=aggregate)
+        entry = entry_of(fn, whole_payload=True, aggregate=aggregate)
         if self.runner is not None:
             raise UsageError("this app has a rollout entrypoint already; an app runs one agent")
         self.runner = self._runner_of(entry)

@@ -1,9 +1,8 @@
-"""Signs of life: while an agent runs, its session is told so every few seconds.
+"""Heartbeats: POSTs every few seconds that keep running sessions alive at their gateway.
 
-One daemon thread does it for all sessions of the process, over a few connections per gateway. Nothing here
-ever disturbs an agent: a gateway that does not answer is asked again later, and whoever does not know the
-route (a server that is no afield gateway) is left alone after its first answer. A session that the
-gateway gave up is logged once.
+One daemon thread serves all sessions of the process over a few connections per gateway. Errors never reach an
+agent: an unavailable gateway is retried later, and a server without the route gets no further heartbeats. An
+aborted session is logged once.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from msgspec import DecodeError, json
 from afield.wire import Invocation
 
 log = logging.getLogger("afield.sdk")
-FIRST_S = 1.0  # sessions that are over sooner cost nothing
+FIRST_S = 1.0  # shorter sessions send none
 EVERY_S = 3.0
 TIMEOUT_S = 2.0
-AT_ONCE = 16
-Place = tuple[str, str]  # scheme and host
+CONNECTIONS = 16  # per gateway
+GatewayAddress = tuple[str, str]  # scheme and host
 
 
-class _Watched:
+class _Session:
     def __init__(self, invocation: Invocation, due: float) -> None:
         parts = urlsplit(invocation.base_url)
         self.session_id = invocation.session_id
@@ -40,19 +39,20 @@ class _Watched:
 
 
 class Heartbeat:
-    """`keep` and `drop` may be called from any thread; dropping what is not kept is harmless."""
+    """Heartbeats of a process's sessions. `keep` and `drop` may be called from any thread."""
 
     def __init__(self, *, first_s: float = FIRST_S, every_s: float = EVERY_S) -> None:
         self._first_s = first_s
         self._every_s = every_s
         self._changed = threading.Condition()
-        self._kept: dict[str, _Watched] = {}
+        self._kept: dict[str, _Session] = {}
         self._thread: threading.Thread | None = None
-        self._links: dict[Place, list[http.client.HTTPConnection]] = {}
+        self._connections: dict[GatewayAddress, list[http.client.HTTPConnection]] = {}
 
     def keep(self, invocation: Invocation) -> None:
+        """Send heartbeats for a session until it is dropped."""
         with self._changed:
-            watched = _Watched(invocation, time.monotonic() + self._first_s)
+            watched = _Session(invocation, time.monotonic() + self._first_s)
             self._kept[watched.session_id] = watched
             self._changed.notify()
             if self._thread is None or not self._thread.is_alive():
@@ -60,7 +60,7 @@ class Heartbeat:
                 self._thread.start()
 
     def drop(self, session_id: str) -> None:
-        """No sign of life is sent for it from now on."""
+        """Stop the heartbeats of a session; an unknown one is ignored."""
         with self._changed:
             self._kept.pop(session_id, None)
 
@@ -71,28 +71,31 @@ class Heartbeat:
                 try:
                     self._post_group(gateway, list(group))
                 except (OSError, http.client.HTTPException):
-                    self._hang_up(gateway)  # it does not answer; all of them are due again soon
+                    self._close_connections(gateway)  # unavailable; its sessions are due again soon
 
-    def _post_group(self, gateway: Place, group: list[_Watched]) -> None:
-        """Several are asked before the first answer is awaited, so that a far gateway is no slow one."""
-        for start in range(0, len(group), AT_ONCE):
-            kept = [w for w in group[start : start + AT_ONCE] if self._kept.get(w.session_id) is w]
-            links = self._links.setdefault(gateway, [])
-            fresh = len(kept) - len(links)
-            links += [_link(gateway) for _ in range(fresh)]
-            asked = [(w, link, _ask(w, link)) for w, link in zip(kept, links, strict=False)]
-            for n, (watched, link, sent) in enumerate(asked):
-                answer = _answer(link) if sent else None
-                if answer is None:  # the connection was closed while nobody used it
-                    link.close()
-                    links[n] = link = _link(gateway)
-                    link.request("POST", watched.path, b"{}", watched.headers)
-                    response = link.getresponse()
-                    answer = response.status, response.read()
-                self._heard(watched, *answer)
+    def _post_group(self, gateway: GatewayAddress, group: list[_Session]) -> None:
+        """Send several requests before reading the first response, so that latency does not add up."""
+        for start in range(0, len(group), CONNECTIONS):
+            kept = [w for w in group[start : start + CONNECTIONS] if self._kept.get(w.session_id) is w]
+            connections = self._connections.setdefault(gateway, [])
+            missing = len(kept) - len(connections)
+            connections += [_connect(gateway) for _ in range(missing)]
+            requests = [
+                (w, connection, _send(w, connection))
+                for w, connection in zip(kept, connections, strict=False)
+            ]
+            for n, (watched, connection, sent) in enumerate(requests):
+                reply = _read_response(connection) if sent else None
+                if reply is None:  # the idle connection was closed
+                    connection.close()
+                    connections[n] = connection = _connect(gateway)
+                    connection.request("POST", watched.path, b"{}", watched.headers)
+                    response = connection.getresponse()
+                    reply = response.status, response.read()
+                self._handle_response(watched, *reply)
 
-    def _take_due(self) -> list[_Watched]:
-        """Waits until some are due."""
+    def _take_due(self) -> list[_Session]:
+        """Wait until sessions are due, and return them."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -103,15 +106,17 @@ class Heartbeat:
                 dues = [watched.due for watched in self._kept.values()]
                 self._changed.wait(min(dues) - now if dues else None)
 
-    def _hang_up(self, gateway: Place) -> None:
-        for link in self._links.pop(gateway, ()):
-            link.close()
+    def _close_connections(self, gateway: GatewayAddress) -> None:
+        for connection in self._connections.pop(gateway, ()):
+            connection.close()
 
-    def _heard(self, watched: _Watched, status: int, body: bytes) -> None:
+    def _handle_response(self, watched: _Session, status: int, body: bytes) -> None:
         if status == 200:
             phase = _phase(body)
             if phase == "aborted":
-                log.warning("%s was given up; its outcome comes too late", watched.session_id)
+                log.warning(
+                    "heartbeat: %s aborted by the gateway, its outcome comes too late", watched.session_id
+                )
             if phase in ("open", "completed"):
                 return
         elif status >= 500 or status in (408, 429):
@@ -121,20 +126,20 @@ class Heartbeat:
                 del self._kept[watched.session_id]
 
 
-PROCESS = Heartbeat()
+PROCESS_HEARTBEAT = Heartbeat()
 
 
-def _link(gateway: Place) -> http.client.HTTPConnection:
-    scheme, place = gateway
-    made = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-    return made(place, timeout=TIMEOUT_S)
+def _connect(gateway: GatewayAddress) -> http.client.HTTPConnection:
+    scheme, host = gateway
+    connection = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    return connection(host, timeout=TIMEOUT_S)
 
 
-def _ask(watched: _Watched, link: http.client.HTTPConnection) -> bool:
-    """Whether it went out; not so over a connection that was closed meanwhile. Raises if nobody is there."""
-    new = link.sock is None
+def _send(watched: _Session, connection: http.client.HTTPConnection) -> bool:
+    """Send a heartbeat; False if the idle connection was closed. Raises if the gateway is unreachable."""
+    new = connection.sock is None
     try:
-        link.request("POST", watched.path, b"{}", watched.headers)
+        connection.request("POST", watched.path, b"{}", watched.headers)
     except (OSError, http.client.HTTPException):
         if new:
             raise
@@ -142,9 +147,9 @@ def _ask(watched: _Watched, link: http.client.HTTPConnection) -> bool:
     return True
 
 
-def _answer(link: http.client.HTTPConnection) -> tuple[int, bytes] | None:
+def _read_response(connection: http.client.HTTPConnection) -> tuple[int, bytes] | None:
     try:
-        response = link.getresponse()
+        response = connection.getresponse()
         return response.status, response.read()
     except TimeoutError:
         raise
@@ -153,9 +158,9 @@ def _answer(link: http.client.HTTPConnection) -> tuple[int, bytes] | None:
 
 
 def _phase(body: bytes) -> str:
-    """Empty where the answer is not a gateway's."""
+    """The session's phase; empty if the response is not a gateway's."""
     try:
-        told: Any = json.decode(body)
+        response: Any = json.decode(body)
     except DecodeError:
         return ""
-    return str(told.get("phase", "")) if isinstance(told, dict) else ""
+    return str(response.get("phase", "")) if isinstance(response, dict) else ""

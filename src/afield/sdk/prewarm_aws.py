@@ -1,5 +1,5 @@
-"""Imported in a warm parent, it makes deliveries to S3 and SQS cheap in every process forked from it."""
+"""Prewarm module: loads AWS service models before workers are forked."""
 
-from afield.sdk.s3_store import warm
+from afield.sdk.stores import load_aws_models
 
-warm()
+load_aws_models()

@@ -1,4 +1,4 @@
-"""Imported in a warm parent, it spares the processes forked from it what the OpenAI SDK imports late."""
+"""Prewarm module: runs the OpenAI SDK's lazy imports before workers are forked."""
 
 import contextlib
 

@@ -1,9 +1,10 @@
-"""Runs an agent's rollouts in the background and delivers what comes of them.
+"""Runner: runs an agent's rollouts in background threads and delivers their outcomes.
 
-Accepting a payload checks it and starts a thread; the same session again starts nothing. A sync agent
-runs in its thread, an async one on an event loop that all async agents share and nothing else uses.
-Whatever an agent does becomes an outcome: a reward or a typed failure. A session stays active until
-its outcome is delivered or given up, with a log line. Stopping cancels an async agent; a sync one runs on.
+1. `accept` checks a payload and starts a thread; a repeated session starts nothing.
+2. A sync agent runs in its thread, an async one on an event loop shared by all async agents.
+3. A return value or exception becomes an outcome: rewards, or a typed failure.
+4. A session is active until its outcome is delivered, or logged as lost.
+5. `stop` cancels an async agent; a sync one runs on, and its failure is dropped.
 """
 
 from __future__ import annotations
@@ -38,25 +39,27 @@ from afield.sdk.agent import AgentEntry
 from afield.sdk.classify import attributed, describe, storable
 from afield.sdk.deliver import deliver as deliver_to_address
 from afield.sdk.deliver import file_root
-from afield.sdk.heartbeat import PROCESS, Heartbeat
-from afield.sdk.outcomes import Refused
-from afield.sdk.result import Result, read_result, read_submission
+from afield.sdk.heartbeat import PROCESS_HEARTBEAT, Heartbeat
+from afield.sdk.results import AgentResult, read_result, read_submission
+from afield.sdk.stores import OutcomeRejected
 from afield.types import Failure, FailureKind, Outcome, Reason
 from afield.wire import ROLLOUT_FIELD, Invocation, OutcomeRecord, Submission
 
 log = logging.getLogger("afield.sdk")
 
-REMEMBERED = 10_000
+MAX_DONE = 10_000  # ended sessions that a repeated invocation is answered for
 Deliver = Callable[[Invocation, OutcomeRecord | Submission], bool]
 
 
 class Accepted(Struct, frozen=True, kw_only=True):
-    """The answer to an invocation; `instance` tells this process from one that takes its place."""
+    """Response to an invocation."""
 
     status: str = "processing"
     session_id: str
     data_key: str
+    """Key under which the outcome will be stored."""
     instance: str = ""
+    """Random id of this process; it changes on a restart."""
 
 
 def _nothing(session_id: str) -> None:
@@ -64,7 +67,7 @@ def _nothing(session_id: str) -> None:
 
 
 class Runner:
-    """`began` and `ended` are told each session id once, from any thread."""
+    """Runs rollouts of one agent. `began` and `ended` are called with each session id, from any thread."""
 
     def __init__(
         self,
@@ -73,13 +76,13 @@ class Runner:
         deliver: Deliver = deliver_to_address,
         began: Callable[[str], None] = _nothing,
         ended: Callable[[str], None] = _nothing,
-        alive: Heartbeat = PROCESS,
+        heartbeat: Heartbeat = PROCESS_HEARTBEAT,
     ) -> None:
         self._entry = entry
         self._deliver = deliver
         self._began = began
         self._ended = ended
-        self._alive = alive
+        self._heartbeat = heartbeat
         self._lock = threading.Lock()
         self._active: dict[str, Accepted] = {}
         self._done: OrderedDict[str, Accepted] = OrderedDict()
@@ -87,8 +90,11 @@ class Runner:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.instance = secrets.token_hex(8)
-        self.file_roots: tuple[Path, ...] | None = None  # `file:` outcomes only below these; None: anywhere
+        """Random id of this process."""
+        self.file_roots: tuple[Path, ...] | None = None
+        """Directories that `file:` outcomes may be written below; None allows all."""
         self.changed = time.time()
+        """Last time the runner became idle or busy, in seconds since the epoch."""
 
     @property
     def active(self) -> list[str]:
@@ -96,9 +102,9 @@ class Runner:
             return list(self._active)
 
     def accept(self, payload: object, *, begin: threading.Event | None = None) -> Accepted:
-        """Start a rollout. Raises before any work: WireError when the payload is not one, or Unavailable.
+        """Start a rollout; raises WireError for an invalid payload, or Unavailable without a free thread.
 
-        The agent is called once `begin` is set.
+        With `begin`, the agent is called once that event is set.
         """
         invocation = wire.read_payload(payload)
         self._check_outcome(invocation)
@@ -106,15 +112,15 @@ class Runner:
             session_id=invocation.session_id, data_key=invocation.data_key, instance=self.instance
         )
         with self._lock:
-            known = self._active.get(accepted.session_id) or self._done.get(accepted.session_id)
-            if known is not None:
-                return known
+            repeated = self._active.get(accepted.session_id) or self._done.get(accepted.session_id)
+            if repeated is not None:
+                return repeated
             if not self._active:
                 self.changed = time.time()
             self._active[accepted.session_id] = accepted
         self._began(accepted.session_id)
         context = contextvars.copy_context()
-        # A daemon: an agent that never returns must not keep its process from ending.
+        # A daemon thread, so that an agent that never returns does not keep the process alive.
         thread = threading.Thread(
             target=context.run, args=(self._work, invocation, payload, begin), daemon=True
         )
@@ -122,7 +128,9 @@ class Runner:
             thread.start()
         except RuntimeError as error:
             self._end(accepted.session_id)
-            raise Unavailable(f"no thread for {accepted.session_id}: {error}; run fewer at once") from error
+            raise Unavailable(
+                f"cannot start a thread for {accepted.session_id}: {error}; run fewer rollouts at once"
+            ) from error
         return accepted
 
     def _check_outcome(self, invocation: Invocation) -> None:
@@ -130,18 +138,18 @@ class Runner:
         if self.file_roots is None or not url.startswith("file:"):
             return
         try:
-            place = file_root(url).resolve()
+            directory = file_root(url).resolve()
         except UsageError as error:
             raise WireError(str(error)) from error
-        if not any(place.is_relative_to(root.resolve()) for root in self.file_roots):
+        if not any(directory.is_relative_to(root.resolve()) for root in self.file_roots):
             roots = ", ".join(map(str, self.file_roots)) or "none"
             raise WireError(
-                f"outcome_url {url!r} is outside the directories this agent may write outcomes to ({roots});"
-                ' start it with --outcome-root, or deliver through the gateway: deliver = "gateway"'
+                f"outcome_url {url!r} is outside the allowed outcome directories ({roots});"
+                ' start the agent with --outcome-root, or set deliver = "gateway"'
             )
 
-    def tell(self, ended: Callable[[str], None]) -> None:
-        """`ended` is told as well, from now on."""
+    def on_end(self, ended: Callable[[str], None]) -> None:
+        """Add a callback for ended sessions."""
         before = self._ended
 
         def both(session_id: str) -> None:
@@ -151,28 +159,28 @@ class Runner:
         self._ended = both
 
     def stop(self, session_id: str) -> bool:
-        """End a rollout; False if it is not running. Repeating is harmless.
+        """Stop a rollout; False if it is not running. Repeating is harmless.
 
-        Whoever stops it has decided it: if it then fails, it leaves no outcome.
+        The caller has decided the rollout: if the agent fails afterwards, no outcome is delivered.
         """
         with self._lock:
             if session_id not in self._active:
                 return False
-            again = session_id in self._stopped
+            repeated = session_id in self._stopped
             self._stopped.add(session_id)
             task, loop = self._tasks.get(session_id), self._loop
-        if task is not None and loop is not None and not again:
+        if task is not None and loop is not None and not repeated:
             # The loop is closed when the app is shutting down.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(task.cancel)
         return True
 
     def close(self) -> None:
-        """Says which rollouts the end of the process takes with it, and ends the agents' loop."""
+        """Log rollouts that end with the process, and stop the event loop of async agents."""
         with self._lock:
-            surprised = [session_id for session_id in self._active if session_id not in self._stopped]
-        for session_id in surprised:
-            log.error("%s was still running when the app shut down; it leaves no outcome", session_id)
+            running = [session_id for session_id in self._active if session_id not in self._stopped]
+        for session_id in running:
+            log.error("runner: %s running at shutdown, no outcome is delivered", session_id)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -180,22 +188,22 @@ class Runner:
         session_id = invocation.session_id
         if begin is not None:
             begin.wait()
-        self._alive.keep(invocation)
+        self._heartbeat.keep(invocation)
         try:
             record = None if session_id in self._stopped else self._perform(invocation, payload)
             if record is None or (_failure_of(record) is not None and session_id in self._stopped):
-                log.info("%s was stopped", session_id)
+                log.info("runner: %s stopped", session_id)
             else:
-                self._bring(invocation, record)
+                self._deliver_outcome(invocation, record)
         finally:
-            self._alive.drop(session_id)
+            self._heartbeat.drop(session_id)
             self._end(session_id)
 
     def _end(self, session_id: str) -> None:
         with self._lock:
             self._done[session_id] = self._active.pop(session_id)
             self._stopped.discard(session_id)
-            while len(self._done) > REMEMBERED:
+            while len(self._done) > MAX_DONE:
                 self._done.popitem(last=False)
             if not self._active:
                 self.changed = time.time()
@@ -204,11 +212,11 @@ class Runner:
     def _perform(self, invocation: Invocation, payload: dict[str, Any]) -> OutcomeRecord | Submission:
         started = time.time()
         echo: dict[str, Any] = {}
-        results: list[Result | Submission] = []
+        results: list[AgentResult | Submission] = []
         failures: list[Failure] = []
-        blamed = _blamed(invocation)
-        with boundary(blamed.kind, Reason.RAISED, failures.append), attributed(blamed):
-            # Echoed as it came, whatever the agent does to it; the session's key stays out of the store.
+        failure_class = _failure_class(invocation)
+        with boundary(failure_class.kind, Reason.RAISED, failures.append), attributed(failure_class):
+            # A copy before the agent can change it; without `_rollout`, which holds the session's key.
             echo = copy.deepcopy({k: v for k, v in payload.items() if k != ROLLOUT_FIELD})
             value = self._entry.call(payload, invocation)
             if inspect.isawaitable(value):
@@ -234,7 +242,7 @@ class Runner:
         )
         return OutcomeRecord.of(invocation, outcome, payload=echo, extra=result.extra, **times)
 
-    def _bring(self, invocation: Invocation, record: OutcomeRecord | Submission) -> None:
+    def _deliver_outcome(self, invocation: Invocation, record: OutcomeRecord | Submission) -> None:
         try:
             wire.encode(record)
         except WireError as error:
@@ -242,20 +250,20 @@ class Runner:
             record = OutcomeRecord.of(invocation, _failed(invocation, failure))
         session_id = invocation.session_id
         if failure := _failure_of(record):
-            log.warning("%s failed: %s", session_id, failure.message)
+            log.warning("runner: %s failed: %s", session_id, failure.message)
         lost: list[Failure] = []
         with boundary(FailureKind.INFRASTRUCTURE, Reason.UPLOAD, lost.append):
             try:
                 stands = self._deliver(invocation, record)
-            except Refused as error:
-                log.warning("%s: %s", session_id, error)
-                stands = self._deliver(invocation, _refused(invocation, record, error))
+            except OutcomeRejected as error:
+                log.warning("runner: %s outcome rejected: %s", session_id, error)
+                stands = self._deliver(invocation, _rejected(invocation, record, error))
             if not stands:
-                log.warning("%s was decided before; this outcome of it is refused", session_id)
+                log.warning("runner: %s already decided, outcome refused", session_id)
         with self._lock:
-            decided = session_id in self._stopped  # nobody wants its outcome any more
-        for failure in lost if not decided else ():
-            log.error("the outcome of %s is lost: %s", session_id, failure.message)
+            stopped = session_id in self._stopped
+        for failure in lost if not stopped else ():
+            log.error("runner: %s outcome lost: %s", session_id, failure.message)
 
     async def _awaited(self, value: Awaitable[Any], invocation: Invocation) -> Any:
         session_id = invocation.session_id
@@ -266,8 +274,8 @@ class Runner:
             if stopped:
                 task.cancel()
         try:
-            # Attributed here as well: a SystemExit that leaves a task stops its loop.
-            with attributed(_blamed(invocation)):
+            # Attributed here too, because a SystemExit that leaves a task stops the loop.
+            with attributed(_failure_class(invocation)):
                 return await value
         finally:
             self._tasks.pop(session_id, None)
@@ -288,19 +296,21 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
             loop.run_forever()
             stopped = True
         except (SystemExit, KeyboardInterrupt) as error:
-            log.warning("a task of an agent raised %s; the agents' loop goes on", describe(error))
+            log.warning("runner: a task of an agent raised %s, the event loop goes on", describe(error))
     loop.close()
 
 
-def _blamed(invocation: Invocation) -> type[RolloutFailure]:
-    """Whose fault it is when its code raises."""
+def _failure_class(invocation: Invocation) -> type[RolloutFailure]:
+    """Failure that an exception of the invoked code counts as."""
     return VerifierFailure if invocation.role == "verifier" else TaskFailure
 
 
-def _refused(invocation: Invocation, record: OutcomeRecord | Submission, error: Refused) -> OutcomeRecord:
-    """The typed failure in place of what the other side does not take."""
+def _rejected(
+    invocation: Invocation, record: OutcomeRecord | Submission, error: OutcomeRejected
+) -> OutcomeRecord:
+    """A failure to deliver in place of a rejected outcome."""
     if error.too_large or isinstance(record, Submission):
-        failure = _blamed(invocation)(str(error), Reason.UPLOAD).failure
+        failure = _failure_class(invocation)(str(error), Reason.UPLOAD).failure
     else:
         failure = VerifierFailure(str(error), Reason.REWARD).failure
     return OutcomeRecord.of(invocation, _failed(invocation, failure))

@@ -26,8 +26,8 @@ from afield import errors
 from afield.errors import UsageError, boundary
 from afield.sdk.agent import entry_of
 from afield.sdk.app import App, Entrypoints
-from afield.sdk.guard import end_with_stdin
 from afield.sdk.listen import listen
+from afield.sdk.parent_watch import end_with_stdin
 from afield.sdk.signed_invocations import InvocationKey, in_container, key_for, key_from_descriptor
 from afield.types import Failure, FailureKind, Reason
 

@@ -1,1 +1,1 @@
-"""How outcomes come back: one module per transport, all behind `seams.transport`."""
+"""Transports: outcome stores and queues of hints behind `interfaces.transport`."""

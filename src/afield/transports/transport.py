@@ -1,8 +1,9 @@
-"""The transport: a store that is the truth, and a notifier that only hints, behind the domain verbs.
+"""Transport: an outcome store that decides, and a notifier that hints.
 
-Decisions are made by `put_if_absent` alone. Hints stay leased until they are acknowledged; one that
-cannot be read, or that came too often, becomes a dead letter. A queue that does not answer is logged
-and waited for: sweeps find everything without it.
+1. Attempts are decided by `put_if_absent` of their commit in the store.
+2. Hints are leased until they are acknowledged. One that cannot be read, or that was delivered too often,
+   becomes a dead letter.
+3. An unavailable queue is logged and retried; polling finds outcomes without it.
 """
 
 from __future__ import annotations
@@ -19,48 +20,59 @@ from typing import Any, ParamSpec, Self, TypeVar
 from afield import wire
 from afield.errors import Unavailable, UsageError, WireError
 from afield.interfaces.transport import Fence, PendingAttempt
-from afield.sdk import outcomes
-from afield.transports import fences, hints
-from afield.transports.notifiers.base import LEASE_S, Clearing, Leased, Notifier
-from afield.transports.stores.base import Store
+from afield.sdk.stores import deliver_to_store
+from afield.transports import decisions
+from afield.transports.notifiers.base import LEASE_S, ClearableNotifier, Leased, Notifier, read_message
+from afield.transports.stores.base import CollectorStore
 from afield.types import Attempt
 from afield.wire import Hint, Invocation, OutcomeRecord
 
 log = logging.getLogger("afield.transports")
 
-FEW = 64
-TIMES = 10
-AWAY_S = 2.0
+SINGLE_READS = 64  # attempts up to which polling reads single keys instead of listing
+MAX_DELIVERIES = 10
+RETRY_S = 2.0
 HELD_S = LEASE_S + 2.0
-REMEMBERED = 50_000
-SETTLED = 4_096  # a hint for one that is forgotten again is told once more, and acknowledged then
+MAX_HELD = 50_000
+MAX_ACKNOWLEDGED = 4_096  # a hint for a forgotten attempt is returned once more, then acknowledged
 P = ParamSpec("P")
 T = TypeVar("T")
-Named = tuple[str, Attempt]
+ExperimentAttempt = tuple[str, Attempt]
 
 
 class _Held:
-    """A leased message, and which attempts it still waits for."""
+    """A leased message, and the attempts that are not acknowledged."""
 
-    def __init__(self, leased: Leased, about: set[Named]) -> None:
+    def __init__(self, leased: Leased, about: set[ExperimentAttempt]) -> None:
         self.leased = leased
         self.about = about
 
 
 class StoreTransport:
-    """`times`: a message handed out more often than this without being acknowledged is a dead letter."""
+    """The Transport over a store and a notifier.
 
-    def __init__(self, store: Store, notifier: Notifier, *, few: int = FEW, times: int = TIMES) -> None:
+    `single_reads` is the number of attempts up to which polling reads single keys. A message delivered more
+    than `max_deliveries` times without acknowledgement becomes a dead letter.
+    """
+
+    def __init__(
+        self,
+        store: CollectorStore,
+        notifier: Notifier,
+        *,
+        single_reads: int = SINGLE_READS,
+        max_deliveries: int = MAX_DELIVERIES,
+    ) -> None:
         self.store = store
         self.notifier = notifier
-        self._few = few
-        self._times = times
+        self._single_reads = single_reads
+        self._max_deliveries = max_deliveries
         self._pages = 0
         self._threads: ThreadPoolExecutor | None = None
         self._entered = False
-        self._queue_lost = False
-        self._held: OrderedDict[Named, _Held] = OrderedDict()
-        self._settled: OrderedDict[Named, None] = OrderedDict()
+        self._unavailable = False
+        self._held: OrderedDict[ExperimentAttempt, _Held] = OrderedDict()
+        self._acknowledged: OrderedDict[ExperimentAttempt, None] = OrderedDict()
 
     async def __aenter__(self) -> Self:
         if self.store.threads:
@@ -89,7 +101,7 @@ class StoreTransport:
 
     async def _call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if not self._entered:
-            raise UsageError("a transport is used before 'async with' or after it")
+            raise UsageError("the transport is not open; use it inside 'async with'")
         if self._threads is None:
             return work(*args, **kwargs)
         loop = asyncio.get_running_loop()
@@ -101,34 +113,34 @@ class StoreTransport:
         return {**self.store.address, **self.notifier.address(exp_id)}
 
     async def deliver(self, invocation: Invocation, record: OutcomeRecord) -> bool:
-        stands = await self._call(outcomes.deliver, self.store, invocation, record)
+        stands = await self._call(deliver_to_store, self.store, invocation, record)
         if not stands:
             return False
         try:
             await self.notifier.send(invocation.exp_id, _hint(invocation.exp_id, invocation.session_id))
         except Unavailable as error:
-            log.warning("no hint for %s (%s); it will be found by a sweep", invocation.session_id, error)
+            log.warning("hint: %s not sent: %s; polling finds the outcome", invocation.session_id, error)
         return stands
 
     async def decision(self, waiting: PendingAttempt) -> OutcomeRecord | Fence | None:
-        return await self._call(fences.decision, self.store, waiting)
+        return await self._call(decisions.decision, self.store, waiting)
 
     async def fence(self, waiting: PendingAttempt, reason: str) -> OutcomeRecord | Fence:
-        standing = await self._call(fences.fence, self.store, waiting, reason)
+        standing = await self._call(decisions.fence, self.store, waiting, reason)
         await self.acknowledge(waiting.rollout.exp_id, [waiting.attempt])
         return standing
 
     async def sweep(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
-        """Few are asked for one by one, all at once; many are looked up in a listing."""
-        if self.store.page and len(waiting) > max(self._few, self._pages):
+        """Read single keys concurrently for few attempts; list the store for many."""
+        if self.store.page and len(waiting) > max(self._single_reads, self._pages):
             return await self._call(self._listed, waiting)
-        found = await asyncio.gather(
-            *(self._call(fences.decidable, self.store, one) for one in waiting), return_exceptions=True
+        decided = await asyncio.gather(
+            *(self._call(decisions.decidable, self.store, one) for one in waiting), return_exceptions=True
         )
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return [one.attempt for one, there in zip(waiting, found, strict=True) if there]
+        for result in decided:
+            if isinstance(result, BaseException):
+                raise result
+        return [one.attempt for one, ok in zip(waiting, decided, strict=True) if ok]
 
     def _listed(self, waiting: Sequence[PendingAttempt]) -> list[Attempt]:
         keys: set[str] = set()
@@ -138,15 +150,15 @@ class StoreTransport:
         return [
             one.attempt
             for one in waiting
-            if keys.intersection([fences.commit_key(one), *fences.result_keys(self.store, one)])
+            if keys.intersection([decisions.commit_key(one), *decisions.result_keys(self.store, one)])
         ]
 
     async def late(self, exp_id: str) -> list[Attempt]:
-        return await self._call(fences.late, self.store, exp_id)
+        return await self._call(decisions.late, self.store, exp_id)
 
     @property
     def held_s(self) -> float:
-        return 0.0 if isinstance(self.notifier, Clearing) else HELD_S
+        return 0.0 if isinstance(self.notifier, ClearableNotifier) else HELD_S
 
     # --- the queue ---------------------------------------------------------------------------------
 
@@ -158,77 +170,77 @@ class StoreTransport:
             try:
                 leased = await self.notifier.lease(exp_id, left)
                 attempts = [a for one in leased for a in await self._take(one, exp_id)]
-                self._queue_lost = False
+                self._unavailable = False
             except Unavailable as error:
-                self._queue_is_lost(error)
-                await asyncio.sleep(min(left, AWAY_S))
+                self._log_unavailable(error)
+                await asyncio.sleep(min(left, RETRY_S))
                 attempts = []
             if attempts or loop.time() >= end:
                 return list(dict.fromkeys(attempts))
 
     async def acknowledge(self, exp_id: str, attempts: Sequence[Attempt]) -> None:
-        done = [leased for attempt in attempts for leased in self._settle((exp_id, attempt))]
+        done = [leased for attempt in attempts for leased in self._release((exp_id, attempt))]
         try:
             await self.notifier.ack(done)
-            if isinstance(self.notifier, Clearing):
+            if isinstance(self.notifier, ClearableNotifier):
                 await self.notifier.clear(exp_id, [_hint(exp_id, attempt.session_id) for attempt in attempts])
         except Unavailable as error:
-            self._queue_is_lost(error)
+            self._log_unavailable(error)
 
     async def unacknowledged(self, exp_id: str) -> list[Attempt]:
-        if not isinstance(self.notifier, Clearing):
+        if not isinstance(self.notifier, ClearableNotifier):
             return []
-        found: list[Attempt] = []
+        attempts: list[Attempt] = []
         for body in await self.notifier.bodies(exp_id):
-            with contextlib.suppress(WireError):  # a dead letter when it is handed out
-                found += [attempt for exp, attempt in hints.read(body) if exp == exp_id]
-        return list(dict.fromkeys(found))
+            with contextlib.suppress(WireError):  # becomes a dead letter when it is leased
+                attempts += [attempt for exp, attempt in read_message(body) if exp == exp_id]
+        return list(dict.fromkeys(attempts))
 
     async def _take(self, leased: Leased, exp_id: str) -> list[Attempt]:
         try:
-            about = hints.read(leased.body)
+            about = read_message(leased.body)
         except WireError as error:
-            await self._bury(leased, str(error))
+            await self._move_to_dead(leased, str(error))
             return []
         if any(exp != exp_id for exp, _ in about):
-            # Soon, not at once: its owner gets it, and this one does not spin on it.
-            await self.notifier.extend(leased, AWAY_S)
-            about = [named for named in about if named[0] == exp_id]
+            # Another experiment's message: returned after a pause, so that this loop does not spin on it.
+            await self.notifier.extend(leased, RETRY_S)
+            about = [pair for pair in about if pair[0] == exp_id]
             return [attempt for _, attempt in about]
-        open_ = {named for named in about if named not in self._settled}
-        if not open_:
+        pending = {pair for pair in about if pair not in self._acknowledged}
+        if not pending:
             await self.notifier.ack([leased])
             return []
-        if leased.times > self._times:
-            await self._bury(leased, f"handed out {leased.times} times, never acknowledged")
-            return [attempt for _, attempt in open_]
-        held = _Held(leased, open_)
-        for named in open_:
-            self._held[named] = held
-            self._held.move_to_end(named)
-        while len(self._held) > REMEMBERED:
+        if leased.times > self._max_deliveries:
+            await self._move_to_dead(leased, f"delivered {leased.times} times without acknowledgement")
+            return [attempt for _, attempt in pending]
+        held = _Held(leased, pending)
+        for pair in pending:
+            self._held[pair] = held
+            self._held.move_to_end(pair)
+        while len(self._held) > MAX_HELD:
             self._held.popitem(last=False)
-        return [attempt for _, attempt in open_]
+        return [attempt for _, attempt in pending]
 
-    async def _bury(self, letter: Leased, reason: str) -> None:
-        log.warning("a dead letter of %s: %s", letter.exp_id, reason)
+    async def _move_to_dead(self, letter: Leased, reason: str) -> None:
+        log.warning("hint: %s dead letter: %s", letter.exp_id, reason)
         await self.notifier.dead(letter, reason)
 
-    def _settle(self, named: Named) -> list[Leased]:
-        """Nobody needs a hint for this one any more; gives back the message that waited for it alone."""
-        self._settled[named] = None
-        while len(self._settled) > SETTLED:
-            self._settled.popitem(last=False)
-        held = self._held.pop(named, None)
+    def _release(self, pair: ExperimentAttempt) -> list[Leased]:
+        """Mark an attempt as acknowledged; returns the message if no other attempt waits for it."""
+        self._acknowledged[pair] = None
+        while len(self._acknowledged) > MAX_ACKNOWLEDGED:
+            self._acknowledged.popitem(last=False)
+        held = self._held.pop(pair, None)
         if held is None:
             return []
-        held.about.discard(named)
+        held.about.discard(pair)
         return [] if held.about else [held.leased]
 
-    def _queue_is_lost(self, error: Unavailable) -> None:
-        if not self._queue_lost:
-            log.warning("no hints for now (%s); sweeps find what they would tell", error)
-        self._queue_lost = True
+    def _log_unavailable(self, error: Unavailable) -> None:
+        if not self._unavailable:
+            log.warning("hints: queue unavailable: %s; polling finds outcomes", error)
+        self._unavailable = True
 
 
 def _hint(exp_id: str, session_id: str) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from afield.errors import UsageError
-from afield.sdk.context import Context
+from afield.sdk.agent import Context
 from afield.wire import ROLLOUT_FIELD, read_payload
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""Hints through NATS JetStream: a stream of work, one durable pull consumer per experiment.
+"""NATS JetStream notifier: one work queue, a durable pull consumer per experiment.
 
-The stream and the one for dead letters (`NAME-dead`) are made when they are missing; they keep a message
-for two weeks at most. A message that is acknowledged is gone.
+The stream and that of dead letters (`NAME-dead`) are created if missing and keep messages for two weeks.
+Acknowledged messages are removed.
 """
 
 from __future__ import annotations
@@ -12,37 +12,39 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 from afield.errors import Unavailable, UsageError
-from afield.sdk.hints import CONNECT_S, Place, nats_library, shown
+from afield.sdk.deliver import CONNECT_S, HintServer, import_nats, without_password
 from afield.transports.notifiers.base import LEASE_S, Leased
 
-LEAST_S = 0.1
-MORE_S = 1.0
+MIN_FETCH_S = 0.1
+NEXT_FETCH_S = 1.0
 BATCH = 256
 FORTNIGHT_S = 14 * 86_400
 REASON = "Afield-Reason"
+REMEDY = "start nats-server there or correct the URL"
 
 
 class NatsNotifier:
-    """`url` is `nats://HOST:PORT`, with `?name=NAME` for the stream (default `afield`)."""
+    """Hints through `nats://HOST:PORT[?name=NAME]`; NAME is the stream (default `afield`)."""
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
-        self.place = Place.of(url)
+        self.server = HintServer.of(url)
+        self._location = without_password(url)
         self._lease_s = lease_s
         self._nats: Any = None
         self._connection: Any = None
         self._pulls: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
-        self._nats = nats_library()
+        self._nats = import_nats()
         try:
             async with asyncio.timeout(2 * CONNECT_S):
                 self._connection = await self._nats.connect(
-                    self.place.url, connect_timeout=CONNECT_S, max_reconnect_attempts=-1, error_cb=_ignore
+                    self.server.url, connect_timeout=CONNECT_S, max_reconnect_attempts=-1, error_cb=_ignore
                 )
-            async with self._asking():
+            async with self._request():
                 await self._make_streams()
         except (OSError, TimeoutError, self._nats.errors.Error) as error:
-            raise Unavailable(f"{shown(self.place.url)}: {error!r}; is nats-server running there?") from error
+            raise Unavailable(f"{self._location}: {error!r}; {REMEDY}") from error
         except Unavailable:
             await self._connection.close()
             raise
@@ -55,20 +57,20 @@ class NatsNotifier:
             self._pulls.clear()
 
     def address(self, exp_id: str) -> dict[str, Any]:
-        return {"hint_url": self.place.hint_url()}
+        return {"hint_url": self.server.hint_url()}
 
     async def send(self, exp_id: str, body: bytes) -> None:
-        async with self._asking() as stream:
-            await stream.publish(self.place.subject(exp_id), body, timeout=CONNECT_S)
+        async with self._request() as stream:
+            await stream.publish(self.server.subject(exp_id), body, timeout=CONNECT_S)
 
     async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
-        async with self._asking():
+        async with self._request():
             pull = await self._pull(exp_id)
             try:
-                # A pull for several would linger until all of them came.
-                messages = await pull.fetch(1, timeout=max(LEAST_S, wait_s))
+                # A fetch of several messages would wait until all of them came.
+                messages = await pull.fetch(1, timeout=max(MIN_FETCH_S, wait_s))
                 if more := min(BATCH, messages[0].metadata.num_pending):
-                    messages += await pull.fetch(more, timeout=MORE_S)
+                    messages += await pull.fetch(more, timeout=NEXT_FETCH_S)
             except TimeoutError:
                 messages = []
         return [
@@ -77,56 +79,58 @@ class NatsNotifier:
         ]
 
     async def extend(self, leased: Leased, seconds: float) -> None:
-        async with self._asking():
+        async with self._request():
             if seconds < self._lease_s:
                 await leased.receipt.nak(delay=seconds)
             else:
                 await leased.receipt.in_progress()
 
     async def ack(self, leased: Sequence[Leased]) -> None:
-        async with self._asking():
+        async with self._request():
             for one in leased:
                 with contextlib.suppress(self._nats.errors.MsgAlreadyAckdError):
                     await one.receipt.ack()
 
     async def dead(self, letter: Leased, reason: str) -> None:
         headers = {REASON: reason[:200].encode("ascii", "replace").decode().replace("\n", " ")}
-        async with self._asking() as stream:
-            await stream.publish(self.place.subject(letter.exp_id, "dead"), letter.body, headers=headers)
+        async with self._request() as stream:
+            await stream.publish(self.server.subject(letter.exp_id, "dead"), letter.body, headers=headers)
             await letter.receipt.term()
 
     @contextlib.asynccontextmanager
-    async def _asking(self) -> AsyncIterator[Any]:
+    async def _request(self) -> AsyncIterator[Any]:
         if self._connection is None:
-            raise UsageError("a transport is used before 'async with' or after it")
+            raise UsageError("the transport is not open; use it inside 'async with'")
         if not self._connection.is_connected:
-            raise Unavailable(f"{shown(self.place.url)} does not answer; is nats-server running there?")
+            raise Unavailable(
+                f"{self._location} does not respond; start nats-server there or correct the URL"
+            )
         try:
             yield self._connection.jetstream(timeout=CONNECT_S)
         except (self._nats.errors.Error, TimeoutError, OSError) as error:
-            # A server that lost its streams gets them anew.
+            # Streams are created again if the server lost them.
             self._pulls.clear()
-            raise Unavailable(f"{shown(self.place.url)}: {error!r}") from error
+            raise Unavailable(f"{self._location}: {error!r}") from error
 
     async def _pull(self, exp_id: str) -> Any:
         if exp_id not in self._pulls:
             await self._make_streams()
             from nats.js.api import AckPolicy, ConsumerConfig
 
-            subject = self.place.subject(exp_id)
+            subject = self.server.subject(exp_id)
             config = ConsumerConfig(
                 ack_policy=AckPolicy.EXPLICIT, ack_wait=self._lease_s, max_deliver=-1, max_ack_pending=100_000
             )
             self._pulls[exp_id] = await self._connection.jetstream().pull_subscribe(
-                subject, durable=subject.replace(".", "-"), stream=self.place.name, config=config
+                subject, durable=subject.replace(".", "-"), stream=self.server.name, config=config
             )
         return self._pulls[exp_id]
 
     async def _make_streams(self) -> None:
         from nats.js.api import RetentionPolicy, StreamConfig
 
-        name = self.place.name
-        wanted = [
+        name = self.server.name
+        streams = [
             StreamConfig(
                 name=name,
                 subjects=[f"{name}.hints.*"],
@@ -136,15 +140,15 @@ class NatsNotifier:
             StreamConfig(name=f"{name}-dead", subjects=[f"{name}.dead.*"], max_age=FORTNIGHT_S),
         ]
         stream = self._connection.jetstream(timeout=CONNECT_S)
-        for config in wanted:
+        for config in streams:
             try:
                 await stream.add_stream(config)
             except self._nats.js.errors.BadRequestError as error:
                 raise UsageError(
-                    f"the stream {config.name!r} at {shown(self.place.url)} is set up otherwise ({error});"
-                    " choose another with ?name=NAME"
+                    f"the stream {config.name!r} at {self._location} has another configuration"
+                    f" ({error}); choose another name with ?name=NAME"
                 ) from error
 
 
 async def _ignore(error: Exception) -> None:
-    """Lost connections show where something is asked; the client reconnects by itself."""
+    """Ignore connection errors: the client reconnects, and requests fail meanwhile."""

@@ -1,7 +1,7 @@
-"""Hints through Redis Streams: one stream and one consumer group per experiment.
+"""Redis Streams notifier: one stream and one consumer group per experiment.
 
-A message that was not acknowledged within its lease is claimed by the next who asks. Dead letters lie in
-`NAME:dead:EXPERIMENT`, the newest ten thousand of them.
+A message that is not acknowledged within its lease is claimed by the next reader. The newest ten thousand
+dead letters are in `NAME:dead:EXPERIMENT`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 from afield.errors import Unavailable, UsageError
-from afield.sdk.hints import CONNECT_S, MESSAGE, Place, redis_library, shown
+from afield.sdk.deliver import CONNECT_S, REDIS_FIELD, HintServer, import_redis, without_password
 from afield.transports.notifiers.base import LEASE_S, Leased
 
-LOOK_S = 0.5
+BLOCK_S = 0.5
 BATCH = 500
 GROUP = "collectors"
 DEAD_KEPT = 10_000
 
 
 class RedisNotifier:
-    """`url` is `redis://HOST:PORT/DB`, with `?name=NAME` for what keys begin with (default `afield`)."""
+    """Hints through `redis://HOST:PORT/DB[?name=NAME]`; NAME is the key prefix (default `afield`)."""
 
     def __init__(self, url: str, *, lease_s: float = LEASE_S) -> None:
-        self.place = Place.of(url)
+        self.server = HintServer.of(url)
         self._lease_ms = round(lease_s * 1000)
-        self._me = uuid.uuid4().hex
+        self._consumer = uuid.uuid4().hex
         self._redis: Any = None
-        self._grouped: set[str] = set()
+        self._groups: set[str] = set()
         self._client: Any = None
 
     async def __aenter__(self) -> Self:
-        self._redis = redis_library()
+        self._redis = import_redis()
         self._client = self._redis.asyncio.Redis.from_url(
-            self.place.url, socket_connect_timeout=CONNECT_S, socket_timeout=CONNECT_S + LOOK_S
+            self.server.url, socket_connect_timeout=CONNECT_S, socket_timeout=CONNECT_S + BLOCK_S
         )
         try:
-            async with self._asking() as client:
+            async with self._request() as client:
                 await client.ping()
         except Unavailable:
             await self._client.aclose()
@@ -52,37 +52,37 @@ class RedisNotifier:
             self._client = None
 
     def address(self, exp_id: str) -> dict[str, Any]:
-        return {"hint_url": self.place.hint_url()}
+        return {"hint_url": self.server.hint_url()}
 
     async def send(self, exp_id: str, body: bytes) -> None:
-        async with self._asking() as client:
-            await client.xadd(self.place.stream_key(exp_id), {MESSAGE: body})
+        async with self._request() as client:
+            await client.xadd(self.server.stream_key(exp_id), {REDIS_FIELD: body})
 
     async def lease(self, exp_id: str, wait_s: float) -> list[Leased]:
         loop = asyncio.get_running_loop()
         end = loop.time() + wait_s
-        async with self._asking() as client:
+        async with self._request() as client:
             key = await self._stream(client, exp_id)
             while True:
                 if claimed := await self._claimed(client, key, exp_id):
                     return claimed
                 left = end - loop.time()
-                # In Redis a block of 0 is for ever, and none is not at all.
-                block = max(1, round(1000 * min(left, LOOK_S))) if left > 0 else None
-                fresh = await client.xreadgroup(GROUP, self._me, {key: ">"}, count=BATCH, block=block)
+                # In Redis, block=0 waits forever and block=None does not wait.
+                block = max(1, round(1000 * min(left, BLOCK_S))) if left > 0 else None
+                fresh = await client.xreadgroup(GROUP, self._consumer, {key: ">"}, count=BATCH, block=block)
                 if fresh or left <= 0:
-                    return [self._leased(exp_id, key, one, 1) for _, portion in fresh for one in portion]
+                    return [self._leased(exp_id, key, one, 1) for _, messages in fresh for one in messages]
 
     async def extend(self, leased: Leased, seconds: float) -> None:
         key, number = leased.receipt
         idle = max(0, self._lease_ms - round(seconds * 1000))
-        async with self._asking() as client:
-            await client.xclaim(key, GROUP, self._me, 0, [number], idle=idle, justid=True)
+        async with self._request() as client:
+            await client.xclaim(key, GROUP, self._consumer, 0, [number], idle=idle, justid=True)
 
     async def ack(self, leased: Sequence[Leased]) -> None:
         if not leased:
             return
-        async with self._asking() as client, client.pipeline(transaction=True) as steps:
+        async with self._request() as client, client.pipeline(transaction=True) as steps:
             for key, number in (one.receipt for one in leased):
                 steps.xack(key, GROUP, number)
                 steps.xdel(key, number)
@@ -90,44 +90,46 @@ class RedisNotifier:
 
     async def dead(self, letter: Leased, reason: str) -> None:
         key, number = letter.receipt
-        fields = {MESSAGE: letter.body, b"reason": reason}
-        async with self._asking() as client, client.pipeline(transaction=True) as steps:
-            steps.xadd(self.place.stream_key(letter.exp_id, "dead"), fields, maxlen=DEAD_KEPT)
+        fields = {REDIS_FIELD: letter.body, b"reason": reason}
+        async with self._request() as client, client.pipeline(transaction=True) as steps:
+            steps.xadd(self.server.stream_key(letter.exp_id, "dead"), fields, maxlen=DEAD_KEPT)
             steps.xack(key, GROUP, number)
             steps.xdel(key, number)
             await steps.execute()
 
     async def _claimed(self, client: Any, key: str, exp_id: str) -> list[Leased]:
-        _, messages, *_ = await client.xautoclaim(key, GROUP, self._me, self._lease_ms, count=BATCH)
+        _, messages, *_ = await client.xautoclaim(key, GROUP, self._consumer, self._lease_ms, count=BATCH)
         if not messages:
             return []
         first, last = messages[0][0], messages[-1][0]
-        pending = await client.xpending_range(key, GROUP, first, last, len(messages), self._me)
+        pending = await client.xpending_range(key, GROUP, first, last, len(messages), self._consumer)
         times = {one["message_id"]: int(one["times_delivered"]) for one in pending}
         return [self._leased(exp_id, key, one, times.get(one[0], 1)) for one in messages]
 
     def _leased(self, exp_id: str, key: str, message: Any, times: int) -> Leased:
         number, fields = message
-        return Leased(exp_id=exp_id, body=fields.get(MESSAGE, b""), receipt=(key, number), times=times)
+        return Leased(exp_id=exp_id, body=fields.get(REDIS_FIELD, b""), receipt=(key, number), times=times)
 
     async def _stream(self, client: Any, exp_id: str) -> str:
-        key = self.place.stream_key(exp_id)
-        if key not in self._grouped:
+        key = self.server.stream_key(exp_id)
+        if key not in self._groups:
             try:
                 await client.xgroup_create(key, GROUP, id="0", mkstream=True)
             except self._redis.exceptions.ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
-            self._grouped.add(key)
+            self._groups.add(key)
         return key
 
     @contextlib.asynccontextmanager
-    async def _asking(self) -> AsyncIterator[Any]:
+    async def _request(self) -> AsyncIterator[Any]:
         if self._client is None:
-            raise UsageError("a transport is used before 'async with' or after it")
+            raise UsageError("the transport is not open; use it inside 'async with'")
         try:
             yield self._client
         except (self._redis.exceptions.RedisError, OSError) as error:
-            # A server that forgot its groups gets them anew.
-            self._grouped.clear()
-            raise Unavailable(f"{shown(self.place.url)}: {error}; is redis-server running there?") from error
+            # Groups are created again if the server lost them.
+            self._groups.clear()
+            raise Unavailable(
+                f"{without_password(self.server.url)}: {error}; start redis-server there or correct the URL"
+            ) from error

@@ -1,8 +1,8 @@
-"""Hints through SQS: one queue that was given, or one per experiment that is made when it is missing.
+"""SQS notifier: one existing queue, or one queue per experiment, created if missing.
 
-Nothing is ever purged. Dead letters go to the queue that is told, or to the one the queue's redrive policy
-names; queues made here have one of their own. With neither, a letter is left where it is, out of sight for
-an hour, and logged. Long polls are short enough not to hold up the end of a program.
+Queues are never purged. Dead letters go to `dead_url`, or to the target of the queue's redrive policy; queues
+created here have one. With neither, a dead letter is hidden for an hour and logged. Long polls last two
+seconds, so that a program ends quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from afield.errors import Unavailable, UsageError
-from afield.sdk import s3_store
+from afield.sdk.stores import aws_client, call_aws
 from afield.transports.notifiers.base import LEASE_S, Leased
 
 log = logging.getLogger("afield.transports")
@@ -27,19 +27,19 @@ T = TypeVar("T")
 
 POLL_S = 2
 BATCH = 10
-PORTIONS = 20
+MAX_BATCHES = 20
 THREADS = 8
-AGAIN_S = 0.2
+RETRY_S = 0.2
 HIDDEN_S = 3600
 NAME_LIMIT = 80
 DEAD = "-dead"
 FORTNIGHT_S = "1209600"
-# The transport sets letters aside itself; this is for those it never gets to see.
+# The transport moves dead letters itself; this limit is for messages it never receives.
 REDRIVE_AFTER = 100
 
 
 class SqsNotifier:
-    """Give `url`, or `queue_prefix` (queues are then named PREFIX-EXPERIMENT), and not both."""
+    """Hints through the queue at `url`, or through queues named PREFIX-EXPERIMENT."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class SqsNotifier:
         lease_s: float = LEASE_S,
     ) -> None:
         if (url is None) == (queue_prefix is None):
-            raise UsageError("SQS needs either the URL of a queue or a prefix for queues, and not both")
+            raise UsageError("SQS needs the URL of a queue or a prefix for queue names; give one of them")
         self._url = url
         self._prefix = queue_prefix
         self._dead_url = dead_url
@@ -67,7 +67,7 @@ class SqsNotifier:
 
     async def __aenter__(self) -> Self:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="sqs")
-        self._sqs = s3_store.client("sqs", endpoint=self._endpoint, region=self._region, pool=THREADS)
+        self._sqs = aws_client("sqs", endpoint=self._endpoint, region=self._region, pool=THREADS)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -78,9 +78,9 @@ class SqsNotifier:
             self._sqs = None
 
     def address(self, exp_id: str) -> dict[str, Any]:
-        """Makes the queue at the first time, which takes a moment."""
+        """The queue's URL; creates the queue at the first call."""
         if self._sqs is None:
-            raise UsageError("a transport is used before 'async with' or after it")
+            raise UsageError("the transport is not open; use it inside 'async with'")
         return {"sqs_url": self._queue(exp_id)}
 
     async def send(self, exp_id: str, body: bytes) -> None:
@@ -92,52 +92,52 @@ class SqsNotifier:
         url = await self._call(self._queue, exp_id)
         while True:
             left = end - loop.time()
-            # SQS counts whole seconds, and only a poll of at least one wakes up when a message comes.
-            got = await self._call(self._receive, url, exp_id, min(POLL_S, max(0, round(left))))
+            # SQS counts whole seconds, and only a poll of at least one returns when a message comes.
+            leased_messages = await self._call(self._receive, url, exp_id, min(POLL_S, max(0, round(left))))
             left = end - loop.time()
-            if got or left <= 0:
-                return got
+            if leased_messages or left <= 0:
+                return leased_messages
             if left < 0.5:
-                await asyncio.sleep(min(left, AGAIN_S))
+                await asyncio.sleep(min(left, RETRY_S))
 
     async def extend(self, leased: Leased, seconds: float) -> None:
-        await self._call(self._hide, leased, round(seconds))
+        await self._call(self._set_visibility, leased, round(seconds))
 
     async def ack(self, leased: Sequence[Leased]) -> None:
         by_queue: dict[str, list[str]] = {}
         for one in leased:
             url, handle = one.receipt
             by_queue.setdefault(url, []).append(handle)
-        portions = [
+        batches = [
             (url, handles[i : i + BATCH])
             for url, handles in by_queue.items()
             for i in range(0, len(handles), BATCH)
         ]
-        for url, handles in portions:
+        for url, handles in batches:
             await self._call(self._delete, url, handles)
 
     async def remove_queues(self, exp_id: str) -> list[str]:
-        """Delete the queues that were made for an experiment; one that was given is not ours."""
+        """Delete the queues created for an experiment; returns their names."""
         return await self._call(self._remove, exp_id) if self._prefix is not None else []
 
     async def dead(self, letter: Leased, reason: str) -> None:
-        await self._call(self._bury, letter, reason)
+        await self._call(self._move_to_dead, letter, reason)
 
-    # --- blocking: in threads ------------------------------------------------------------------------
+    # --- blocking calls, in threads ------------------------------------------------------------------------
 
     async def _call(self, work: Callable[..., T], *args: Any) -> T:
         if self._threads is None:
-            raise UsageError("a transport is used before 'async with' or after it")
+            raise UsageError("the transport is not open; use it inside 'async with'")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, functools.partial(work, *args))
 
     def _do(self, verb: str, url: str, **fields: Any) -> Any:
         method = getattr(self._sqs, verb)
         try:
-            return s3_store.called(lambda: method(QueueUrl=url, **fields), f"the queue {url}")
+            return call_aws(lambda: method(QueueUrl=url, **fields), f"the queue {url}")
         except Unavailable as error:
             if "NonExistentQueue" in str(error) or "QueueDoesNotExist" in str(error):
-                # One that somebody removed is made again.
+                # A deleted queue is created again.
                 self._queues.clear()
             raise
 
@@ -145,10 +145,10 @@ class SqsNotifier:
         self._do("send_message", self._queue(exp_id), MessageBody=body.decode())
 
     def _receive(self, url: str, exp_id: str, wait_s: int) -> list[Leased]:
-        """As many as are there, in portions of ten; only the first is waited for."""
-        got: list[Leased] = []
-        for n in range(PORTIONS):
-            said = self._do(
+        """All available messages, in batches of ten; waits only for the first."""
+        leased_messages: list[Leased] = []
+        for n in range(MAX_BATCHES):
+            response = self._do(
                 "receive_message",
                 url,
                 MaxNumberOfMessages=BATCH,
@@ -156,18 +156,18 @@ class SqsNotifier:
                 VisibilityTimeout=self._lease_s,
                 MessageSystemAttributeNames=["ApproximateReceiveCount"],
             )
-            portion = said.get("Messages", [])
-            got += [self._leased(url, exp_id, message) for message in portion]
-            if len(portion) < BATCH:
+            batch = response.get("Messages", [])
+            leased_messages += [self._leased(url, exp_id, message) for message in batch]
+            if len(batch) < BATCH:
                 break
-        return got
+        return leased_messages
 
     def _leased(self, url: str, exp_id: str, message: dict[str, Any]) -> Leased:
         times = int(message.get("Attributes", {}).get("ApproximateReceiveCount", 1))
         receipt = url, message["ReceiptHandle"]
         return Leased(exp_id=exp_id, body=message["Body"].encode(), receipt=receipt, times=times)
 
-    def _hide(self, leased: Leased, seconds: int) -> None:
+    def _set_visibility(self, leased: Leased, seconds: int) -> None:
         url, handle = leased.receipt
         self._do("change_message_visibility", url, ReceiptHandle=handle, VisibilityTimeout=seconds)
 
@@ -175,16 +175,16 @@ class SqsNotifier:
         entries = [{"Id": str(i), "ReceiptHandle": handle} for i, handle in enumerate(handles)]
         self._do("delete_message_batch", url, Entries=entries)
 
-    def _bury(self, letter: Leased, reason: str) -> None:
+    def _move_to_dead(self, letter: Leased, reason: str) -> None:
         url, handle = letter.receipt
-        place = self._dead_place(url)
-        if place is None:
-            log.error("%s has no place for dead letters: give it a redrive policy, or name a queue", url)
-            self._hide(letter, HIDDEN_S)
+        dead_queue = self._dead_queue(url)
+        if dead_queue is None:
+            log.error("sqs: %s has no dead letter queue; give it a redrive policy, or set dead=URL", url)
+            self._set_visibility(letter, HIDDEN_S)
             return
         attribute = {"DataType": "String", "StringValue": reason[:200] or "unknown"}
         body = letter.body.decode("utf-8", "replace")
-        self._do("send_message", place, MessageBody=body, MessageAttributes={"reason": attribute})
+        self._do("send_message", dead_queue, MessageBody=body, MessageAttributes={"reason": attribute})
         self._delete(url, [handle])
 
     # --- queues ----------------------------------------------------------------------------------------
@@ -207,10 +207,8 @@ class SqsNotifier:
         removed: list[str] = []
         for each in (name, name + DEAD):
             try:
-                what = f"the queue {each!r}"
-                url = s3_store.called(
-                    lambda each=each: self._sqs.get_queue_url(QueueName=each)["QueueUrl"], what
-                )
+                action = f"the queue {each!r}"
+                url = call_aws(lambda each=each: self._sqs.get_queue_url(QueueName=each)["QueueUrl"], action)
             except Unavailable as error:
                 if "NonExistentQueue" in str(error) or "QueueDoesNotExist" in str(error):
                     continue
@@ -222,15 +220,15 @@ class SqsNotifier:
         return removed
 
     def _make(self, name: str, attributes: dict[str, str]) -> str:
-        what = f"the queue {name!r} cannot be made"
-        return s3_store.called(
-            lambda: self._sqs.create_queue(QueueName=name, Attributes=attributes)["QueueUrl"], what
+        action = f"cannot create the queue {name!r}"
+        return call_aws(
+            lambda: self._sqs.create_queue(QueueName=name, Attributes=attributes)["QueueUrl"], action
         )
 
     def _arn(self, url: str) -> str:
         return self._do("get_queue_attributes", url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
 
-    def _dead_place(self, url: str) -> str | None:
+    def _dead_queue(self, url: str) -> str | None:
         if self._dead_url is not None:
             return self._dead_url
         if url not in self._dead_of:
@@ -238,24 +236,24 @@ class SqsNotifier:
         return self._dead_of[url]
 
     def _redriven(self, url: str) -> str | None:
-        """Where the queue's own redrive policy sends letters."""
+        """Target queue of the queue's redrive policy."""
         try:
-            said = self._do("get_queue_attributes", url, AttributeNames=["RedrivePolicy"])
-            policy = json.loads(said.get("Attributes", {}).get("RedrivePolicy", "{}"))
+            response = self._do("get_queue_attributes", url, AttributeNames=["RedrivePolicy"])
+            policy = json.loads(response.get("Attributes", {}).get("RedrivePolicy", "{}"))
             name = str(policy.get("deadLetterTargetArn", "")).rpartition(":")[2]
-            what = f"the dead letter queue {name!r} of {url}"
+            action = f"the dead letter queue {name!r} of {url}"
             return (
-                s3_store.called(lambda: self._sqs.get_queue_url(QueueName=name)["QueueUrl"], what)
+                call_aws(lambda: self._sqs.get_queue_url(QueueName=name)["QueueUrl"], action)
                 if name
                 else None
             )
         except Unavailable as error:
-            log.warning("where dead letters of %s go is not known: %s", url, error)
+            log.warning("sqs: redrive policy of %s cannot be read: %s", url, error)
             return None
 
 
 def queue_name(prefix: str, exp_id: str) -> str:
-    """SQS knows neither dots nor more than 80 characters; what had to be changed gets a digest."""
+    """A valid SQS queue name, of at most 80 characters; changed names end in a digest."""
     plain = f"{prefix}-{exp_id}"
     name = re.sub(r"[^A-Za-z0-9_-]", "_", plain)
     if name == plain and len(name) + len(DEAD) <= NAME_LIMIT:

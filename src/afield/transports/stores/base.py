@@ -1,66 +1,88 @@
-"""What a store is to a transport: where objects live that are written once.
-
-`sdk.outcomes.Store` is what agents need of it; collectors also open and close it, and are told how it
-is best asked. Stores: memory (here), a directory (`sdk.filestore`), S3 (`sdk.s3store`).
-"""
+"""Store interface of collectors, and the parsed form of a transport spec."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from afield.sdk import outcomes
+from msgspec import Struct
+
+from afield.errors import UsageError
+from afield.sdk.stores import OutcomeStore
 
 
-class Store(outcomes.Store, Protocol):
+class CollectorStore(OutcomeStore, Protocol):
+    """An outcome store as collectors use it."""
+
     @property
     def threads(self) -> int:
-        """How many calls may run at once, each in a thread; 0 when no call ever blocks."""
+        """Number of calls that may run at once, each in a thread; 0 if no call blocks."""
         ...
 
     @property
     def page(self) -> int:
-        """Keys that one listing request gives; 0 where asking for single keys is always cheaper."""
+        """Keys per listing request; 0 if reading single keys is always cheaper."""
         ...
 
     @property
     def foreign(self) -> bool:
-        """Whether programs that are not afield's write here, under keys of their own making."""
+        """Whether programs other than afield write here, under their own keys."""
         ...
 
     @property
     def address(self) -> Mapping[str, Any]:
-        """The fields of `_rollout` that tell an agent of this store."""
+        """Fields of `_rollout` with the store's address for agents."""
         ...
 
     def open(self) -> None:
-        """Check that it can be used; raises UsageError or Unavailable with what to change."""
+        """Check that the store is usable; raises UsageError or Unavailable with the remedy."""
         ...
 
     def close(self) -> None: ...
 
 
-class MemoryStore:
-    threads = 0
-    page = 0
-    foreign = False
-    # A name that never resolves: an agent elsewhere fails loudly instead of posting to a stranger.
-    address: Mapping[str, Any] = {"outcome_url": "http://memory.invalid"}
+class TransportSpec(Struct, frozen=True, kw_only=True):
+    """A transport spec such as `s3://BUCKET?sqs=URL`, split into its parts."""
 
-    def __init__(self) -> None:
-        self._objects: dict[str, bytes] = {}
+    text: str
+    """The spec as written."""
+    scheme: str
+    """Before the colon; the whole spec if it has none, such as `memory`."""
+    host: str = ""
+    """Host or bucket; empty if there is none."""
+    path: str = ""
+    """Unquoted path; empty for a spec without a URL."""
+    options: dict[str, str] = {}
+    """Query options."""
 
-    def open(self) -> None:
-        pass
+    @classmethod
+    def parse(cls, text: str) -> TransportSpec:
+        parts = urlsplit(text)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        if not parts.scheme:
+            return cls(text=text, scheme=parts.path, options=options)
+        path = unquote(parts.path)
+        return cls(text=text, scheme=parts.scheme, host=parts.netloc, path=path, options=options)
 
-    def close(self) -> None:
-        pass
+    @property
+    def is_url(self) -> bool:
+        return ":" in self.text.partition("?")[0]
 
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        return self._objects.setdefault(key, data) is data
+    def check_options(self, allowed: tuple[str, ...]) -> None:
+        """Raise UsageError for an unknown or empty option."""
+        for name, value in self.options.items():
+            if name not in allowed:
+                similar = difflib.get_close_matches(name, allowed, 1)
+                hint = f" (did you mean {similar[0]!r}?)" if similar else ""
+                takes = ", ".join(allowed) or "none"
+                raise UsageError(f"unknown option {name!r} in {self.text!r}{hint}; options: {takes}")
+            if not value:
+                raise UsageError(f"option {name!r} in {self.text!r} is empty; give it a value")
 
-    def get(self, key: str) -> bytes | None:
-        return self._objects.get(key)
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(key for key in self._objects if key.startswith(prefix))
+    def positive_int(self, name: str, default: int) -> int:
+        value = self.options.get(name, str(default))
+        if not value.isdecimal() or int(value) < 1:
+            raise UsageError(f"{name}={value} in {self.text!r} must be a whole number of at least 1")
+        return int(value)

@@ -1,18 +1,53 @@
-"""Outcomes and hints in this process's memory, for tests and notebooks; used from one event loop."""
+"""In-memory outcome store and notifier, for tests and notebooks; one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
+from afield.errors import UsageError
 from afield.transports.notifiers.base import LEASE_S, Leased
-from afield.transports.stores.base import MemoryStore
+from afield.transports.stores.base import TransportSpec
 from afield.transports.transport import StoreTransport
+
+FORMS: tuple[str, ...] = ("memory",)
+OPTIONS: tuple[str, ...] = ()
+
+
+class MemoryStore:
+    """Objects in a dict."""
+
+    threads = 0
+    page = 0
+    foreign = False
+    # A host name that never resolves: agents in other processes fail instead of posting to a stranger.
+    address: Mapping[str, Any] = {"outcome_url": "http://memory.invalid"}
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytes] = {}
+
+    def open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        return self._objects.setdefault(key, data) is data
+
+    def get(self, key: str) -> bytes | None:
+        return self._objects.get(key)
+
+    def list(self, prefix: str) -> list[str]:
+        return sorted(key for key in self._objects if key.startswith(prefix))
 
 
 class MemoryNotifier:
+    """Queues of hints within one event loop."""
+
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self.lease_s = lease_s
         self._queues: dict[str, dict[int, tuple[bytes, float, int]]] = {}
@@ -75,5 +110,13 @@ class MemoryNotifier:
 
 
 class MemoryTransport(StoreTransport):
+    """Outcomes and hints within one process."""
+
     def __init__(self) -> None:
         super().__init__(MemoryStore(), MemoryNotifier())
+
+
+def from_spec(spec: TransportSpec, root: Path) -> tuple[MemoryStore, MemoryNotifier]:
+    if spec.is_url:
+        raise UsageError(f"transport {spec.text!r} must be plain memory; it takes no address")
+    return MemoryStore(), MemoryNotifier()
