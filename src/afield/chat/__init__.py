@@ -1,7 +1,7 @@
 """Messages to token ids and back, for one model at a time. Start at `ChatTokens.load`."""
 
-from afield.chat.parsers.events import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
-from afield.chat.parsers.parser import ReplyParser
+from afield.chat.parsers.base import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
+from afield.chat.parsers.reply import ReplyParser
 from afield.chat.profile import TemplateProfile
 from afield.chat.template import TemplateRefusal, Tool
 from afield.chat.tokenizer import ChatTokenizer

@@ -9,7 +9,14 @@ message or move anything else are not certified. `probes` finds out the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,7 +25,7 @@ from msgspec import Struct
 from afield.chat import template_probes
 from afield.chat.message_rules import RULES
 from afield.chat.parsers.formats import HARMONY, REASONING
-from afield.chat.renderers_bridge import Bridged, find_bridge
+from afield.chat.renderers_bridge import Bridged, available, find_bridge
 from afield.chat.sample_conversations import MARK, PATTERNS, TOOL, conversations
 from afield.chat.template import ChatTemplate, TemplateRefusal, Tool
 from afield.chat.turn_suffix import Ends, after_turn, delta_text, find_ends, unthought
@@ -199,3 +206,35 @@ class Check:
         # Where the prompt has closed the block of reasoning already, no turn has any.
         closed = prompt.rstrip().endswith(tuple(tags.closing for tags in REASONING))
         return not closed and (moved or not whole.startswith(prompt))
+
+
+# --- cache -----------------------------------------------------------------------------------------
+
+
+def remembered(
+    folder: Path | None, known: Sequence[Any], make: Callable[[], TemplateProfile]
+) -> TemplateProfile:
+    """The certificate for what is `known`, from the folder where it is there."""
+    if folder is None:
+        return make()
+    inputs = json.dumps([*known, _certifier()], sort_keys=True, default=str)
+    path = folder / f"certificate-{hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=TemplateProfile)
+    certificate = make()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(certificate), indent=1))
+        draft.replace(path)
+    return certificate
+
+
+@cache
+def _certifier() -> list[str]:
+    """Who certifies: the version is not enough where the code is edited in place."""
+    code = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(path.read_bytes())
+    families = importlib.metadata.version("renderers") if available() else "none"
+    return [importlib.metadata.version("afield"), code.hexdigest(), families]

@@ -20,18 +20,15 @@ from typing import Any
 
 from afield.chat import model_files
 from afield.chat.escape import POLICIES, Spelled, policy
-from afield.chat.message_rule_probes import as_taken, unchanged, with_rules
 from afield.chat.model_files import ModelFiles
 from afield.chat.parsers.formats import FORMATS, HARMONY, REASONING
 from afield.chat.parsers.harmony import MARKERS, HarmonyReader
-from afield.chat.parsers.parser import ReplyParser, Spellings
-from afield.chat.parsers.reply import Reader, ReplyReader
-from afield.chat.profile import TemplateProfile, profile_template
-from afield.chat.profile_cache import remembered
+from afield.chat.parsers.reply import Reader, ReplyParser, ReplyReader, Spellings
+from afield.chat.profile import TemplateProfile, profile_template, remembered
 from afield.chat.renderers_bridge import make_bridge
 from afield.chat.reply_grammar import ReplyForm
 from afield.chat.template import ChatTemplate, TemplateRefusal, Tool
-from afield.chat.template_probes import Switches, find_switches
+from afield.chat.template_probes import Switches, as_taken, find_switches, unchanged, with_rules
 from afield.chat.turn_suffix import Ends, TurnEnd, delta_text, pattern_of, splice_text
 from afield.errors import UsageError
 from afield.types import Message

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from afield.chat.parsers.call_reader import CallReader
+from afield.chat.parsers.base import CallReader
 from afield.chat.parsers.json_calls import HeadedCall, ObjectCall
 from afield.chat.parsers.tagged_calls import TaggedCall, Tags
 from afield.chat.template import Tool

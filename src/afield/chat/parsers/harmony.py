@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 
-from afield.chat.parsers.call_reader import CallState, partial
-from afield.chat.parsers.events import Event
+from afield.chat.parsers.base import CallState, Event, partial
 from afield.chat.parsers.json_scanner import JsonScanner
 from afield.chat.parsers.reply import OpenCall, ReplyBuilder
 from afield.types import Message

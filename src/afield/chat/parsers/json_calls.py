@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from afield.chat.parsers.call_reader import CallState, matches
+from afield.chat.parsers.base import CallState, matches
 from afield.chat.parsers.json_scanner import MAX_DEPTH, JsonScanner, skip_blank
 
 _NAME = re.compile(r"[\w.:/-]+")

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.chat.parsers.call_reader import CallState, matches, partial
+from afield.chat.parsers.base import CallState, matches, partial
 from afield.chat.parsers.json_scanner import JsonScanner, skip_blank
 from afield.chat.template import Tool
 
