@@ -123,7 +123,7 @@ def gateway(criteria: Criteria, cwd: Path) -> dict[str, Any]:
     criteria.check("kill -9 of the gateway", measured, result["ok"] and result["kills"] >= 20, "20, 0, 0")
     for name, file in (
         ("invariants, each measured to fail", "tests/gateway/test_invariants.py"),
-        ("template battery", "tests/chat/test_sample_conversations.py"),
+        ("template profiles", "tests/chat/test_sample_conversations.py"),
         ("bad input", "tests/gateway/test_bad_input.py"),
         ("real vLLM", "tests/real/test_vllm.py"),
     ):

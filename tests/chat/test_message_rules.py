@@ -70,19 +70,19 @@ def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
     models: dict[str, ChatTokenizer], name: str
 ) -> None:
     tokens = models[name]
-    for pattern in [p for p in PATTERNS if tokens.certificate.appends[p] == "append"]:
+    for pattern in [p for p in PATTERNS if tokens.profile.appends[p] == "append"]:
         for history, new in conversations(pattern, named=True):
             appended = tokens.append(new, truncated=False)
             assert appended is not None
             whole = tokens.render([*history, *new], [TOOL])
             assert whole[-len(appended[1]) :] == appended[1], pattern
             prompt = tokens.render(history[:-1], [TOOL])
-            if not history[-1].reasoning and pattern not in tokens.certificate.strips:
+            if not history[-1].reasoning and pattern not in tokens.profile.strips:
                 assert whole[: len(prompt)] == prompt, pattern
 
 
 def test_each_template_needs_the_rules_it_was_written_for(models: dict[str, ChatTokenizer]) -> None:
-    rules = {name: set(tokens.certificate.rules) - {"developer-as-system"} for name, tokens in models.items()}
+    rules = {name: set(tokens.profile.rules) - {"developer-as-system"} for name, tokens in models.items()}
     assert rules["alternating"] == {
         "fold-tools",
         "merge-system",
@@ -121,7 +121,7 @@ def test_a_template_that_needs_no_rule_gets_none(models: dict[str, ChatTokenizer
 
 def test_calls_of_a_template_without_tools_are_read_back(models: dict[str, ChatTokenizer]) -> None:
     tokens = models["plain"]
-    assert tokens.certificate.tool_format == "hermes"
+    assert tokens.profile.tool_format == "hermes"
     parser = tokens.parser(tools=[TOOL])
     reply = '<tool_call>\n{"name": "lookup", "arguments": {"key": "seven"}}\n</tool_call>'
     parser.feed(tokens.encode_text(reply))
@@ -190,8 +190,8 @@ HERMES = """
 
 def test_tools_that_a_template_shows_only_with_a_system_message_are_shown_without_one(tmp_path: Path) -> None:
     tokens = ChatTokenizer.load(write_template(tmp_path, HERMES, [], []))
-    assert tokens.certificate.tool_format == "hermes"
-    assert tokens.certificate.rules == ("developer-as-system", "add-system")
+    assert tokens.profile.tool_format == "hermes"
+    assert tokens.profile.rules == ("developer-as-system", "add-system")
     ids, applied = tokens.render_by_rules([QUESTION], [TOOL])
     assert "Look a key up" in tokens.decode(ids)
     assert applied == ("add-system",)
@@ -211,7 +211,7 @@ MOODY = """
 
 def test_a_refusal_that_no_probe_foresaw_is_met_by_the_other_rules(tmp_path: Path) -> None:
     tokens = ChatTokenizer.load(write_template(tmp_path, MOODY, [], []))
-    assert "merge-users" not in tokens.certificate.rules
+    assert "merge-users" not in tokens.profile.rules
     messages = [QUESTION, ANSWER] * 5 + [QUESTION, USER]
     ids, applied = tokens.render_by_rules(messages, [])
     assert "merge-users" in applied

@@ -225,7 +225,7 @@ def test_a_block_that_the_prompt_opened_need_not_be_opened_again(
     models: dict[str, ChatTokenizer], directories: dict[str, Path]
 ) -> None:
     thinking = Tiny(models["thinking"], directories["thinking"])
-    assert thinking.tokens.certificate.reasoning
+    assert thinking.tokens.profile.reasoning
     reply = thinking.reply("Hmm.\n</think>\n\n42<|im_end|>", tools=False)
     assert reply == Message(role="assistant", reasoning="Hmm.", content="42")
 
@@ -346,7 +346,7 @@ def test_control_tokens_and_unknown_ids_never_show(tiny: Tiny) -> None:
 
 
 def test_the_tool_format_is_found_by_a_round_trip(models: dict[str, ChatTokenizer]) -> None:
-    found = {name: tokens.certificate.tool_format for name, tokens in models.items()}
+    found = {name: tokens.profile.tool_format for name, tokens in models.items()}
     assert found == {"tiny": "hermes", "thinking": None, "moving": None, "endless": None}
 
 

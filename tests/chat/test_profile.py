@@ -1,4 +1,4 @@
-"""`afield inspect-template`, and certificates that are remembered."""
+"""`afield inspect-template` and cached template profiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from templates.models import write_model
             "tiny",
             [
                 "end of turn       <|im_end|>",
-                "appends (T2)      tool, tools, tool+user",
+                "appends (append)  tool, tools, tool+user",
                 "truncated turns   appended to",
                 "reasoning         think; rendered",
                 "tools             hermes; parallel calls",
@@ -81,7 +81,7 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["usable"] is True
     assert found["tool_format"] == "qwen_xml"
     assert found["appends"]["tool"] == "append"
-    assert found["template_hash"] == ChatTokenizer.load(model).certificate.template_hash
+    assert found["template_hash"] == ChatTokenizer.load(model).profile.template_hash
 
 
 def test_a_template_whose_calls_cannot_be_read_fails_where_tools_are_asked_for(
@@ -106,12 +106,12 @@ def test_a_directory_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFi
 
 def test_a_certificate_is_remembered_and_believed(tmp_path: Path) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
-    found = ChatTokenizer.load(model, cache=cache).certificate
+    found = ChatTokenizer.load(model, cache=cache).profile
     [file] = cache.iterdir()
-    assert ChatTokenizer.load(model, cache=cache).certificate == found
+    assert ChatTokenizer.load(model, cache=cache).profile == found
     known = json.loads(file.read_text())
     file.write_text(json.dumps({**known, "notes": ["seen"]}))
-    assert ChatTokenizer.load(model, cache=cache).certificate.notes == ("seen",)
+    assert ChatTokenizer.load(model, cache=cache).profile.notes == ("seen",)
 
 
 @pytest.mark.parametrize("change", ["template", "arguments", "stop"])
@@ -129,15 +129,15 @@ def test_anything_it_depends_on_makes_it_another(tmp_path: Path, change: str) ->
 
 def test_a_file_that_is_broken_is_made_again(tmp_path: Path) -> None:
     model, cache = write_model(tmp_path / "tiny", "tiny"), tmp_path / "cache"
-    found = ChatTokenizer.load(model, cache=cache).certificate
+    found = ChatTokenizer.load(model, cache=cache).profile
     [file] = cache.iterdir()
     for broken in ("{", "{}", '{"appends": 7}'):
         file.write_text(broken)
-        assert ChatTokenizer.load(model, cache=cache).certificate == found
+        assert ChatTokenizer.load(model, cache=cache).profile == found
         assert json.loads(file.read_text())["template_hash"] == found.template_hash
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     model, blocked = write_model(tmp_path / "tiny", "tiny"), tmp_path / "file"
     blocked.write_text("not a folder")
-    assert ChatTokenizer.load(model, cache=blocked).certificate.tool_format == "hermes"
+    assert ChatTokenizer.load(model, cache=blocked).profile.tool_format == "hermes"

@@ -1,4 +1,4 @@
-"""Tier T1: what a family's bridge appends is what the template would have put there."""
+"""Tier bridge: a family's bridge appends what the template would write."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def stop(directory: Path, text: str) -> int:
 
 
 def test_the_family_is_found_by_comparing_renderings(tokens: ChatTokenizer) -> None:
-    assert tokens.certificate.family == "glm-4.5"
-    assert tokens.certificate.appends["tool"] == "bridge"
-    assert tokens.certificate.appends["user"] == "bridge"
-    assert any("family glm-4.5" in note for note in tokens.certificate.notes)
+    assert tokens.profile.family == "glm-4.5"
+    assert tokens.profile.appends["tool"] == "bridge"
+    assert tokens.profile.appends["user"] == "bridge"
+    assert any("family glm-4.5" in note for note in tokens.profile.notes)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,5 @@ def test_reasoning_that_the_template_strips_is_preserved_unless_asked_otherwise(
 
 def test_a_template_that_no_family_writes_is_not_bridged(tmp_path: Path) -> None:
     tokens = ChatTokenizer.load(write_model(tmp_path, "headless"))
-    assert tokens.certificate.family is None
-    assert any("no family of the package renderers" in note for note in tokens.certificate.notes)
+    assert tokens.profile.family is None
+    assert any("no family of the package renderers" in note for note in tokens.profile.notes)

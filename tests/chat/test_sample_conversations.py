@@ -200,24 +200,24 @@ def plainly(message: Message, text_only: bool) -> dict:
 
 
 def test_each_format_is_found_by_a_round_trip(models: dict[str, ChatTokenizer]) -> None:
-    found = {name: tokens.certificate.tool_format for name, tokens in models.items()}
+    found = {name: tokens.profile.tool_format for name, tokens in models.items()}
     assert {name: value for name, value in found.items() if value} == FORMATS
 
 
 def test_what_a_template_does_besides_is_found_out(models: dict[str, ChatTokenizer]) -> None:
-    certificates = {name: tokens.certificate for name, tokens in models.items()}
-    assert {n for n, c in certificates.items() if not c.parallel_calls and c.tool_format} == {
+    profiles = {name: tokens.profile for name, tokens in models.items()}
+    assert {n for n, c in profiles.items() if not c.parallel_calls and c.tool_format} == {
         "headers",
         "channels",
     }
-    assert {n: c.call_ids for n, c in certificates.items() if c.call_ids != "free"} == {
+    assert {n: c.call_ids for n, c in profiles.items() if c.call_ids != "free"} == {
         "brackets": "nine",
         "sections": "rendered",
     }
-    assert {n for n, c in certificates.items() if c.prints_date} == {"headers", "moving"}
-    assert {n for n, c in certificates.items() if c.opens_thinking} == {"thinking", "tagged", "invoked"}
-    assert {n for n, c in certificates.items() if c.named} == {"channels"}
-    reasoning = {n: c.reasoning for n, c in certificates.items()}
+    assert {n for n, c in profiles.items() if c.prints_date} == {"headers", "moving"}
+    assert {n for n, c in profiles.items() if c.opens_thinking} == {"thinking", "tagged", "invoked"}
+    assert {n for n, c in profiles.items() if c.named} == {"channels"}
+    reasoning = {n: c.reasoning for n, c in profiles.items()}
     assert [reasoning[n] for n in ("arrows", "actions", "gathered", "channels", "tagged")] == [
         "THINK",
         "cohere",
@@ -230,7 +230,7 @@ def test_what_a_template_does_besides_is_found_out(models: dict[str, ChatTokeniz
 def test_a_template_that_forgets_is_left_alone_only_under_its_own_policy(
     models: dict[str, ChatTokenizer],
 ) -> None:
-    stripping = {n for n, t in models.items() if "user" in t.certificate.strips} - {"bridged"}
+    stripping = {n for n, t in models.items() if "user" in t.profile.strips} - {"bridged"}
     assert stripping == {"forgetful", "thinking", "unthinking", "invoked"}
     for name in stripping:
         assert models[name].append([USER], truncated=False) is not None

@@ -134,8 +134,8 @@ def test_a_template_that_forgets_reasoning_still_appends_and_says_so(
     assert (
         tokens.decode(delta) == "\n<|im_start|>user\nAnd eight?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
-    assert any("strips earlier reasoning" in note for note in tokens.certificate.notes)
-    assert not models["tiny"].certificate.notes
+    assert any("strips earlier reasoning" in note for note in tokens.profile.notes)
+    assert not models["tiny"].profile.notes
 
 
 def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves(
@@ -148,19 +148,19 @@ def test_a_template_that_moves_its_tools_is_appended_to_only_where_nothing_moves
 
 
 def test_a_pattern_the_template_refuses_is_not_certified(models: dict[str, ChatTokenizer]) -> None:
-    assert models["moving"].certificate.appends["system"] is None
+    assert models["moving"].profile.appends["system"] is None
     assert appended(models["moving"], [SYSTEM], truncated=False) is None
 
 
 def test_a_message_the_template_drops_is_not_certified(models: dict[str, ChatTokenizer]) -> None:
-    assert models["moving"].certificate.appends["developer"] is None
+    assert models["moving"].profile.appends["developer"] is None
 
 
 def test_a_template_without_an_end_of_turn_appends_nothing(models: dict[str, ChatTokenizer]) -> None:
     tokens = models["endless"]
     assert appended(tokens, [USER], truncated=False) is None
-    assert not any(tokens.certificate.appends.values())
-    assert "no token that ends an assistant turn" in tokens.certificate.notes[0]
+    assert not any(tokens.profile.appends.values())
+    assert "no token that ends an assistant turn" in tokens.profile.notes[0]
 
 
 def test_an_assistant_message_nobody_sampled_is_not_appended(models: dict[str, ChatTokenizer]) -> None:

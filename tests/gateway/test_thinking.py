@@ -93,7 +93,7 @@ def test_a_template_that_cannot_turn_thinking_off_is_named(loaded: dict[str, Cha
 
 def test_a_model_that_never_thinks_has_nothing_to_turn_off(tmp_path: Path) -> None:
     tokens = ChatTokenizer.load(without_tags(tmp_path))
-    assert tokens.certificate.reasoning is None
+    assert tokens.profile.reasoning is None
     assert told(tokens, enabled=False) == ({}, ())
     assert told(tokens, enabled=True) == ({}, ("overridden:enable_thinking",))
 

@@ -50,7 +50,7 @@ def test_everything_that_can_happen_did() -> None:
     """Of the batches that ran here: an oracle that never sees a case cannot judge it."""
     if not HAPPENED:
         pytest.skip("no batch was run")
-    kinds = ["committed", "aborted", "replayed", "split", "tier T2", "tier T3", "tier T4"]
+    kinds = ["committed", "aborted", "replayed", "split", "tier append", "tier splice", "tier full"]
     kinds += [f"excluded {reason}" for reason in ("aborted", "undelivered", "superseded", "abandoned")]
     kinds += ["excluded side:declared"]
     kinds += [f"link {link}" for link in ("retry", "edit", "fork", "compaction", "sub-agent")]

@@ -105,7 +105,7 @@ def write(templates: Path, family: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize("family", EXPECTED)
 def test_what_a_family_does_is_found_out(models: dict[str, ChatTokenizer], family: str) -> None:
-    found = models[family].certificate
+    found = models[family].profile
     assert (found.tool_format, found.appends["tool"], found.appends["user"]) == EXPECTED[family]
     assert not found.unsafe
 
@@ -115,7 +115,7 @@ def test_what_is_appended_is_the_end_of_the_whole_rendering(
     models: dict[str, ChatTokenizer], family: str
 ) -> None:
     tokens, checked = models[family], 0
-    for pattern, tier in tokens.certificate.appends.items():
+    for pattern, tier in tokens.profile.appends.items():
         for history, new in conversations(pattern, named=True) if tier else ():
             for tools in ((), (TOOL,)):
                 checked += appends_exactly(tokens, history, new, tools)
@@ -158,10 +158,10 @@ def test_every_client_is_answered_on_every_template_and_every_tool_call_can_be_r
     assert set(NEEDED) <= set(names)
     for family in names:
         model = write(templates, family, tmp_path / family)
-        certificate = ChatTokenizer.load(model).certificate
-        assert certificate.tool_format is not None, family
+        profile = ChatTokenizer.load(model).profile
+        assert profile.tool_format is not None, family
         if family in NEEDED:
-            assert set(certificate.rules) - {"developer-as-system"} == NEEDED[family], family
+            assert set(profile.rules) - {"developer-as-system"} == NEEDED[family], family
         _, unanswered = asyncio.run(replayed(model, tmp_path / f"{family}-store"))
         assert unanswered == [], family
 
@@ -171,7 +171,7 @@ def test_what_is_appended_by_rules_is_the_end_of_the_whole_rendering(
     templates: Path, family: str, tmp_path: Path
 ) -> None:
     tokens, checked = ChatTokenizer.load(write(templates, family, tmp_path)), 0
-    for pattern, tier in tokens.certificate.appends.items():
+    for pattern, tier in tokens.profile.appends.items():
         for history, new in conversations(pattern, named=True) if tier else ():
             for tools in ((), (TOOL,)):
                 checked += appends_exactly(tokens, history, new, tools)
@@ -183,7 +183,7 @@ def appends_exactly(tokens: ChatTokenizer, history: list, new: list, tools: tupl
         whole = tokens.render([*history, *new], tools)
     except TemplateRefusal:
         return False
-    stops = [None] if tokens.certificate.family is None else list(tokens.stop_ids)
+    stops = [None] if tokens.profile.family is None else list(tokens.stop_ids)
     found = [(stop, tokens.append(new, truncated=False, tools=tools, stop=stop)) for stop in stops]
     found = [(stop, appended[1]) for stop, appended in found if appended]
     assert found

@@ -1,4 +1,4 @@
-"""Messages to token ids and back, for one model at a time. Start at `ChatTokens.load`."""
+"""Chat templates and tokenizers: messages to token ids and back. Start at `ChatTokenizer.load`."""
 
 from afield.chat.parsers.base import Event, ReasoningDelta, TextDelta, ToolArguments, ToolEnd, ToolStart
 from afield.chat.parsers.reply import ReplyParser

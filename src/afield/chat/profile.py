@@ -1,10 +1,11 @@
-"""Finding out, by rendering, what a chat template does; nothing about it is taken on trust.
+"""Template profile: what a chat template does, measured by rendering sample conversations.
 
-Deltas: for each pattern of new messages, realistic conversations are rendered whole, and what stands
-after the last assistant turn has to be, id by id, what `delta` gives. What stands before has to stay
-as it was without the new messages, except for reasoning: under `preserve` sampled ids are never
-rendered again, so stripping is noted, not held against the pattern. Templates that raise, drop a
-message or move anything else are not certified. `probes` finds out the rest.
+1. For each pattern of new messages, sample conversations are rendered whole. A pattern may be appended if the
+   token ids after the last assistant turn are those of `delta_text`, and those before it stay as they were
+   without the new messages. Stripped reasoning is only noted: sampled ids are never rendered again.
+2. `template_probes` measures reasoning, tool-call formats, call ids and message rules.
+3. `cached_profile` keeps a profile in a JSON file named by a digest of its inputs, of this version of afield
+   and of the package `renderers`. An unreadable file is made again; an unwritable cache is not used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from afield.types import Message
 
 
 class TemplateProfile(Struct, frozen=True, kw_only=True):
-    """What was found out about a model directory's template and tokenizer."""
+    """Properties of a model directory's chat template and tokenizer, measured by rendering."""
 
     template_hash: str
     tokenizer_hash: str
@@ -43,43 +44,48 @@ class TemplateProfile(Struct, frozen=True, kw_only=True):
     end_of_call: str | None
     """The token that ends a turn of calls."""
     appends: dict[str, str | None]
-    """For each pattern of new messages, the tier that renders only them; None where none can."""
+    """For each pattern of new messages, the tier that renders them alone (`bridge`, `append`); else None."""
     truncated: bool
-    """Whether they may also follow a turn that was cut off before its end."""
+    """Whether they may also follow a truncated turn."""
     named: bool
-    """Whether results are appended only when they say which tool they come from (`Message.name`)."""
+    """Whether tool results are appended only if they name their tool (`Message.name`)."""
     strips: tuple[str, ...]
-    """Patterns before which the template takes reasoning out of earlier turns."""
+    """Patterns before which the template strips the reasoning of earlier turns."""
     family: str | None
-    """The family whose bridge serves as tier T1."""
+    """Model family of tier `bridge`."""
     bridges: dict[str, tuple[int, ...]]
-    """For each pattern it serves, the stop ids behind which it does as the template does."""
+    """For each pattern of tier `bridge`, the stop ids after which it is exact."""
     reasoning: str | None
-    """The format of reasoning."""
+    """Name of the reasoning format; see `parsers.formats.REASONING`."""
     keeps_reasoning: bool
+    """Whether the template renders the reasoning of the last turn."""
     opens_thinking: bool
     """Whether the generation prompt begins a block of reasoning."""
     tool_format: str | None
+    """Name of the tool-call format; see `parsers.formats.FORMATS`."""
     parallel_calls: bool
+    """Whether a turn may have several calls."""
     call_ids: str
     """`free`, `rendered` or `nine`; see `template_probes.call_ids`."""
     prints_date: bool
+    """Whether the template prints the date."""
     rules: tuple[str, ...]
-    """What becomes of conversations that the template would refuse; see `rules.RULES`."""
+    """Rules that change conversations which the template would refuse; see `message_rules.RULES`."""
     unsafe: tuple[str, ...]
     """Control tokens that content can spell although it is escaped."""
     notes: tuple[str, ...]
+    """Limitations, for people to read."""
 
 
 def profile_template(
     template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int], arguments: Mapping[str, Any]
 ) -> TemplateProfile:
     ends = find_ends(template, vocab, stop_ids)
-    checks = [Check(template, vocab, ends, pattern) for pattern in PATTERNS]
+    checks = [PatternCheck(template, vocab, ends, pattern) for pattern in PATTERNS]
     passed = {check.pattern: check.passes() for check in checks}
     tags = template_probes.find_reasoning(template, vocab)
     tool_format, parallel = template_probes.find_tool_format(template)
-    certificate = TemplateProfile(
+    profile = TemplateProfile(
         template_hash=template.hash,
         tokenizer_hash=vocab.hash,
         end_of_turn=ends.said.text if ends.said else None,
@@ -101,26 +107,26 @@ def profile_template(
         unsafe=tuple(template_probes.unsafe_literals(vocab)),
         notes=(),
     )
-    notes = [*_notes(certificate, vocab)]
+    notes = [*_notes(profile, vocab)]
     if not (passed["tool"] or passed["user"]):
         bridged, why = find_bridge(template, vocab, stop_ids, arguments)
         notes.append(why)
-        certificate = _bridged(certificate, bridged)
-    return msgspec.structs.replace(certificate, notes=tuple(notes))
+        profile = _bridged(profile, bridged)
+    return msgspec.structs.replace(profile, notes=tuple(notes))
 
 
-def _bridged(certificate: TemplateProfile, found: Bridged | None) -> TemplateProfile:
+def _bridged(profile: TemplateProfile, found: Bridged | None) -> TemplateProfile:
     if found is None:
-        return certificate
-    appends = {p: tier or ("bridge" if p in found.stops else None) for p, tier in certificate.appends.items()}
+        return profile
+    appends = {p: tier or ("bridge" if p in found.stops else None) for p, tier in profile.appends.items()}
     return msgspec.structs.replace(
-        certificate, appends=appends, family=found.family, bridges=found.stops, strips=found.strips
+        profile, appends=appends, family=found.family, bridges=found.stops, strips=found.strips
     )
 
 
 def _notes(found: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
     if found.end_of_turn is None:
-        yield "the template has no token that ends an assistant turn: tier T2 appends nothing"
+        yield "the template has no token that ends an assistant turn: tier append serves no pattern"
     if found.strips:
         yield f"the template strips earlier reasoning before {', '.join(found.strips)}; it is preserved here"
     for literal in found.unsafe:
@@ -137,8 +143,8 @@ def _notes(found: TemplateProfile, vocab: Vocabulary) -> Iterator[str]:
         yield "the template has no calls of tools that can be read: tools, calls and results are text"
 
 
-class Check:
-    """One pattern against every conversation it can follow."""
+class PatternCheck:
+    """Checks one pattern of new messages after every sample conversation."""
 
     def __init__(self, template: ChatTemplate, vocab: Vocabulary, ends: Ends, pattern: str) -> None:
         self.pattern = pattern
@@ -187,23 +193,23 @@ class Check:
             return False
         if not all(message.content in whole[cut:] for message in new):
             return False
-        head, known = whole[:cut], before[:kept]
-        self.strips |= self._strips(whole, history, tools, moved=head != known)
-        if unthought(head) != unthought(known):
+        head, original = whole[:cut], before[:kept]
+        self.strips |= self._strips(whole, history, tools, moved=head != original)
+        if unthought(head) != unthought(original):
             return False
         ids, added = self._vocab.encode(whole), self._vocab.encode(delta)
         self.truncated &= end.direct and self._vocab.encode(head) + added == ids
         return added[:1] == [end.id] and self._vocab.encode(head + end.text) + added[1:] == ids
 
     def _strips(self, whole: str, history: Sequence[Message], tools: Sequence[Tool], *, moved: bool) -> bool:
-        """Whether the last turn and its prompt do not stand in the whole as they stood then."""
+        """Whether the rendering changes the last turn or its prompt."""
         try:
             prompt = self._template.render(history[:-1], tools, generation=True)
         except TemplateRefusal:
             return True
         if not history[-1].reasoning:
             return not whole.startswith(prompt)
-        # Where the prompt has closed the block of reasoning already, no turn has any.
+        # A prompt that has closed the block of reasoning already leaves turns none.
         closed = prompt.rstrip().endswith(tuple(tags.closing for tags in REASONING))
         return not closed and (moved or not whole.startswith(prompt))
 
@@ -211,28 +217,28 @@ class Check:
 # --- cache -----------------------------------------------------------------------------------------
 
 
-def remembered(
-    folder: Path | None, known: Sequence[Any], make: Callable[[], TemplateProfile]
+def cached_profile(
+    folder: Path | None, key: Sequence[Any], make: Callable[[], TemplateProfile]
 ) -> TemplateProfile:
-    """The certificate for what is `known`, from the folder where it is there."""
+    """The profile with these inputs, from the cache folder if it is there."""
     if folder is None:
         return make()
-    inputs = json.dumps([*known, _certifier()], sort_keys=True, default=str)
-    path = folder / f"certificate-{hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()}.json"
+    inputs = json.dumps([*key, _code_version()], sort_keys=True, default=str)
+    path = folder / f"profile-{hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()}.json"
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=TemplateProfile)
-    certificate = make()
+    profile = make()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(certificate), indent=1))
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1))
         draft.replace(path)
-    return certificate
+    return profile
 
 
 @cache
-def _certifier() -> list[str]:
-    """Who certifies: the version is not enough where the code is edited in place."""
+def _code_version() -> list[str]:
+    """Version and digest of the code that makes profiles: the version alone misses edits in place."""
     code = hashlib.blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())

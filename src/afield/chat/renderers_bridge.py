@@ -1,10 +1,11 @@
-"""Tier T1: the bridge of a model's family, from the package `renderers` (extra `renderers`).
+"""Tier `bridge`: next-turn bridges of model families, from the package `renderers`.
 
-For templates that T2 cannot serve, such as those that end a turn only by beginning the next one. A
-family serves a template when its full renderings are the template's, id by id, over the whole battery,
-and a pattern behind a stop id when the bridge gives what the template puts there. The family's code
-gets escaped content and our own tokenizer, so that content stays content here too. A turn that was cut
-off is not bridged: the family would make up a stop that the template does not have.
+For templates that tier `append` cannot serve, such as those that end a turn only by beginning the next one.
+A family serves a template when it renders every sample conversation to the template's token ids, and a
+pattern after a stop id when its bridge gives the template's ids. The family gets escaped content and our
+tokenizer, so that content cannot become control tokens. Truncated turns are not bridged: the family would
+add a stop that the template does not have. Replies are parsed by `parsers`: those of `renderers` drop
+malformed calls, which have to stay text here.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ T = TypeVar("T")
 
 
 class Bridged(Struct, frozen=True):
-    """What a family's bridge was found to do."""
+    """What a family's bridge does for one template."""
 
     family: str
+    """Name of the renderer in the package `renderers`."""
     stops: dict[str, tuple[int, ...]]
+    """Stop ids after which the bridge is exact, by pattern of new messages."""
     strips: tuple[str, ...]
+    """Patterns before which the template strips reasoning."""
 
 
 class Bridge:
-    """One family for one model."""
+    """Bridge of one family for one model."""
 
     def __init__(self, family: str, renderer: Any, template: ChatTemplate, vocab: Vocabulary) -> None:
         self.family = family
@@ -53,22 +57,22 @@ class Bridge:
     def delta(
         self, template: ChatTemplate, new: Sequence[Message], stop: int, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """What follows a turn that ended with `stop`."""
+        """Token ids of new messages after a turn that ended with `stop`."""
         turn = [*self._turns[any(message.role == "tool" for message in new)], stop]
-        messages, given = template.inputs(new, tools, begins=False)
+        messages, tool_specs = template.inputs(new, tools, begins=False)
         bridged = _foreign(
-            lambda: self._renderer.bridge_to_next_turn(self._prompt, turn, messages, tools=given)
+            lambda: self._renderer.bridge_to_next_turn(self._prompt, turn, messages, tools=tool_specs)
         )
         if bridged is None:
             return None
-        ids, known = list(bridged.token_ids), self._prompt + turn
-        return ids[len(known) :] if ids[: len(known)] == known else None
+        ids, before = list(bridged.token_ids), self._prompt + turn
+        return ids[len(before) :] if ids[: len(before)] == before else None
 
     def render(
         self, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        said, given = template.inputs(messages, tools)
-        whole = _foreign(lambda: self._renderer.render(said, tools=given, add_generation_prompt=True))
+        escaped, tool_specs = template.inputs(messages, tools)
+        whole = _foreign(lambda: self._renderer.render(escaped, tools=tool_specs, add_generation_prompt=True))
         return None if whole is None else list(whole.token_ids)
 
 
@@ -79,23 +83,23 @@ def available() -> bool:
 def find_bridge(
     template: ChatTemplate, vocab: Vocabulary, stop_ids: Sequence[int], arguments: Mapping[str, Any]
 ) -> tuple[Bridged | None, str]:
-    """The family that serves the template, and a note that says so or why there is none."""
+    """The family that serves the template, and a note that names it or the reason why there is none."""
     if not available():
-        return None, "no tier T1: install afield[renderers] to try the bridges of model families"
+        return None, "no tier bridge: install afield[renderers] to try the bridges of model families"
     for family in _families():
         bridge = make_bridge(family, template, vocab, arguments)
         if bridge is None or not _agrees(bridge, template, vocab):
             continue
-        certified = [_Certified(bridge, template, vocab, pattern, stop_ids) for pattern in PATTERNS]
-        stops = {one.pattern: one.stops for one in certified if one.stops}
-        strips = tuple(one.pattern for one in certified if one.stops and one.strips)
+        checks = [_PatternCheck(bridge, template, vocab, pattern, stop_ids) for pattern in PATTERNS]
+        stops = {check.pattern: check.stops for check in checks if check.stops}
+        strips = tuple(check.pattern for check in checks if check.stops and check.strips)
         if stops:
-            return Bridged(family, stops, strips), f"appended by the bridge of the family {family} (tier T1)"
+            return Bridged(family, stops, strips), f"tier bridge: appended by the family {family}"
         return None, (
-            f"no tier T1: the family {family} renders as this template does, but none of the stop ids"
+            f"no tier bridge: the family {family} renders as this template does, but none of the stop ids"
             " begins a message; list them in generation_config.json (eos_token_id)"
         )
-    return None, "no tier T1: no family of the package renderers renders exactly as this template does"
+    return None, "no tier bridge: no family of the package renderers renders exactly as this template does"
 
 
 def make_bridge(
@@ -167,7 +171,7 @@ def _agrees(bridge: Bridge, template: ChatTemplate, vocab: Vocabulary) -> bool:
     )
 
 
-class _Certified:
+class _PatternCheck:
     """The stop ids behind which the bridge does for a pattern what the template does."""
 
     def __init__(

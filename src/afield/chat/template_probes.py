@@ -1,6 +1,9 @@
-"""What a template does with calls, reasoning, ids and dates, found out by rendering.
+"""Probes of a chat template: tool-call format, reasoning, call ids, dates and message rules.
 
-A tool format is a template's when its reader gives back, kind by kind, the calls that were rendered.
+1. A template has a tool-call format if the format's reader returns the calls that were rendered.
+2. A conversation counts as rendered if the template does not raise and shows every message and, with tools,
+   every call. From all message rules, the most invasive first, those are dropped without which no
+   conversation is lost. A template that renders everything gets no rules.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from afield.types import Message, Role, ToolCall
 
 # The variables by which templates turn thinking on and off.
 SWITCHES = ("enable_thinking", "thinking")
-# What ids look like: ours, those of nine characters, those that hold the name.
+# Call ids: ours, those of nine characters, those that contain the name.
 _IDS = ("call_{n}_abcd", "call0000{n}", "functions.forecast:{n}")
 
 
@@ -41,9 +44,9 @@ def speaks_harmony(template: ChatTemplate) -> bool:
 
 
 def find_tool_format(template: ChatTemplate) -> tuple[str | None, bool]:
-    """The name of the format, and whether a turn may have several calls.
+    """Name of the tool-call format, and whether a turn may have several calls.
 
-    None also where the tools are not shown, without a system message or with one.
+    None also if the template does not show the tools, with or without a system message.
     """
     template = template.with_rules(template.rules - {"split-calls"})
     plain, headed = (
@@ -64,13 +67,13 @@ def _format_of(template: ChatTemplate, ids: str, count: int) -> str | None:
     text = rendered(template, [QUESTION, Message(role="assistant", tool_calls=calls)], tools=True)
     if text is None:
         return None
-    wanted = [(call.name, json.loads(call.arguments)) for call in calls]
+    expected = [(call.name, json.loads(call.arguments)) for call in calls]
     text = text.replace(BREAK, "")
     tail = text[text.index(QUESTION.content) + len(QUESTION.content) :]
     if speaks_harmony(template):
         reader = HarmonyReader(tools=True, hold_calls=True)
-        return HARMONY if _calls_read_by(reader, tail) == wanted else None
-    return next((f.name for f in FORMATS if _calls_read_by(_reader(f), _begin(f, tail)) == wanted), None)
+        return HARMONY if _parse_calls(reader, tail) == expected else None
+    return next((f.name for f in FORMATS if _parse_calls(_reader(f), _begin(f, tail)) == expected), None)
 
 
 def _reader(tool_format: ToolFormat) -> Reader:
@@ -80,23 +83,23 @@ def _reader(tool_format: ToolFormat) -> Reader:
 
 
 def _begin(tool_format: ToolFormat, tail: str) -> str:
-    """Where a bare call would begin the reply: a template says who speaks before it."""
+    """The text from a bare call on: a template writes the role before it."""
     return tail[tail.find("{") :] if tool_format.bare and tool_format.opening not in tail else tail
 
 
-def _calls_read_by(reader: Reader, text: str) -> list[tuple[str, Any]]:
+def _parse_calls(reader: Reader, text: str) -> list[tuple[str, Any]]:
     reader.feed(text)
     reader.finish()
     return [(call.name, json.loads(call.arguments)) for call in reader.reply.tool_calls]
 
 
 def find_reasoning(template: ChatTemplate, vocab: Vocabulary) -> ReasoningFormat | None:
-    """The tags the template writes or reads reasoning in; those in the vocabulary where it has none."""
+    """Reasoning tags that the template writes or reads, else those in the vocabulary."""
     thought = Message(role="assistant", content="Yes.", reasoning="It is cloudy.")
     text = rendered(template, [QUESTION, thought]) or ""
-    for known in (text, template.source, vocab.control):
+    for source in (text, template.source, vocab.control):
         for tags in REASONING:
-            if tags.closing in known:
+            if tags.closing in source:
                 return tags
     return None
 
@@ -114,11 +117,11 @@ class Switches(Struct, frozen=True):
     """How a template turns thinking on and off."""
 
     name: str | None
-    """The variable that does; None where there is none."""
+    """Template variable that switches thinking; None if there is none."""
     default: bool
-    """What the template does without it."""
+    """Whether the template thinks without it."""
     effort: bool
-    """Whether it takes `reasoning_effort`."""
+    """Whether the template takes `reasoning_effort`."""
 
 
 def find_switches(template: ChatTemplate, arguments: Mapping[str, Any]) -> Switches:
@@ -216,7 +219,7 @@ _ROLES: dict[str, Role] = {
 
 
 def as_taken(template: ChatTemplate) -> ChatTemplate:
-    """The template, given content and the arguments of calls in the form in which it takes them."""
+    """The template with message content and call arguments in the form that it takes."""
     plain = rendered(template, [QUESTION])
     if plain is None or QUESTION.content not in plain:
         parts = template.with_content_parts()
@@ -229,21 +232,21 @@ def as_taken(template: ChatTemplate) -> ChatTemplate:
 
 
 def unchanged(template: ChatTemplate) -> ChatTemplate:
-    """The template with no rule but another name for a role that it does not know."""
+    """The template without rules, except the name of a role that it does not know."""
     return template.with_rules(() if "developer" in template.source else (SAME_ROLE,))
 
 
 def with_rules(template: ChatTemplate) -> ChatTemplate:
     """The template with the rules it needs."""
     for tools in (_tool_rules(template), frozenset[str]()):
-        made = template.with_rules(_needed(template, tools))
-        if not tools or find_tool_format(made)[0]:
-            return made
+        candidate = template.with_rules(_needed(template, tools))
+        if not tools or find_tool_format(candidate)[0]:
+            return candidate
     raise AssertionError("the last candidate has no rules for tools")
 
 
 def _tool_rules(template: ChatTemplate) -> frozenset[str]:
-    """What has to be done for tools to be announced, and called in a format that can be read."""
+    """Rules that the template needs to show tools and to write calls in a known format."""
     for rules in ((), ("add-system",)):
         if find_tool_format(template.with_rules(rules))[0]:
             return frozenset(rules)
@@ -267,12 +270,12 @@ def _needed(template: ChatTemplate, tools: frozenset[str]) -> frozenset[str]:
 
 
 class _Tries:
-    """Which conversations a template renders under some rules; equal ones are rendered once."""
+    """Conversations that a template renders under some rules; equal ones are rendered once."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._cases = list(_conversations())
-        self._known: dict[tuple[tuple[Message, ...], bool, bool], bool] = {}
+        self._results: dict[tuple[tuple[Message, ...], bool, bool], bool] = {}
         self.all = frozenset(range(len(self._cases)))
 
     def rendered(self, rules: frozenset[str]) -> frozenset[int]:
@@ -281,9 +284,9 @@ class _Tries:
     def _renders(self, messages: list[Message], tools: Sequence[Tool], rules: frozenset[str]) -> bool:
         folded = fold(messages, tools, rules, generation=True)
         key = (tuple(folded.messages), bool(folded.tools), bool(tools))
-        if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._shows(messages, tools, folded)
-        return known
+        if (result := self._results.get(key)) is None:
+            result = self._results[key] = self._shows(messages, tools, folded)
+        return result
 
     def _shows(self, messages: list[Message], tools: Sequence[Tool], folded: Folded) -> bool:
         announced = tools if folded.tools else ()
@@ -307,10 +310,10 @@ def _conversations() -> Iterator[tuple[list[Message], Sequence[Tool]]]:
     odd = ToolCall("call00001", TOOL.name, "no JSON at all")
     foreign = call("toolu_01AbCd", {"city": "Bern"})
     fine = call("call00001", {"city": "Bern"})
-    told = Message(role="tool", content="Rain 2.", tool_call_id=foreign.id)
+    foreign_result = Message(role="tool", content="Rain 2.", tool_call_id=foreign.id)
     for turn, answer in (
         (Message(role="assistant", tool_calls=(odd,)), result),
-        (Message(role="assistant", tool_calls=(foreign,)), told),
+        (Message(role="assistant", tool_calls=(foreign,)), foreign_result),
         (Message(role="assistant", content="So.", reasoning="Hm.", tool_calls=(fine,)), result),
         (Message(role="assistant", tool_calls=(fine,)), Message(role="tool", tool_call_id="call00001")),
     ):

@@ -1,10 +1,15 @@
-"""`ChatTokenizer`: everything the gateway knows about one model's tokens.
+"""Chat tokenizer of one model: renders prompts to token ids and parses replies.
 
-Loaded once from a model directory (`tokenizer.json`, a chat template, and where present
-`tokenizer_config.json`, `config.json`, `generation_config.json`); immutable afterwards and safe to use
-from several threads. It renders prompts whole (tier T4) or as what follows a sampled turn (T1 to T3),
-and reads replies. Refuses a directory without a tokenizer or a template, naming what is missing, and
-patterns of messages for which the template was not certified.
+`ChatTokenizer.load` reads a model directory: `tokenizer.json`, a chat template, and where present
+`tokenizer_config.json`, `config.json` and `generation_config.json`. The tokenizer is immutable and safe to
+use from several threads. It renders a prompt in one of four tiers:
+
+1. `bridge`: the new messages by the model family's bridge of the package `renderers`.
+2. `append`: the new messages behind a dummy conversation, without the conversation itself.
+3. `splice`: the whole conversation, of which the part after the last sampled turn is taken.
+4. `full`: the whole conversation, as a new root.
+
+`TemplateProfile.appends` says which patterns of new messages `bridge` and `append` serve exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from afield.chat.model_files import ModelFiles
 from afield.chat.parsers.formats import FORMATS, HARMONY, REASONING
 from afield.chat.parsers.harmony import MARKERS, HarmonyReader
 from afield.chat.parsers.reply import Reader, ReplyParser, ReplyReader, Spellings
-from afield.chat.profile import TemplateProfile, profile_template, remembered
+from afield.chat.profile import TemplateProfile, cached_profile, profile_template
 from afield.chat.renderers_bridge import make_bridge
 from afield.chat.reply_grammar import ReplyForm
 from afield.chat.template import ChatTemplate, TemplateRefusal, Tool
@@ -42,7 +47,7 @@ def _key(arguments: Mapping[str, Any]) -> str:
 
 
 class ChatTokenizer:
-    """See `load`."""
+    """Renders and parses the chat format of one model; made by `load`."""
 
     def __init__(
         self,
@@ -51,29 +56,29 @@ class ChatTokenizer:
         files: ModelFiles,
         template: ChatTemplate,
         arguments: Mapping[str, Any],
-        certificate: TemplateProfile,
+        profile: TemplateProfile,
     ) -> None:
         self.name = name
         self.vocab_size = files.vocab_size
         self.longest_token = files.vocab.longest
-        self.certificate = certificate
+        self.profile = profile
         self._vocab = vocab = files.vocab
         self._template = template
         self._escape = policy("escape", vocab.control)
         self._arguments = dict(arguments)
         said, called = (
             TurnEnd(text, vocab.control[text]) if text else None
-            for text in (self.certificate.end_of_turn, self.certificate.end_of_call)
+            for text in (self.profile.end_of_turn, self.profile.end_of_call)
         )
         self._ends = Ends(said, called)
         ends = [end.id for end in (said, called) if end]
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*files.stop_ids, *ends)))
         self.image_id = files.image_id
         self.turn_ends = frozenset(ends or self.stop_ids)  # a turn that stopped otherwise lacks its end
-        family = self.certificate.family
+        family = self.profile.family
         self._bridge = make_bridge(family, template, vocab, arguments) if family else None
-        self._format = next((f for f in FORMATS if f.name == self.certificate.tool_format), None)
-        self._tags = next((tags for tags in REASONING if tags.name == self.certificate.reasoning), None)
+        self._format = next((f for f in FORMATS if f.name == self.profile.tool_format), None)
+        self._tags = next((tags for tags in REASONING if tags.name == self.profile.reasoning), None)
         self.thinking, self.escape, self.render_policy = THINKING[0], POLICIES[0], RENDER[0]
         self._others = {(self.thinking, self.escape, self.render_policy): self}
         self._variants: dict[str, ChatTokenizer] = {}
@@ -94,86 +99,86 @@ class ChatTokenizer:
         cache: Path | None = None,
         rules: bool = True,
     ) -> ChatTokenizer:
-        """`arguments` go to the template (`enable_thinking`); `now` is the date it prints, today if None.
+        """Load a model directory; raises UsageError when its tokenizer or chat template is missing.
 
-        Without `rules` the template stays as it is, whatever it refuses. What certification finds
-        out is remembered under `cache`, so that the next start need not.
+        `arguments` go to the template (`enable_thinking`); `now` is the date it prints, default today.
+        Without `rules`, conversations are not changed to suit the template. `cache` is a directory that keeps
+        template profiles between starts.
         """
         model_dir = Path(model_dir)
         files = model_files.read(model_dir)
         printed = now or datetime.now()
 
-        def made(given: Mapping[str, Any]) -> ChatTokenizer:
-            variables = {**files.special, **given}
+        def make(template_arguments: Mapping[str, Any]) -> ChatTokenizer:
+            variables = {**files.special, **template_arguments}
             template = ChatTemplate(files.sources, variables, printed, files.vocab.control)
             template = as_taken(template)
-            known = [template.hash, files.vocab.hash, files.stop_ids, variables, rules]
+            inputs = [template.hash, files.vocab.hash, files.stop_ids, variables, rules]
 
-            def found() -> TemplateProfile:
+            def make_profile() -> TemplateProfile:
                 prepared = with_rules(template) if rules else unchanged(template)
-                return profile_template(prepared, files.vocab, files.stop_ids, given)
+                return profile_template(prepared, files.vocab, files.stop_ids, template_arguments)
 
-            certificate = remembered(cache, known, found)
-            tokens = cls(
+            profile = cached_profile(cache, inputs, make_profile)
+            tokenizer = cls(
                 name=name or model_dir.resolve().name,
                 files=files,
-                template=template.with_rules(certificate.rules, last_resort=rules),
-                arguments=given,
-                certificate=certificate,
+                template=template.with_rules(profile.rules, last_resort=rules),
+                arguments=template_arguments,
+                profile=profile,
             )
-            tokens._make = made
-            return tokens
+            tokenizer._make = make
+            return tokenizer
 
-        return made(dict(arguments or {}))
+        return make(dict(arguments or {}))
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """What the chat template is told beside the conversation."""
+        """Arguments of the chat template besides the conversation."""
         return self._arguments
 
     @cached_property
     def switches(self) -> Switches:
-        """How the chat template turns thinking on and off, found out by rendering."""
+        """How the chat template turns thinking on and off."""
         return find_switches(self._template, self._arguments)
 
     def variant(self, arguments: Mapping[str, Any]) -> ChatTokenizer | None:
-        """The same model with more arguments for its template; None while it has not been made."""
+        """The same model with more template arguments; None before `make_variant` made it."""
         return self._variants.get(_key(arguments)) if arguments else self
 
     def make_variant(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
-        """Certifies the template with these arguments, which takes a while; made once for each."""
-        if (known := self.variant(arguments)) is not None:
-            return known
+        """The same model with more template arguments. Profiling takes a while; done once per arguments."""
+        if (variant := self.variant(arguments)) is not None:
+            return variant
         if self._make is None:
-            raise UsageError("only a model that was loaded from its directory has variants")
+            raise UsageError("this tokenizer has no variants; load it with ChatTokenizer.load")
         return self._variants.setdefault(_key(arguments), self._make({**self._arguments, **arguments}))
 
     def _markers(self) -> set[str]:
-        """What structures a reply: read, not hidden, even where the tokenizer calls it special."""
+        """Literals that structure a reply: parsed, not hidden, even if they are special tokens."""
         tags = (self._tags.opening, self._tags.closing) if self._tags else ()
         calls = self._format.markers if self._format else ()
-        return {*tags, *calls, *(MARKERS if self.certificate.reasoning == HARMONY else ())}
+        return {*tags, *calls, *(MARKERS if self.profile.reasoning == HARMONY else ())}
 
     def under(
         self, *, thinking: str = "preserve", escape: str = "escape", render: str = "fold"
     ) -> ChatTokenizer:
-        """The same model under other policies; made once for each.
+        """The same model under other policies.
 
-        `thinking`: `preserve` sampled reasoning for good, do as the `template` does (and branch where
-        it strips), or `per_turn` never append. `escape`: what becomes of control tokens in content.
-        `render`: `fold` conversations that the template would refuse by its rules, or be `strict` and
-        refuse them. A conversation that needs no rule is rendered alike under both.
+        `thinking`: `preserve` keeps sampled reasoning, `template` does as the template does (and branches
+        where it strips), `per_turn` never appends. `escape`: policy for control tokens in content. `render`:
+        `fold` changes conversations that the template would refuse by its rules, `strict` refuses them.
         """
         policies = (thinking, escape, render)
-        if (known := self._others.get(policies)) is not None:
-            return known
-        for what, value, choices in (
+        if (tokenizer := self._others.get(policies)) is not None:
+            return tokenizer
+        for setting, value, choices in (
             ("thinking", thinking, THINKING),
             ("escape", escape, POLICIES),
             ("render", render, RENDER),
         ):
             if value not in choices:
-                raise UsageError(f"unknown {what} policy {value!r}; choose one of: {', '.join(choices)}")
+                raise UsageError(f"unknown {setting} policy {value!r}; choose one of: {', '.join(choices)}")
         other = copy(self)
         other.thinking, other.escape, other.render_policy = policies
         other._template = self._template.under(escape, strict=render == "strict")
@@ -181,7 +186,7 @@ class ChatTokenizer:
         return self._others.setdefault(policies, other)
 
     def root_key(self, tools: Sequence[Tool]) -> str:
-        """Sessions' trees with this key may share their heads: same policy, tokenizer, template and tools."""
+        """Key of prompts that may share a root: same policies, tokenizer, template and tools."""
         parts = [
             self.name,
             self._vocab.hash,
@@ -198,18 +203,18 @@ class ChatTokenizer:
         return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """The whole prompt, ready for the model to go on (tier T4)."""
+        """Token ids of the whole prompt, with the generation prompt (tier `full`)."""
         return self.render_by_rules(messages, tools)[0]
 
     def render_by_rules(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[int], tuple[str, ...]]:
-        """The same, and the rules by which the conversation was changed; mostly none."""
+        """`render`, and the rules that changed the conversation; usually none."""
         text, applied = self._template.render_any(messages, tools)
         return self._vocab.encode(text), applied
 
     def rules_applied(self, new: Sequence[Message]) -> tuple[str, ...]:
-        """The rules by which messages are changed that follow a turn (`append`, `splice`)."""
+        """Rules that change new messages after a sampled turn (`append`, `splice`)."""
         return self._template.applied(new)
 
     def append(
@@ -220,19 +225,19 @@ class ChatTokenizer:
         tools: Sequence[Tool] = (),
         stop: int | None = None,
     ) -> tuple[str, list[int]] | None:
-        """What follows a sampled assistant turn, and the tier; None where that is not certified.
+        """Tier and token ids of new messages after a sampled turn; None if the profile does not allow it.
 
-        The turn ended with a stop id, unless it was truncated: then the missing stop comes first.
-        Where the stop is the beginning of the next message (tier T1), `stop` has to say which it was.
-        Costs what the new messages cost, whatever the length of the conversation.
+        The turn ended with a stop id; if it was truncated, the ids begin with the missing stop. Tier
+        `bridge` needs `stop`, the id that ended the turn. The cost does not depend on the length of the
+        conversation.
         """
         pattern, end = pattern_of(new), self._ends.before(new)
-        tier = self.certificate.appends.get(pattern)
+        tier = self.profile.appends.get(pattern)
         if tier is None or not self._may_append(truncated):
             return None
-        if self.thinking == "template" and pattern in self.certificate.strips:
+        if self.thinking == "template" and pattern in self.profile.strips:
             return None
-        if self.certificate.named and any(m.role == "tool" and not m.name for m in new):
+        if self.profile.named and any(m.role == "tool" and not m.name for m in new):
             return None
         try:
             if tier == "bridge":
@@ -246,7 +251,7 @@ class ChatTokenizer:
     def _bridged(
         self, pattern: str, new: Sequence[Message], stop: int | None, tools: Sequence[Tool]
     ) -> list[int] | None:
-        if self._bridge is None or stop not in self.certificate.bridges[pattern]:
+        if self._bridge is None or stop not in self.profile.bridges[pattern]:
             return None
         return self._bridge.delta(self._template, new, stop, tools)
 
@@ -258,16 +263,16 @@ class ChatTokenizer:
         truncated: bool,
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        """What follows a sampled turn, the last of `history`, in this conversation (tier T3).
+        """Token ids of new messages after a sampled turn, the last of `history` (tier `splice`).
 
-        `new` may be anything, also assistant messages nobody sampled. None where the new messages
-        would change what the template writes before them. Costs a rendering of the conversation.
+        `new` may have assistant messages that were not sampled. None if the new messages change what the
+        template writes before them. Renders the whole conversation.
         """
         end = self._ends.of(history[-1]) if history else None
         if end is None or not new or not self._may_append(truncated):
             return None
         if len(history[-1].tool_calls) > 1 and "split-calls" in self._template.rules:
-            return None  # the turn was sampled in one piece, and cannot be split any more
+            return None  # the turn was sampled in one piece and cannot be split
         strict = self.thinking == "template"
         try:
             text = splice_text(self._template, end, history, new, tools, strict=strict)
@@ -276,7 +281,7 @@ class ChatTokenizer:
         return None if text is None else self._behind_stop(text, truncated)
 
     def _may_append(self, truncated: bool) -> bool:
-        return self.thinking != "per_turn" and (not truncated or self.certificate.truncated)
+        return self.thinking != "per_turn" and (not truncated or self.profile.truncated)
 
     def _behind_stop(self, text: str, truncated: bool) -> list[int]:
         ids = self._vocab.encode(text)
@@ -285,58 +290,57 @@ class ChatTokenizer:
     def parser(
         self, *, tools: Sequence[Tool], hold_calls: bool = False, verbatim: bool = False
     ) -> ReplyParser:
-        """A fresh parser for one reply.
+        """A parser for one reply.
 
-        A call is reported as it is sampled, and withdrawn should it turn out malformed; with
-        `hold_calls` it is reported when it is closed, all at once, and nothing is ever withdrawn.
-        `verbatim` shows control tokens in the middle of a reply as they are spelled, which is how a
-        constraint has read them.
+        It reports a call as it is sampled and withdraws a malformed one; with `hold_calls` it reports a
+        call when it is complete. `verbatim` shows control tokens inside a reply as text, as constraints
+        read them.
         """
         return ReplyParser(self._verbatim if verbatim else self._spellings, self._reader(tools, hold_calls))
 
     def reply_form(self) -> ReplyForm:
-        """How the model spells a reply to the prompts that are rendered here."""
+        """Format of the model's replies, for `reply_grammar`."""
         return ReplyForm(
             tool_format=self._format,
             reasoning=self._tags,
-            opened=self.certificate.opens_thinking,
-            harmony=self.certificate.reasoning == HARMONY,
+            opened=self.profile.opens_thinking,
+            harmony=self.profile.reasoning == HARMONY,
         )
 
     def _reader(self, tools: Sequence[Tool], hold_calls: bool) -> Reader:
-        if self.certificate.reasoning == HARMONY:
+        if self.profile.reasoning == HARMONY:
             return HarmonyReader(tools=bool(tools), hold_calls=hold_calls)
         return ReplyReader(
             reasoning=self._tags,
-            thinking=self.certificate.opens_thinking,
+            thinking=self.profile.opens_thinking,
             tool_format=self._format if tools else None,
             hold_calls=hold_calls,
             tools=tools,
         )
 
     def plain_parser(self, *, verbatim: bool = False) -> ReplyParser:
-        """For a reply that is nothing but text: no reasoning, no calls."""
+        """A parser for a reply of plain text, without reasoning and calls."""
         reader = ReplyReader(reasoning=None, thinking=False, tool_format=None, hold_calls=True)
         return ReplyParser(self._verbatim if verbatim else self._spellings, reader)
 
     def encode_raw(self, text: str) -> list[int]:
-        """A prompt that a client wrote itself: control tokens that it spells are meant."""
+        """Token ids of a prompt that the client rendered: control tokens in it count."""
         return self._vocab.encode(text.encode("utf-8", "replace").decode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """For reading."""
+        """Text of token ids, for people to read."""
         return self._vocab.decode(ids)
 
     def piece(self, token: int) -> bytes:
-        """What a token spells, control tokens too; a part of a character for a token that is one."""
+        """Bytes of a token, also of control tokens; may be part of a character."""
         return self._vocab.piece(token)
 
     def shown(self, token: int) -> bytes:
-        """The same as it is shown in a reply: nothing for control tokens that end it or belong to nobody."""
+        """Bytes of a token as a reply shows them: empty for stop ids and hidden control tokens."""
         return self._spellings[token]
 
     def encode_text(self, text: str) -> list[int]:
-        """Plain text: whatever it spells, no control ids come of it (unless the policy says otherwise)."""
+        """Token ids of plain text; control tokens in it follow the `escape` policy."""
         try:
             return self._vocab.encode(self._escape(text))
         except Spelled as spelled:

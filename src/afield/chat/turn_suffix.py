@@ -1,11 +1,9 @@
-"""What comes after a sampled turn: the ids of new messages, without rendering the conversation again.
+"""Text of new messages after a sampled turn, without rendering the conversation again.
 
-The new messages are rendered behind a dummy conversation that ends in an assistant turn (the anchor),
-and everything up to and including the token that ends that turn is cut off. So the cost is that of
-the new messages, and the separator behind the end of a turn is part of the result. Sampled ids are
-never rendered again: a template that would strip the reasoning of earlier turns does not get the
-chance (the policy `preserve`), and only has to agree on what follows the last turn. `certify` checks
-that it does, pattern by pattern.
+The template renders the new messages behind a dummy conversation that ends in an assistant turn (the anchor);
+everything up to the token that ends that turn is cut off. The cost is that of the new messages, and the
+separator after the turn is part of the result. Sampled ids are never rendered again, so a template cannot
+strip their reasoning (policy `preserve`). `profile` checks each pattern of new messages against the template.
 """
 
 from __future__ import annotations
@@ -38,16 +36,18 @@ QUESTION = Message(role="user", content="Question")
 
 
 class TurnEnd(Struct, frozen=True):
-    """The token a template ends an assistant turn with."""
+    """Token that ends an assistant turn."""
 
     text: str
+    """Literal of the token."""
     id: int
+    """Token id."""
     direct: bool = True
-    """Whether nothing stands between what was said and the token."""
+    """Whether the token follows the content immediately."""
 
 
 class Ends(Struct, frozen=True):
-    """What ends a turn that says something, and one that calls tools; mostly the same."""
+    """Tokens that end a turn of text and a turn of tool calls; usually the same."""
 
     said: TurnEnd | None = None
     called: TurnEnd | None = None

@@ -253,7 +253,7 @@ async def serve(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     model = Path(settings.model)
-    tokens = factory.load("chat:ChatTokenizer").load(model, cache=Environment.read().certificates)
+    tokens = factory.load("chat:ChatTokenizer").load(model, cache=Environment.read().template_profiles)
     pool = factory.pool(
         settings.engine,
         model,

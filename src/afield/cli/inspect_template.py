@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from afield import factory
 
     tokens = factory.load("chat:ChatTokenizer").load(args.model, rules=not args.strict)
-    found = tokens.certificate
+    found = tokens.profile
     usable = found.tool_format is not None or not args.tools
     if args.json:
         print(json.dumps({"model": tokens.name, "usable": usable, **msgspec.to_builtins(found)}))

@@ -185,10 +185,10 @@ class Calls:
         return request
 
     def _reads_calls(self, session: Session) -> bool:
-        certificate = self._tokenizer.certificate
-        if session.row.spec.render == "strict" and "fold-tools" in certificate.rules:
+        profile = self._tokenizer.profile
+        if session.row.spec.render == "strict" and "fold-tools" in profile.rules:
             return False
-        return certificate.tool_format is not None
+        return profile.tool_format is not None
 
     def _unsupported(self, session: Session) -> ApiError:
         """Nothing of this request's own: whatever else the agent asks with tools is refused alike."""
@@ -647,7 +647,7 @@ class Calls:
         ]
 
     def _id(self, turn_id: str, index: int) -> str:
-        return call_id(turn_id, index, self._tokenizer.certificate.call_ids)
+        return call_id(turn_id, index, self._tokenizer.profile.call_ids)
 
 
 def _repeatable(

@@ -231,7 +231,7 @@ def _follow(tokenizer: ChatTokenizer, match: Match, tools: Sequence[Tool]) -> tu
     truncated = not sampled or sampled[-1] not in tokenizer.turn_ends
     if all(message.role != "assistant" for message in match.new):
         stop = None if truncated else sampled[-1]
-        new = _named(match) if tokenizer.certificate.named else match.new
+        new = _named(match) if tokenizer.profile.named else match.new
         appended = tokenizer.append(new, truncated=truncated, tools=tools, stop=stop)
         if appended is not None:
             return appended

@@ -114,7 +114,7 @@ def _switched(
         if fixed is not None:
             return {}, () if bool(fixed) == enabled else (f"overridden:{name}",)
         return {} if enabled == switches.default else {switches.name: enabled}, ()
-    thinks = tokenizer.certificate.reasoning is not None
+    thinks = tokenizer.profile.reasoning is not None
     if enabled:
         return {}, () if thinks else (f"overridden:{name}",)
     if not thinks:

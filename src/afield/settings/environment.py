@@ -23,7 +23,7 @@ class Environment(Struct, frozen=True):
     admin_key: str | None
     runs: Path
     envs: Path  # where foreign programs are installed
-    certificates: Path  # what was found out about chat templates
+    template_profiles: Path  # cached profiles of chat templates
     secrets: Path  # signing secrets of gateways, one file for each store
     invocation_key: Path | None = None  # signs what goes to agents that others serve; None is the user's own
     outcomes: str = ""  # where a gateway's outcomes go; an address may hold a password, which argv would show
@@ -39,7 +39,7 @@ class Environment(Struct, frozen=True):
             os.environ.get("AFIELD_ADMIN_KEY") or _from_file(os.environ.get("AFIELD_ADMIN_KEY_FILE")),
             Path(os.environ.get("AFIELD_RUNS", "runs")),
             cache / "envs",
-            cache / "certificates",
+            cache / "template-profiles",
             state_directory() / "gateways",
             Path(key) if (key := os.environ.get("AFIELD_INVOCATION_KEY_FILE")) else None,
             os.environ.get("AFIELD_OUTCOMES", ""),

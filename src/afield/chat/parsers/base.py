@@ -1,8 +1,7 @@
-"""What a reply is made of, said in no provider's dialect.
+"""Reply events and the interface of tool-call readers.
 
-A parser emits these as tokens arrive; a dialect's encoder turns them into its own stream. A call that
-was started and then turns out to be malformed gets no `ToolEnd`: it is withdrawn, and everything
-sampled for it follows as text.
+A parser emits events as tokens arrive; a dialect's encoder turns them into its own stream. A call that turns
+out malformed gets no `ToolEnd`: it is withdrawn, and everything sampled for it follows as text.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class ReasoningDelta(Struct, frozen=True, gc=False):
 
 
 class ToolStart(Struct, frozen=True, gc=False):
-    """`id` is the one the model spelled, in formats where it does; the gateway fills in the others."""
+    """Start of a call. `id` is set in formats where the model writes one; the gateway fills in the others."""
 
     index: int
     name: str
@@ -51,39 +50,39 @@ class CallState(Enum):
 
 
 class CallReader(Protocol):
-    """Reads one call."""
+    """Incremental reader of one tool call."""
 
     @property
     def status(self) -> CallState: ...
 
     @property
     def name(self) -> str | None:
-        """None until it is known."""
+        """Name of the function; None until it is complete."""
         ...
 
     @property
     def id(self) -> str:
-        """Where the format spells one."""
+        """Call id, in formats where the model writes one; else empty."""
         ...
 
     def feed(self, text: str) -> int:
-        """How much of the text was taken; the rest comes again, with more behind it."""
+        """Number of characters taken; the rest comes again with more text."""
         ...
 
     def take(self) -> str:
-        """The text of the arguments since the last time; nothing before the name is known."""
+        """Text of the arguments since the last call; empty before the name is complete."""
         ...
 
 
 def matches(text: str, at: int, literal: str) -> bool | None:
-    """Whether the literal stands there; None while the text ends too early to tell."""
+    """Whether the text has the literal at `at`; None if the text ends too early to tell."""
     if text.startswith(literal, at):
         return True
     return None if len(text) - at < len(literal) and literal.startswith(text[at:]) else False
 
 
 def partial(text: str, marker: str) -> int:
-    """How many characters at the end of the text may be the beginning of the marker."""
+    """Number of characters at the end of the text that may begin the marker."""
     for n in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[-n:]):
             return n

@@ -1,9 +1,8 @@
-"""The formats in which models spell calls and reasoning, by family.
+"""Tool-call and reasoning formats of model families.
 
-A format is what opens a section of calls, what stands between them, what ends it, and a reader for one
-call. Readers never repair: what is not exactly the format is text. To add a format, list it in
-`FORMATS`; `certify` finds out by a round trip which one a chat template uses, so the order matters only
-where two formats read the same text.
+A tool-call format has markers around a section of calls and a reader for one call. Readers never repair: text
+that is not exactly the format stays text. To add a format, list it in `FORMATS`; `template_probes` finds the
+one that a chat template uses by a round trip, so the order matters only if two formats read the same text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Replies in harmony, where everything is a message with a channel.
+"""Reader of harmony replies (gpt-oss), where every message has a channel.
 
-`analysis` is reasoning; `final` and a preamble in `commentary` are text; a message to `functions.NAME`
-is a call, whose arguments stream. A call counts when its arguments are a whole JSON object and its
-message has ended; any other message to a tool is text. Between messages only headers are read.
+`analysis` is reasoning; `final` and a preamble in `commentary` are text; a message to `functions.NAME` is a
+call, whose arguments stream. A call counts when its arguments are a complete JSON object and its message has
+ended; any other message to a tool is text. `openai-harmony` is not used: it needs a vocabulary from the
+network and raises on malformed replies, which have to stay text here.
 """
 
 from __future__ import annotations
