@@ -20,7 +20,7 @@ from afield.gateway import side_calls
 from afield.gateway.model_request import ModelRequest
 from afield.integrations.verl import settings as verl_settings
 from afield.options import SessionPolicies, policies_of
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.settings import train_config
 from afield.turn_tree import TurnTree
 from afield.types import FinishReason, Message, Sampling, Turn, TurnStatus, VersionSpan

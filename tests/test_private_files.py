@@ -16,8 +16,7 @@ from afield.errors import UsageError
 from afield.gateway.session_keys import SecretPlace, signing_secret
 from afield.gateway.store import GatewayStore
 from afield.interfaces import SessionSpec
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState
 from afield.private_files import private_directory, private_file
 from support.gateways import running
 from support.other_user import needs_other_user, open_folder, readable_files

@@ -18,7 +18,7 @@ from afield.cli.report import account_of, told_tokens
 from afield.integrations.trl.worker import token_account as trl_account
 from afield.integrations.verl import rows
 from afield.integrations.verl.manager import GenerateCall, StepCounts
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.settings import train_config
 from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.trajectories import linear

@@ -26,7 +26,7 @@ from afield.interfaces import SessionRecord
 from afield.interfaces.engine import GenerateRequest
 from afield.options import LoraOptions
 from afield.orchestrator.rollout import rollout_result
-from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.state import RolloutStore
 from afield.trainers.datum import rows_from_groups
 from afield.trainers.diagnostics import BatchDiagnostics
 from afield.trainers.frozen import Frozen

@@ -31,8 +31,7 @@ from afield.options import AgentCoreOptions
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RolloutStore, RunState
 from afield.ratelimit import LocalLimiter, RateLimits
 from afield.runtimes.agentcore.runtime import AgentCoreRuntime
 from afield.transports.stores.files import FilesTransport
@@ -144,9 +143,9 @@ async def launch(args: argparse.Namespace, place: Path, gateway_url: str, acr_ur
                 gateway=gateway,
                 runtime=runtime,
                 transport=transport,
-                ledger=ledger,
-                spool=RolloutStore(place / "spool"),
-                watcher=Quiet(),
+                run_state=ledger,
+                rollout_store=RolloutStore(place / "spool"),
+                observer=Quiet(),
                 limiter=LocalLimiter(pace),
             )
             async with conductor:

@@ -19,7 +19,7 @@ from afield.errors import UsageError
 from afield.interfaces import Runtime, Transport
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import RateLimits
 from afield.settings import Environment, TrainConfig, converted, located
 
@@ -81,7 +81,7 @@ def client(
         runtime=agents,
         transport=carrier,
         run=run,
-        watcher=watcher,
+        observer=watcher,
         limiter=factory.limiter(config, pace, limiter_file),
     )
 

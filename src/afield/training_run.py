@@ -1,4 +1,4 @@
-"""A training run, put together: gateway, agents, and the two halves that meet in the ledger.
+"""A training run, put together: gateway, agents, and the two halves that meet in the run_state.
 
 One process does all of it, or one collects and another learns, given a gateway that both can reach.
 """
@@ -23,12 +23,9 @@ from afield.errors import AfieldError, Unavailable, UsageError, root_cause
 from afield.interfaces import Gateway, Publisher, Runtime, Trainer, Transport
 from afield.orchestrator.availability import describe_error
 from afield.orchestrator.config import RolloutObserver
-from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.groups import GroupRunner, GroupScheduler, Schedule, Validation, wait_for_own_weights
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
-from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, wait_for_own_weights
+from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop, mean_metrics
 from afield.ratelimit import SharedLimiter
 from afield.settings import TrainConfig, agent_environment
@@ -154,51 +151,51 @@ class RunBuilder:
         self.config = config
         self.run = run
         self.stack = stack
-        self.plan = factory.plan(config, run)
+        self.rollout_config = factory.plan(config, run)
         self.window = factory.window(config, tasks)
-        self.schedule = Schedule(tasks, self.plan.exp_id, config.seed, config.shuffle)
-        self.ledger = stack.enter_context(RunState(run.run_state, durable=run.durable))
-        self.spool = RolloutStore(run.rollout_store, durable=run.durable)
+        self.schedule = Schedule(tasks, self.rollout_config.exp_id, config.seed, config.shuffle)
+        self.run_state = stack.enter_context(RunState(run.run_state, durable=run.durable))
+        self.rollout_store = RolloutStore(run.rollout_store, durable=run.durable)
 
     async def conductor(
-        self, gateway: Gateway, places: AgentRuntimes, watcher: RolloutObserver
+        self, gateway: Gateway, places: AgentRuntimes, observer: RolloutObserver
     ) -> RolloutRunner:
         limiter = factory.limiter(self.config)
         if isinstance(limiter, SharedLimiter):
             self.stack.callback(limiter.close)
             limiter.check()
         conductor = RolloutRunner(
-            self.plan,
+            self.rollout_config,
             gateway=gateway,
             runtime=places.agents,
             transport=places.carrier,
-            ledger=self.ledger,
-            spool=self.spool,
-            watcher=watcher,
+            run_state=self.run_state,
+            rollout_store=self.rollout_store,
+            observer=observer,
             limiter=limiter,
             verifiers=places.verifiers,
         )
         return await self.stack.enter_async_context(conductor)
 
     async def gatherer(
-        self, gateway: Gateway, places: AgentRuntimes, watcher: RolloutObserver, val: Sequence[Task]
+        self, gateway: Gateway, places: AgentRuntimes, observer: RolloutObserver, val: Sequence[Task]
     ) -> GroupScheduler:
-        conductor = await self.conductor(gateway, places, watcher)
+        conductor = await self.conductor(gateway, places, observer)
         return GroupScheduler(
             self.window,
             self.schedule,
-            collector=GroupRunner(self.plan, conductor, self.spool),
-            ledger=self.ledger,
-            spool=self.spool,
+            group_runner=GroupRunner(self.rollout_config, conductor, self.rollout_store),
+            run_state=self.run_state,
+            rollout_store=self.rollout_store,
             validation=validation(self.config, self.run, val),
         )
 
     async def gather(self, gatherer: GroupScheduler, gateway: Gateway, carrier: Transport) -> None:
-        await wait_for_own_weights(self.ledger, gateway, frozen=self.config.freeze_weights)
+        await wait_for_own_weights(self.run_state, gateway, frozen=self.config.freeze_weights)
         await gatherer.run()
         try:
-            async with asyncio.timeout(self.plan.call_timeout_s):
-                self.ledger.late_outcomes = len(await carrier.late(self.plan.exp_id))
+            async with asyncio.timeout(self.rollout_config.call_timeout_s):
+                self.run_state.late_outcomes = len(await carrier.late(self.rollout_config.exp_id))
         except (AfieldError, OSError, RuntimeError) as error:
             # All is collected; the other half may still be learning from it.
             log.warning("outcomes that came late were not counted: %s", describe_error(error))
@@ -212,8 +209,8 @@ class RunBuilder:
             epoch_of=self.schedule.epoch,
             trainer=trainer,
             gateway=gateway,
-            ledger=self.ledger,
-            spool=self.spool,
+            run_state=self.run_state,
+            rollout_store=self.rollout_store,
             run=self.run,
             on_step=on_step,
         )
@@ -224,7 +221,7 @@ async def training(
     config: TrainConfig,
     run: RunDirectory,
     tasks: Sequence[Task],
-    watcher: RolloutObserver,
+    observer: RolloutObserver,
     on_step: Callable[[StepMetrics], None],
     *,
     part: RunRole = RunRole.ALL,
@@ -257,7 +254,7 @@ async def training(
             await check_gateway(config, run, admin_key)
         halves: list[Callable[[], Coroutine[None, None, None]]] = []
         if places:
-            gatherer = await parts.gatherer(gateway, places, watcher, val_tasks)
+            gatherer = await parts.gatherer(gateway, places, observer, val_tasks)
             halves.append(lambda: parts.gather(gatherer, gateway, places.carrier))
         if learning:
             trainer = await learning

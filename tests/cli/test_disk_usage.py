@@ -13,7 +13,7 @@ from afield.gateway.sessions import SessionManager
 from afield.gateway.store import GatewayStore, remove_ended
 from afield.interfaces import SessionSpec
 from afield.interfaces.engine import GenerateRequest
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from support.gateways import running, vocabulary
 from support.processes import afield
 
@@ -68,9 +68,9 @@ def test_rollouts_of_the_oldest_steps_go_first(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     for step in range(1, 9):
         run.rollouts(step).write_bytes(b"x" * 1000)
-    assert run.prune_rollouts(10_000, least=3) == []
-    assert run.prune_rollouts(6_500, least=3) == [1, 2]
-    assert run.prune_rollouts(0, least=3) == [3, 4, 5]
+    assert run.prune_rollouts(10_000, keep_steps=3) == []
+    assert run.prune_rollouts(6_500, keep_steps=3) == [1, 2]
+    assert run.prune_rollouts(0, keep_steps=3) == [3, 4, 5]
     assert run.steps() == [6, 7, 8]
 
 

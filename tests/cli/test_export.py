@@ -13,8 +13,7 @@ from afield.batches.parquet import read_parquet
 from afield.batches.sample import Batch
 from afield.batches.tree import TreeBatch
 from afield.cli.main import main
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState
 from afield.types import Rollout, RolloutResult, Task
 from support.processes import afield, summary, train_arguments
 from support.random_groups import branching

@@ -17,7 +17,7 @@ import pytest
 from afield.cli.main import main
 from afield.gateway.client import HttpGateway
 from afield.interfaces import SessionSpec
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.settings import train_config
 from afield.training_run import gateway_child
 from support.gateways import POLICY

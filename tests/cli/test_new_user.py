@@ -13,7 +13,7 @@ from afield.cli.live_chart import Screen, describe
 from afield.cli.main import main
 from afield.cli.report import summarise
 from afield.errors import TaskFailure, VerifierFailure
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.sdk.classify import attributed
 from afield.sdk.results import read_result

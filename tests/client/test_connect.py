@@ -46,7 +46,7 @@ def test_a_named_agent_runs_in_processes_and_a_function_in_threads(there: Place)
     with opened(
         there, agent=AGENT, workers=1, transport=f"files://{outcomes}", attempt_timeout_s=60
     ) as client:
-        assert client.plan.deadlines.attempt_timeout_s == 60
+        assert client.config.deadlines.attempt_timeout_s == 60
         assert client.submit(row, input_id="a").result(60).outcome.reward == 1.0
     assert (outcomes / "exp" / "commits" / "exp-a-r0.1.json").exists()
     with opened(

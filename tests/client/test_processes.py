@@ -21,7 +21,7 @@ from afield.errors import Unavailable, UsageError
 from afield.gateway.client import HttpGateway
 from afield.interfaces import Exit
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime
 from afield.transports.stores.files import FilesTransport
@@ -183,7 +183,7 @@ from pathlib import Path
 from afield.client import RolloutClient
 from afield.gateway.client import HttpGateway
 from afield.orchestrator.config import Plan
-from afield.orchestrator.run_directory import RunDir
+from afield.orchestrator.state import RunDir
 from afield.runtimes.process import ProcessRuntime
 from afield.transports.stores.files import FilesTransport
 

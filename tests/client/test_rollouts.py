@@ -18,7 +18,7 @@ import pytest
 from afield.client import RolloutFuture, RolloutTimeout
 from afield.errors import Conflict, PolicyFailure, TaskFailure, UsageError, VerifierFailure
 from afield.interfaces import Exit
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport

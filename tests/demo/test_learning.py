@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from afield.orchestrator.run_directory import RunDirectory, find_run
+from afield.orchestrator.state import RunDirectory, find_run
 from support.paths import ROOT
 from support.processes import afield
 

@@ -15,7 +15,7 @@ import pytest
 
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, TaskFailure, VerifierFailure
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from support.gateways import POLICY
 from support.processes import AGENTS, afield, summary, write_tasks
 

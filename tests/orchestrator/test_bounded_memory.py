@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.staleness import Mode
+from afield.orchestrator.groups import Mode
+from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.transports.stores.files import FilesTransport
 from bench.collect.simulation.agent_schedule import Habits

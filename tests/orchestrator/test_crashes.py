@@ -8,8 +8,7 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState
 from support.processes import (
     afield,
     alive,

@@ -15,9 +15,7 @@ import pytest
 
 from afield.durable_files import rename_whole
 from afield.errors import DamagedFile
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.trainers.frozen import Frozen
 from afield.types import Attempt, Outcome, Rollout, RolloutResult, Task
 from support.gateways import POLICY

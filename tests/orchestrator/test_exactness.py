@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from afield.engines.recording import RecordedCall, read_recording
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.types import RolloutResult, Trajectory
 from support.processes import afield, summary
 

@@ -10,10 +10,16 @@ import pytest
 
 from afield import advantages
 from afield.interfaces import StepReport
-from afield.orchestrator.groups import GroupRunner, greedy
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation
-from afield.orchestrator.staleness import Mode, StalenessWindow
+from afield.orchestrator.groups import (
+    GroupRunner,
+    GroupScheduler,
+    Mode,
+    Schedule,
+    StalenessWindow,
+    Validation,
+    greedy,
+)
+from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
 from afield.sdk.agent import Context
 from afield.types import FailureKind, Policy, Reason, RolloutResult, Sampling, Split, Task
@@ -121,8 +127,8 @@ class Halves:
             epoch_of=self.schedule.epoch,
             trainer=self.pupil,
             gateway=self.bench.up.client,
-            ledger=self.bench.ledger,
-            spool=self.bench.spool,
+            run_state=self.bench.ledger,
+            rollout_store=self.bench.spool,
             run=self.run_dir,
             on_step=self.lines.append,
         )
@@ -130,7 +136,11 @@ class Halves:
     async def gather(self, validation: Validation | None = None, **plan: Any) -> None:
         async with self.bench.conducting(**plan) as (values, conductor):
             collector = GroupRunner(values, conductor, self.bench.spool)
-            parts = {"collector": collector, "ledger": self.bench.ledger, "spool": self.bench.spool}
+            parts = {
+                "group_runner": collector,
+                "run_state": self.bench.ledger,
+                "rollout_store": self.bench.spool,
+            }
             await GroupScheduler(self.window, self.schedule, validation=validation, **parts).run()
 
     async def both(self, validation: Validation | None = None, **plan: Any) -> None:

@@ -73,9 +73,14 @@ async def agent(task: dict[str, Any], context: Context) -> float:
 
 async def collect(b: Bench, wish: GroupSpec, life: Life, **plan: Any) -> Group:
     """By a process of its own: its agents end with it."""
-    parts = {"gateway": b.up.client, "transport": b.transport, "ledger": b.ledger, "spool": b.spool}
+    parts = {
+        "gateway": b.up.client,
+        "transport": b.transport,
+        "run_state": b.ledger,
+        "rollout_store": b.spool,
+    }
     mortal = {name: Mortal(part, life) for name, part in parts.items()}
-    spool = mortal.pop("spool")
+    spool = mortal.pop("rollout_store")
     async with InlineRuntime(agent, b.transport.deliver) as runtime:
         b.spool, real = spool, b.spool  # type: ignore[assignment]
         try:

@@ -13,7 +13,7 @@ import pytest
 
 from afield.errors import RateLimited, Unavailable
 from afield.interfaces import Exit, SessionRecord
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.types import (
@@ -248,7 +248,7 @@ async def test_time_without_a_gateway_is_not_held_against_a_rollout(tmp_path: Pa
             def __getattr__(self, name: str) -> Any:
                 return _unavailable if name == "states" and away.is_set() else getattr(b.up.client, name)
 
-        async with b.conducting(gateway=Away(), attempt_timeout_s=4.0, watch_s=0.1, retries={}) as (
+        async with b.conducting(gateway=Away(), attempt_timeout_s=4.0, watch_interval_s=0.1, retries={}) as (
             _,
             conductor,
         ):
@@ -271,7 +271,10 @@ async def test_a_gateway_that_stays_away_ends_the_work_with_its_name(tmp_path: P
                 return _unavailable if away else getattr(b.up.client, name)
 
         with pytest.raises(Unavailable, match="does not answer"):
-            async with b.conducting(gateway=Away(), watch_s=0.1, unavailable_timeout_s=0.5) as (_, conductor):
+            async with b.conducting(gateway=Away(), watch_interval_s=0.1, unavailable_timeout_s=0.5) as (
+                _,
+                conductor,
+            ):
                 await conductor.run(rollout())
 
 
@@ -292,7 +295,7 @@ async def test_a_gateway_that_hangs_does_not_stop_the_clock_of_agents_that_ended
             def __getattr__(self, name: str) -> Any:
                 return _hanging if name == "states" else getattr(b.up.client, name)
 
-        limits: dict[str, Any] = {"upload_timeout_s": 0.3, "watch_s": 0.05, "retries": {}}
+        limits: dict[str, Any] = {"upload_timeout_s": 0.3, "watch_interval_s": 0.05, "retries": {}}
         async with b.conducting(gateway=Hanging(), runtime=lost, **limits) as (_, conductor):
             note = await asyncio.wait_for(conductor.run(rollout()), 60)
     assert note.outcome.failure and note.outcome.failure.kind is FailureKind.INFRASTRUCTURE

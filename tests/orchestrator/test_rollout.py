@@ -119,7 +119,7 @@ async def test_an_agent_whose_call_waits_for_new_weights_is_not_the_policys_fail
     attempt_timeout_s = 8.0  # a machine that is busy takes seconds to start the first agent
     async with (
         bench(tmp_path, good) as b,
-        b.conducting(attempt_timeout_s=attempt_timeout_s, watch_s=0.1, retries={}) as (_, conductor),
+        b.conducting(attempt_timeout_s=attempt_timeout_s, watch_interval_s=0.1, retries={}) as (_, conductor),
     ):
         await b.up.ask("POST", "/policy/pause", {})
         running = conductor.start(rollout())
@@ -563,7 +563,7 @@ async def test_an_agent_that_is_too_busy_for_signs_of_life_lives_if_its_runtime_
     async with (
         bench(tmp_path, agent) as b,
         Knowing(agent, b.transport.deliver) as runtime,
-        b.conducting(runtime=runtime, heartbeat_timeout_s=1.5, watch_s=0.1) as (_, conductor),
+        b.conducting(runtime=runtime, heartbeat_timeout_s=1.5, watch_interval_s=0.1) as (_, conductor),
     ):
         note = await conductor.run(rollout())
     assert (note.outcome.reward, note.attempts) == (1.0, attempts)

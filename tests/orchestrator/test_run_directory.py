@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import STEP_STATE_FILE, RunDirectory, StepState, find_run
-from afield.orchestrator.scheduler import Schedule
+from afield.orchestrator.groups import Schedule
+from afield.orchestrator.state import STEP_STATE_FILE, RunDirectory, StepState, find_run
 from afield.settings import TrainConfig, read_tasks, train_config
 from afield.types import Task
 

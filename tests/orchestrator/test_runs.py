@@ -14,11 +14,17 @@ from tests.orchestrator.test_groups import Halves
 from afield.cli.main import main
 from afield.cli.train import save_config
 from afield.errors import UsageError
-from afield.orchestrator.groups import GroupRunner, GroupSpec
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.scheduler import GroupScheduler, Schedule, Validation, wait_for_own_weights
-from afield.orchestrator.staleness import Mode, StalenessWindow
+from afield.orchestrator.groups import (
+    GroupRunner,
+    GroupScheduler,
+    GroupSpec,
+    Mode,
+    Schedule,
+    StalenessWindow,
+    Validation,
+    wait_for_own_weights,
+)
+from afield.orchestrator.state import RolloutStore, RunDirectory
 from afield.ratelimit import RateLimits, SharedLimiter
 from afield.sdk.agent import Context
 from afield.settings import train_config
@@ -138,14 +144,18 @@ async def test_a_validation_that_was_reported_is_not_done_again(tmp_path: Path) 
         for _ in range(2):
             async with b.conducting() as (plan, conductor):
                 collector = GroupRunner(plan, conductor, b.spool)
-                parts = {"collector": collector, "ledger": b.ledger, "spool": b.spool}
+                parts = {"group_runner": collector, "run_state": b.ledger, "rollout_store": b.spool}
                 await GroupScheduler(window, schedule, validation=validation, **parts).run()
             left = RolloutResult(rollout=rollout("exp-val0-v-r0"), outcome=outcome("exp-val0-v-r0"))
             b.spool.put(left)  # as a kill leaves it that came before everything was tidied up
         assert reports == [0]
         assert [f.rollout.id for f in b.seen.finished] == ["exp-val0-v-r0"]
         async with b.conducting() as (plan, conductor):
-            parts = {"collector": GroupRunner(plan, conductor, b.spool), "ledger": b.ledger, "spool": b.spool}
+            parts = {
+                "group_runner": GroupRunner(plan, conductor, b.spool),
+                "run_state": b.ledger,
+                "rollout_store": b.spool,
+            }
             await GroupScheduler(window, schedule, validation=validation, **parts).run()
         assert len(b.spool) == 0
 
@@ -208,7 +218,11 @@ async def test_a_run_that_was_made_shorter_collects_nothing_for_nobody(
             b.ledger.begin_group(schedule.group_spec(position).id, position, 0)
         b.ledger.published_step = 2
         async with b.conducting() as (plan, conductor):
-            parts = {"collector": GroupRunner(plan, conductor, b.spool), "ledger": b.ledger, "spool": b.spool}
+            parts = {
+                "group_runner": GroupRunner(plan, conductor, b.spool),
+                "run_state": b.ledger,
+                "rollout_store": b.spool,
+            }
             window = StalenessWindow(mode=mode, groups=4, batch=2, staleness=bound)
             await GroupScheduler(window, schedule, **parts).run()
     assert not launched

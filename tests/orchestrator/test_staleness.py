@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from afield.orchestrator.run_state import PendingGroup
-from afield.orchestrator.staleness import Mode, StalenessWindow
+from afield.orchestrator.groups import Mode, StalenessWindow
+from afield.orchestrator.state import PendingGroup
 
 
 class Run:

@@ -14,7 +14,7 @@ import pytest
 from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, PolicyFailure
 from afield.interfaces import Exit, SessionSpec
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
@@ -48,7 +48,13 @@ async def judged(
     tmp_path: Path, agent: Callable[..., Any], grade: Callable[..., Any], **plan: Any
 ) -> tuple[list[RolloutResult], Bench]:
     async with court(tmp_path, agent, grade) as (bench, verifiers):
-        plan = {"deliver": "gateway", "judged": True, "verifiers": verifiers, "retries": {}, **plan}
+        plan = {
+            "deliver": "gateway",
+            "separate_verifier": True,
+            "verifiers": verifiers,
+            "retries": {},
+            **plan,
+        }
         groups = await bench.collect(**plan)
         return [finished for group in groups for finished in group.finished], bench
 
@@ -189,7 +195,13 @@ async def test_a_verifier_whose_place_breaks_or_hangs_is_followed_by_another(tmp
         return 0.75
 
     async with court(tmp_path, counted, grade) as (bench, _), Fragile(grade) as verifiers:
-        plan = {"deliver": "gateway", "judged": True, "verifiers": verifiers, "rollouts": 1, "quorum": 1}
+        plan = {
+            "deliver": "gateway",
+            "separate_verifier": True,
+            "verifiers": verifiers,
+            "rollouts": 1,
+            "quorum": 1,
+        }
         groups = await bench.collect(**plan, retries={FailureKind.VERIFIER: 3}, verifier_timeout_s=2.0)
     (one,) = groups[0].finished
     assert (one.outcome.reward, one.attempts) == (0.75, 1)
@@ -209,7 +221,13 @@ async def test_a_verifier_that_ends_without_a_word_is_followed_by_another(tmp_pa
             return Exit() if self.told == 1 else await super().wait(attempt)
 
     async with court(tmp_path, counted, half) as (bench, _), Mute(half) as verifiers:
-        plan = {"deliver": "gateway", "judged": True, "verifiers": verifiers, "rollouts": 1, "quorum": 1}
+        plan = {
+            "deliver": "gateway",
+            "separate_verifier": True,
+            "verifiers": verifiers,
+            "rollouts": 1,
+            "quorum": 1,
+        }
         groups = await bench.collect(**plan, retries={FailureKind.VERIFIER: 1})
     (one,) = groups[0].finished
     assert (one.outcome.reward, one.attempts, verifiers.told) == (0.5, 1, 2)
@@ -256,7 +274,7 @@ async def test_a_verifier_that_hangs_is_given_up_as_its_own_failure(tmp_path: Pa
         await asyncio.sleep(600)
         return 1.0
 
-    finished, _ = await judged(tmp_path, hand_in, hang, verifier_timeout_s=0.5, watch_s=0.1)
+    finished, _ = await judged(tmp_path, hand_in, hang, verifier_timeout_s=0.5, watch_interval_s=0.1)
     for one in finished:
         assert one.outcome.failure and one.outcome.failure.kind is FailureKind.VERIFIER
         assert "no verdict in 0.5 s" in one.outcome.failure.message
@@ -279,7 +297,7 @@ async def test_what_was_handed_in_is_graded_by_a_collector_that_comes_later(tmp_
         return await hand_in(task, rollout)
 
     async with court(tmp_path, agent, never) as (bench, verifiers):
-        plan = {"deliver": "gateway", "judged": True, "retries": {}}
+        plan = {"deliver": "gateway", "separate_verifier": True, "retries": {}}
         dying = asyncio.create_task(bench.collect(**plan, verifiers=verifiers))
         async with asyncio.timeout(60):
             while len(grading) < 2:

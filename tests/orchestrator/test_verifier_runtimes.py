@@ -45,7 +45,7 @@ async def test_a_verifier_that_raises_dies_or_hangs_is_followed_by_one_that_grad
 ) -> None:
     plan = {
         "deliver": "gateway",
-        "judged": True,
+        "separate_verifier": True,
         "rollouts": 1,
         "quorum": 1,
         "verifier_timeout_s": 8.0,
@@ -66,7 +66,13 @@ async def test_a_verifier_that_raises_dies_or_hangs_is_followed_by_one_that_grad
 async def test_verifiers_that_all_break_are_told_as_the_verifiers_failure(
     tmp_path: Path, place: type[Processes | Sandboxes]
 ) -> None:
-    plan = {"deliver": "gateway", "judged": True, "rollouts": 1, "quorum": 1, "attempt_timeout_s": 50.0}
+    plan = {
+        "deliver": "gateway",
+        "separate_verifier": True,
+        "rollouts": 1,
+        "quorum": 1,
+        "attempt_timeout_s": 50.0,
+    }
     async with court(tmp_path, hand_in, half) as (bench, _), place(tmp_path / "logs") as verifiers:
         groups = await bench.collect(**plan, verifiers=verifiers, retries={FailureKind.VERIFIER: 1})
     (one,) = groups[0].finished

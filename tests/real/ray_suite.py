@@ -22,7 +22,7 @@ from afield.engines.scripted import ScriptedEngine
 from afield.errors import InfrastructureFailure, UsageError
 from afield.interfaces.runtime import Phase
 from afield.orchestrator.groups import GroupRunner, GroupSpec
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunState
 from afield.runtimes.ray.pool import AWAY_S
 from afield.transports.stores.files import FilesTransport
 from afield.types import Attempt, FailureKind, Reason, Task

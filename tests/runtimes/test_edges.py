@@ -37,7 +37,7 @@ from afield.cli.main import main
 from afield.errors import InfrastructureFailure, Unavailable, UsageError
 from afield.interfaces.runtime import Phase
 from afield.options import Limits, SandboxOptions
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import Unlimited
 from afield.runtimes.inline import InlineRuntime
 from afield.runtimes.process import ProcessRuntime

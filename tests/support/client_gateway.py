@@ -17,7 +17,7 @@ from afield.gateway.client import HttpGateway
 from afield.interfaces import Runtime, SessionSpec, SessionState, Transport
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport

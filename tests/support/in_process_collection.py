@@ -16,8 +16,7 @@ from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.groups import GroupRunner, GroupSpec
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RolloutStore, RunState
 from afield.runtimes.inline import InlineRuntime
 from afield.sdk.agent import Context
 from afield.transports.stores.memory import MemoryTransport
@@ -66,7 +65,7 @@ class Bench:
             **{"exp_id": "exp", "model_id": "m", "rollouts": 2, "deadlines": deadlines, **plan}
         )
         usual = {"gateway": self.up.client, "runtime": self.runtime, "transport": self.transport}
-        usual |= {"ledger": self.ledger, "watcher": self.seen, "spool": self.spool}
+        usual |= {"run_state": self.ledger, "observer": self.seen, "rollout_store": self.spool}
         async with asyncio.timeout(60), RolloutRunner(values, **{**usual, **parts}) as conductor:
             yield values, conductor
 

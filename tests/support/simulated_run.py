@@ -42,13 +42,9 @@ from afield.interfaces import (
 )
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.groups import GroupRunner, GroupScheduler, Schedule, StalenessWindow
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
-from afield.orchestrator.scheduler import GroupScheduler, Schedule
-from afield.orchestrator.staleness import StalenessWindow
+from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.orchestrator.training_loop import LoopConfig, TrainingLoop
 from afield.runtimes.attempt_table import Attempts, broken
 from afield.sdk.classify import attributed
@@ -455,7 +451,7 @@ def plan(**values: Any) -> RolloutConfig:
         teardown_timeout_s=10.0,
     )
     usual: dict[str, Any] = {"exp_id": EXP, "model_id": "policy", "rollouts": ROLLOUTS, "quorum": 2}
-    usual |= {"concurrency": 64, "deadlines": deadlines, "deliver": "gateway", "judged": True}
+    usual |= {"concurrency": 64, "deadlines": deadlines, "deliver": "gateway", "separate_verifier": True}
     usual |= {"retries": {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INFRASTRUCTURE: 1}}
     return RolloutConfig(**usual | {"unavailable_timeout_s": 50.0, "call_timeout_s": 15.0} | values)
 
@@ -537,7 +533,7 @@ async def run(place: Path, parts: Parts, **values: Any) -> Result:
     places = {"gateway": parts.gateway, "runtime": parts.agents, "transport": parts.transport}
     with RunState(record.run_state) as ledger:
         conductor = RolloutRunner(
-            chosen, **places, ledger=ledger, spool=spool, watcher=told, verifiers=parts.verifiers
+            chosen, **places, run_state=ledger, rollout_store=spool, observer=told, verifiers=parts.verifiers
         )
         learner = TrainingLoop(
             window,
@@ -545,8 +541,8 @@ async def run(place: Path, parts: Parts, **values: Any) -> Result:
             epoch_of=schedule.epoch,
             trainer=parts.trainer,
             gateway=parts.gateway,
-            ledger=ledger,
-            spool=spool,
+            run_state=ledger,
+            rollout_store=spool,
             run=record,
             on_step=lambda _: None,
         )
@@ -555,7 +551,7 @@ async def run(place: Path, parts: Parts, **values: Any) -> Result:
                 async with conductor:
                     collector = GroupRunner(chosen, conductor, spool)
                     gatherer = GroupScheduler(
-                        window, schedule, collector=collector, ledger=ledger, spool=spool
+                        window, schedule, group_runner=collector, run_state=ledger, rollout_store=spool
                     )
                     async with asyncio.TaskGroup() as halves:
                         halves.create_task(gatherer.run())

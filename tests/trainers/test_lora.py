@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from afield.demo import shop
 from afield.errors import UsageError
 from afield.options import LoraOptions
-from afield.orchestrator.run_directory import find_run
+from afield.orchestrator.state import find_run
 from afield.rounding import Rounding
 from afield.trainers.model import PolicyModel
 from support.gateways import POLICY

@@ -16,8 +16,7 @@ from afield.batches.jsonl import read_jsonl
 from afield.cli.main import main
 from afield.cli.train import add, resume, save_config
 from afield.errors import Unavailable, UsageError
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState
 from afield.sdk.agent import Context
 from afield.settings import Environment, assigned, train_config
 from afield.trainers.batch import to_batch

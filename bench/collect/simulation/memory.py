@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.transports.stores.files import FilesTransport
 from bench.collect.simulation.components import SimulatedTrainer

@@ -11,13 +11,9 @@ from msgspec import Struct
 
 from afield.interfaces import Transport
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.groups import GroupRunner, GroupScheduler, Mode, Schedule, StalenessWindow
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
-from afield.orchestrator.scheduler import GroupScheduler, Schedule
-from afield.orchestrator.staleness import Mode, StalenessWindow
+from afield.orchestrator.state import RolloutStore, RunDirectory, RunState
 from afield.orchestrator.training_loop import LoopConfig, StepMetrics, TrainingLoop
 from afield.transports.stores.memory import MemoryTransport
 from afield.types import FailureKind, Outcome, Rollout, RolloutResult, Task
@@ -132,21 +128,23 @@ async def _simulate(setting: Setting, record: RunDirectory, transport: Transport
     )
     with RunState(record.run_state) as ledger:
         parts = {"gateway": gateway, "runtime": runtime, "transport": transport}
-        conductor = RolloutRunner(plan, **parts, ledger=ledger, spool=spool, watcher=counting)
+        conductor = RolloutRunner(plan, **parts, run_state=ledger, rollout_store=spool, observer=counting)
         learner = TrainingLoop(
             window,
             LoopConfig(policy="policy"),
             epoch_of=schedule.epoch,
             trainer=trainer,
             gateway=gateway,
-            ledger=ledger,
-            spool=spool,
+            run_state=ledger,
+            rollout_store=spool,
             run=record,
             on_step=lambda line: on_step(line, record, trainer),
         )
         async with transport, runtime, conductor:
             collector = GroupRunner(plan, conductor, spool)
-            gatherer = GroupScheduler(window, schedule, collector=collector, ledger=ledger, spool=spool)
+            gatherer = GroupScheduler(
+                window, schedule, group_runner=collector, run_state=ledger, rollout_store=spool
+            )
             async with asyncio.TaskGroup() as halves:
                 halves.create_task(gatherer.run())
                 halves.create_task(learner.run())

@@ -12,7 +12,7 @@ from afield.cli.options import add_run_arguments
 from afield.cli.train import start
 from afield.demo import cloud
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.settings import TrainConfig, agent_environment, lend
 from afield.types import Task
 

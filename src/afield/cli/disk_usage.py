@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from afield.cli.train import saved_config
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDirectory, find_run
+from afield.orchestrator.state import RunDirectory, find_run
 from afield.settings import Environment
 
 PARTS = ("rollouts", "checkpoints", "weights", "spool", "gateway", "outcomes", "logs", "validation")
@@ -70,7 +70,7 @@ def remove(run: RunDirectory, choice: Choice) -> dict[str, int | list[int] | lis
     removed: dict[str, int | list[int] | list[str]] = {}
     with run.locked("collect", "learn"):
         if choice.rollouts:
-            removed["rollouts"] = run.prune_rollouts(0, least=KEPT_STEPS)
+            removed["rollouts"] = run.prune_rollouts(0, keep_steps=KEPT_STEPS)
         store = run.gateway / "gateway.sqlite"
         if choice.store and store.exists():
             removed["store"] = factory.load("gateway.store:remove_ended")(store)

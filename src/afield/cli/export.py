@@ -17,8 +17,7 @@ from afield.batches.rewards import weigh_rewards
 from afield.batches.sample import Batch
 from afield.batches.tree import TreeBatch, to_tree
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDirectory, find_run
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState, find_run
 from afield.settings import Environment
 from afield.types import Group, RolloutResult
 

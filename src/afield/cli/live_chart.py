@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from afield.cli.report import Summary, account_of, chart, me, short, told_tokens
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.orchestrator.training_loop import StepMetrics
 from afield.settings import TrainConfig
 from afield.token_account import ExclusionWatch, TokenAccount, listed

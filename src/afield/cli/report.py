@@ -10,8 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState
 from afield.settings import TrainConfig
 from afield.token_account import TokenAccount, listed
 

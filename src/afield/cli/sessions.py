@@ -23,7 +23,7 @@ from afield.cli.train import saved_config
 from afield.errors import AfieldError, UsageError
 from afield.interfaces import Runtime
 from afield.log_tail import Slice, noted, text
-from afield.orchestrator.run_directory import RunDirectory, find_run
+from afield.orchestrator.state import RunDirectory, find_run
 from afield.settings import Environment
 from afield.types import Attempt
 

@@ -13,8 +13,7 @@ import msgspec
 from afield.cli.report import account_of, chart, me, summarise, told_tokens
 from afield.cli.train import saved_config
 from afield.errors import UsageError
-from afield.orchestrator.run_directory import RunDirectory, find_run
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunDirectory, RunState, find_run
 from afield.settings import Environment
 from afield.token_account import count_tokens, listed
 from afield.types import FailureKind, RolloutResult, Turn

@@ -20,7 +20,7 @@ from msgspec import structs
 from afield.cli.options import add_run_arguments
 from afield.cli.report import Summary, draw, me, summarise
 from afield.errors import AfieldError, NoRewards, UsageError
-from afield.orchestrator.run_directory import RunDirectory, find_run, write_whole
+from afield.orchestrator.state import RunDirectory, find_run, write_whole
 from afield.settings import (
     ELSEWHERE,
     PATHS,

@@ -24,7 +24,7 @@ from afield.errors import (
     TaskFailure,
     VerifierFailure,
 )
-from afield.orchestrator.run_state import RolloutSummary
+from afield.orchestrator.state import RolloutSummary
 from afield.types import Failure, FailureKind, Reason, Rollout, RolloutResult
 
 ERRORS: dict[FailureKind, type[RolloutFailure]] = {

@@ -28,9 +28,7 @@ from afield.errors import Conflict, NotFound, UsageError
 from afield.interfaces import Gateway, Runtime, Transport
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.run_state import RolloutSummary, RunState
+from afield.orchestrator.state import RolloutStore, RolloutSummary, RunDirectory, RunState
 from afield.ratelimit import Limiter, SharedLimiter
 from afield.token_account import ExclusionWatch, TokenAccount, count_tokens
 from afield.types import FailureKind, Group, Outcome, Reason, Rollout, RolloutResult, Sampling, Split
@@ -41,7 +39,7 @@ CLOSED = "the client is closed; open another one, on the same directory it goes 
 
 
 class NullObserver:
-    """A watcher that looks away."""
+    """A observer that looks away."""
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 
@@ -49,10 +47,10 @@ class NullObserver:
 
 
 class TokenCounter:
-    """Tells a watcher on, and keeps the account of the sampled tokens."""
+    """Tells a observer on, and keeps the account of the sampled tokens."""
 
-    def __init__(self, watcher: RolloutObserver) -> None:
-        self._watcher = watcher
+    def __init__(self, observer: RolloutObserver) -> None:
+        self._observer = observer
         self._watch = ExclusionWatch()
 
     @property
@@ -60,12 +58,12 @@ class TokenCounter:
         return self._watch.account
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None:
-        self._watcher.attempt_ended(rollout, outcome, will_retry)
+        self._observer.attempt_ended(rollout, outcome, will_retry)
 
     def rollout_finished(self, result: RolloutResult) -> None:
         if warning := self._watch.add(count_tokens([result])):
             log.warning("%s", warning)
-        self._watcher.rollout_finished(result)
+        self._observer.rollout_finished(result)
 
 
 class Options(TypedDict, total=False):
@@ -83,28 +81,28 @@ class Options(TypedDict, total=False):
 class RolloutClient:
     """`with`, or `start` and `close`. The parts come as they are made: they are entered in its own thread.
 
-    The run's directory keeps ledger and finished rollouts. `RolloutClient.open` takes names instead of parts.
+    The run directory has run state and finished rollouts. `RolloutClient.open` takes names instead of parts.
     """
 
     def __init__(
         self,
-        plan: RolloutConfig,
+        config: RolloutConfig,
         *,
         gateway: AbstractAsyncContextManager[Gateway],
         runtime: Runtime,
         transport: Transport,
         run: RunDirectory,
-        watcher: RolloutObserver | None = None,
+        observer: RolloutObserver | None = None,
         limiter: Limiter | None = None,
     ) -> None:
-        self.plan = plan
+        self.config = config
         self.rundir = run
         self._parts = gateway, runtime, transport
-        self._watcher = TokenCounter(watcher or NullObserver())
+        self._observer = TokenCounter(observer or NullObserver())
         self.limiter = limiter
-        self._ledger = RunState(run.run_state)
-        self._spool = RolloutStore(run.rollout_store)
-        self._names = IdAllocator(plan.exp_id)
+        self._run_state = RunState(run.run_state)
+        self._rollout_store = RolloutStore(run.rollout_store)
+        self._names = IdAllocator(config.exp_id)
         self._lock = threading.Lock()
         self._live: dict[str, RolloutFuture] = {}
         self._tasks: dict[RolloutFuture, asyncio.Task[RolloutSummary]] = {}
@@ -127,7 +125,7 @@ class RolloutClient:
             if self._closed:
                 raise UsageError(CLOSED)
             if self._thread is None:
-                name = f"afield-client-{self.plan.exp_id}"
+                name = f"afield-client-{self.config.exp_id}"
                 self._thread = threading.Thread(target=asyncio.run, args=(self._live_on(),), name=name)
                 self._thread.daemon = True  # a program that forgets to close must still be able to end
                 self._thread.start()
@@ -175,7 +173,7 @@ class RolloutClient:
     @property
     def tokens(self) -> TokenAccount:
         """What became of the tokens of the rollouts that this client has run to their end, by reason."""
-        return self._watcher.account
+        return self._observer.account
 
     # --- one rollout -----------------------------------------------------------------------------
 
@@ -206,7 +204,7 @@ class RolloutClient:
                 _check_same(before.rollout, rollout)
                 if not before.done():
                     return before
-            future = RolloutFuture(rollout, end=self._end, read=self._spool.get)
+            future = RolloutFuture(rollout, end=self._end, read=self._rollout_store.get)
             self._live[rollout.id] = future
             self._tell(partial(self._begin, future, before))
         return future
@@ -242,12 +240,12 @@ class RolloutClient:
         sampling: Sampling | None = None,
         split: Split = Split.TRAIN,
     ) -> RolloutBatch:
-        count = self.plan.rollouts if rollouts is None else rollouts
+        count = self.config.rollouts if rollouts is None else rollouts
         if count < 1:
             raise UsageError(f"rollouts = {count} must be at least 1")
         wishes = self._names.requests(rows, count, sampling=sampling, split=split)
         # So many in line that no place is ever empty, and not all of a long batch in memory.
-        return RolloutBatch(wishes, self._submit, ahead=2 * self.plan.concurrency, timeout=timeout)
+        return RolloutBatch(wishes, self._submit, ahead=2 * self.config.concurrency, timeout=timeout)
 
     def _each(self, batch: RolloutBatch, make: Callable[[EndedRequest], T | None]) -> Iterator[T]:
         queue: SimpleQueue[EndedRequest | BaseException] = SimpleQueue()
@@ -284,7 +282,7 @@ class RolloutClient:
     async def _live_on(self) -> None:
         """Its whole life. However it ends, every future has an end too."""
         self._stopping = asyncio.Event()
-        self._places = asyncio.Semaphore(self.plan.concurrency)
+        self._places = asyncio.Semaphore(self.config.concurrency)
         self._living = asyncio.create_task(self._main())
         self._loop.set_result(asyncio.get_running_loop())
         await asyncio.wait([self._living])
@@ -303,7 +301,7 @@ class RolloutClient:
         gateway, runtime, transport = self._parts
         async with AsyncExitStack() as stack:
             stack.enter_context(self.rundir.locked("collect"))
-            ledger = stack.enter_context(self._ledger)
+            run_state = stack.enter_context(self._run_state)
             if isinstance(self.limiter, SharedLimiter):
                 stack.callback(self.limiter.close)
                 self.limiter.check()
@@ -313,13 +311,13 @@ class RolloutClient:
             await model.version()
             await agents.check()
             self._conductor = RolloutRunner(
-                self.plan,
+                self.config,
                 gateway=model,
                 runtime=agents,
                 transport=carrier,
-                ledger=ledger,
-                spool=self._spool,
-                watcher=self._watcher,
+                run_state=run_state,
+                rollout_store=self._rollout_store,
+                observer=self._observer,
                 limiter=self.limiter,
             )
             await stack.enter_async_context(self._conductor)
@@ -340,7 +338,7 @@ class RolloutClient:
             future.cancel()
         await asyncio.sleep(0)  # what `cancel` asked of this loop comes first
         if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=self.plan.deadlines.teardown_timeout_s)
+            await asyncio.wait(self._tasks.values(), timeout=self.config.deadlines.teardown_timeout_s)
         for task in self._tasks.values():
             task.cancel()
 
@@ -367,15 +365,15 @@ class RolloutClient:
 
     def _recall(self, rollout: Rollout) -> None:
         """What is known of this id must be of this row; one that was cancelled is wanted after all."""
-        note = self._ledger.rollout_summary(rollout.id)
+        note = self._run_state.rollout_summary(rollout.id)
         if note is None:
             return
         try:
-            _check_same(self._spool.get(rollout.id).rollout, rollout)
+            _check_same(self._rollout_store.get(rollout.id).rollout, rollout)
         except NotFound:
             return
         if note.outcome.failure and note.outcome.failure.reason is Reason.CANCELLED:
-            self._ledger.forget_rollout(rollout.id)
+            self._run_state.forget_rollout(rollout.id)
 
     def _over(self, future: RolloutFuture, task: asyncio.Task[RolloutSummary]) -> None:
         del self._tasks[future]
@@ -392,7 +390,7 @@ class RolloutClient:
         note = task.result()
         failure = note.outcome.failure
         if not future.settle(note) and failure and failure.kind is not FailureKind.POLICY:
-            self._ledger.forget_rollout(
+            self._run_state.forget_rollout(
                 future.rollout.id
             )  # nobody waited: it ended because of that, or might have
 
@@ -407,7 +405,7 @@ class RolloutClient:
             task.cancel()  # it was still in line
 
     def _attempts(self, rollout_id: str) -> int:
-        return max(1, len(self._ledger.attempts(rollout_id)))
+        return max(1, len(self._run_state.attempts(rollout_id)))
 
     def _tell(self, call: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: everything has ended

@@ -21,7 +21,7 @@ from afield.factory.registry import (
 )
 from afield.factory.runs import plan, transport
 from afield.factory.runtimes import addresses
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.settings import TrainConfig
 from afield.types import HIDDEN_FIELD, Task
 

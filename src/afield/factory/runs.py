@@ -12,8 +12,8 @@ from afield.interfaces import Trainer, Transport
 from afield.options import policies_of
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Deadlines
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.staleness import StalenessWindow
+from afield.orchestrator.groups import StalenessWindow
+from afield.orchestrator.state import RunDirectory
 from afield.ratelimit import LocalLimiter, RateLimits, SharedLimiter
 from afield.settings import TrainConfig
 from afield.types import Budget, FailureKind, Sampling, Task

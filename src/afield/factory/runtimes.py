@@ -18,7 +18,7 @@ from msgspec import structs
 from afield.errors import UsageError
 from afield.factory.registry import IN_SHORT, RUNTIMES, TAKES_TARGET, choose, load
 from afield.interfaces import Runtime, Transport
-from afield.orchestrator.run_directory import RunDirectory, write_whole
+from afield.orchestrator.state import RunDirectory, write_whole
 from afield.settings import Environment, TrainConfig, agent_environment
 
 log = logging.getLogger("afield.factory")

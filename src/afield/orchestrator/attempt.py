@@ -28,7 +28,7 @@ from afield.orchestrator.availability import (
 )
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.launcher import Launcher
-from afield.orchestrator.run_state import AttemptRecord, RunState
+from afield.orchestrator.state import AttemptRecord, RunState
 from afield.orchestrator.verifier import VerifierRunner
 from afield.orchestrator.watcher import LOOKS, AttemptWatcher, RunningAttempt
 from afield.ratelimit import Limiter, LocalLimiter, RateLimits, Unlimited
@@ -48,35 +48,37 @@ class AttemptRunner:
 
     def __init__(
         self,
-        plan: RolloutConfig,
+        config: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
         transport: Transport,
-        ledger: RunState,
+        run_state: RunState,
         limiter: Limiter | None,
         verifiers: Runtime | None,
     ) -> None:
-        self._plan = plan
+        self._config = config
         self._gateway = gateway
         self._runtime = runtime
         self._transport = transport
-        self._ledger = ledger
-        nobody = _nobody(plan.exp_id)
-        self.gateway_calls = Availability("the gateway", plan, gateway.version)
-        self._storing = Availability("the store of outcomes", plan, lambda: transport.decision(nobody))
+        self._run_state = run_state
+        nobody = _nobody(config.exp_id)
+        self.gateway_calls = Availability("the gateway", config, gateway.version)
+        self._storing = Availability("the store of outcomes", config, lambda: transport.decision(nobody))
         shared = {"gateway": gateway, "transport": transport, "asking": self.gateway_calls}
-        self._launcher = Launcher(plan, runtime=runtime, limiter=limiter or Unlimited(), **shared)
+        self._launcher = Launcher(config, runtime=runtime, limiter=limiter or Unlimited(), **shared)
         self._judge: VerifierRunner | None = None
         if verifiers:
             # They run elsewhere: the rate of launches is that of the place of agents.
             own = LocalLimiter(RateLimits())
             self._judge = VerifierRunner(
-                self._launcher, Launcher(plan, runtime=verifiers, limiter=own, **shared)
+                self._launcher, Launcher(config, runtime=verifiers, limiter=own, **shared)
             )
-        if plan.separate_verifier != (verifiers is not None):
+        if config.separate_verifier != (verifiers is not None):
             raise ValueError("a plan is judged if there are verifiers, and only then")
-        self._notice = AttemptWatcher(plan, runtime=runtime, ledger=ledger, storing=self._storing, **shared)
+        self._notice = AttemptWatcher(
+            config, runtime=runtime, run_state=run_state, storing=self._storing, **shared
+        )
         self.cancelled: dict[str, Failure] = {}
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -102,7 +104,7 @@ class AttemptRunner:
 
     async def run(self, rollout: Rollout, attempt: Attempt, born: float) -> Outcome:
         """From its launch to what stands in the store."""
-        await asyncio.to_thread(self._ledger.begin_attempt, attempt)
+        await asyncio.to_thread(self._run_state.begin_attempt, attempt)
         running = RunningAttempt(rollout, attempt, born)
         running.draw = await asyncio.to_thread(self._draw, rollout.id)
         failure = self.cancelled.get(rollout.id)
@@ -119,7 +121,7 @@ class AttemptRunner:
         try:
             failure = await self._launcher.launch(running)
             if failure is None:
-                await asyncio.to_thread(self._ledger.mark_launched, running.waiting.attempt)
+                await asyncio.to_thread(self._run_state.mark_launched, running.waiting.attempt)
                 failure = await self._await_outcome(running)
         except Outage:
             raise
@@ -132,7 +134,7 @@ class AttemptRunner:
         """The name of an attempt's random numbers. What broke around an attempt does not redraw it: long
         ones break more often, and would be replaced by shorter ones.
         """
-        failures = [tried.failure for tried in self._ledger.attempts(rollout_id) if tried.failure]
+        failures = [tried.failure for tried in self._run_state.attempts(rollout_id) if tried.failure]
         redrawn = sum(failure.kind is not FailureKind.INFRASTRUCTURE for failure in failures)
         return f"{rollout_id}.{1 + redrawn}"
 
@@ -165,7 +167,7 @@ class AttemptRunner:
             return await self._decide(running, None)
         await self._conclude(running, given_up, delivered=False)
         sampled = await self.sampled_tokens(attempt)
-        await asyncio.to_thread(self._ledger.record_tokens, attempt, sampled)
+        await asyncio.to_thread(self._run_state.record_tokens, attempt, sampled)
         return None
 
     async def sampled_tokens(self, attempt: Attempt) -> int:
@@ -185,7 +187,7 @@ class AttemptRunner:
         """Why the model serves no session of this agent, where the gateway says so; else empty."""
         session_id = attempt.session_id
         try:  # once: a failure that is known does not wait for a gateway that says nothing of it
-            async with asyncio.timeout(LOOKS * self._plan.watch_interval_s):
+            async with asyncio.timeout(LOOKS * self._config.watch_interval_s):
                 state = (await self._gateway.states([session_id])).get(session_id)
         except Exception as error:
             log.warning("%s: why it was refused is not known: %s", session_id, describe_error(error))
@@ -207,12 +209,12 @@ class AttemptRunner:
         if found is False:
             return False
         seen = state.unseen_s if state.unseen_s is not None else state.idle_s
-        return bool(state.in_flight) or seen <= self._plan.deadlines.heartbeat_timeout_s
+        return bool(state.in_flight) or seen <= self._config.deadlines.heartbeat_timeout_s
 
     async def _adopted(self, attempt: Attempt) -> bool | None:
         """None where its place does not know, or cannot be asked: then signs of life tell."""
         try:
-            async with asyncio.timeout(self._plan.deadlines.launch_timeout_s):
+            async with asyncio.timeout(self._config.deadlines.launch_timeout_s):
                 return await self._runtime.adopt(attempt)
         except Exception as error:
             log.warning("%s cannot be looked for where it ran: %s", attempt.session_id, describe_error(error))
@@ -327,7 +329,7 @@ class AttemptRunner:
         self, running: RunningAttempt, reason: str, failure: Failure | None = None
     ) -> tuple[OutcomeRecord | Fence | None, Failure | None]:
         """What stands, and the failure there is if that is no outcome. Raises WireError where what stands
-        cannot be read. An attempt that the store does not let us fence is given up without: the ledger
+        cannot be read. An attempt that the store does not let us fence is given up without: the run_state
         alone says which attempt of a rollout counts.
         """
         waiting = running.waiting

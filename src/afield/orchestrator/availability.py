@@ -32,9 +32,9 @@ UNANSWERED = (Unavailable, RateLimited, OSError)  # TimeoutError is an OSError
 class Availability:
     """One part of a run, asked on behalf of many rollouts. `probe` is a cheap call that concerns none."""
 
-    def __init__(self, part: str, plan: RolloutConfig, probe: Callable[[], Awaitable[object]]) -> None:
+    def __init__(self, part: str, config: RolloutConfig, probe: Callable[[], Awaitable[object]]) -> None:
         self._part = part
-        self._plan = plan
+        self._config = config
         self._probe = probe
         self._answered: dict[str, float] = {}  # by method, when anybody last got an answer
         self._failing: Counter[str] = Counter()  # by method, how many callers have no answer now
@@ -42,7 +42,7 @@ class Availability:
     async def call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         """The answer. Raises what the part answers, Unavailable for this caller alone, or an Outage."""
         began = loop_time()
-        end = began + self._plan.unavailable_timeout_s
+        end = began + self._config.unavailable_timeout_s
         pause_s, longest_s = BACKOFF_S
         failing = False
         try:
@@ -61,7 +61,7 @@ class Availability:
                     self._failing[method] += 1
                     told = "%s, %s: %s; tried again for up to %g s"
                     log.warning(
-                        told, self._part, method, describe_error(last), self._plan.unavailable_timeout_s
+                        told, self._part, method, describe_error(last), self._config.unavailable_timeout_s
                     )
                 wait_s = (last.retry_after_s if isinstance(last, RateLimited) else None) or pause_s
                 if loop_time() + wait_s > end:
@@ -105,7 +105,7 @@ class Availability:
     async def alive(self) -> bool:
         """Whether the part answers a question that concerns no rollout."""
         try:
-            await self._once(self._probe, self._plan.unavailable_timeout_s)
+            await self._once(self._probe, self._config.unavailable_timeout_s)
         except UNANSWERED as error:
             log.warning("%s does not answer: %s", self._part, describe_error(error))
             return False
@@ -114,7 +114,7 @@ class Availability:
         return True
 
     async def _once(self, call: Callable[..., Awaitable[T]], left_s: float, *args: object) -> T:
-        limit_s = max(0.0, min(self._plan.call_timeout_s, left_s))
+        limit_s = max(0.0, min(self._config.call_timeout_s, left_s))
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:

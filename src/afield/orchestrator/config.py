@@ -1,4 +1,4 @@
-"""How rollouts are collected, and who is told of it: plain values."""
+"""Configuration of rollouts: group sizes, retries, deadlines and polling intervals."""
 
 from __future__ import annotations
 
@@ -15,44 +15,51 @@ DEFAULT_RETRIES = {FailureKind.TASK: 1, FailureKind.VERIFIER: 1, FailureKind.INF
 
 
 class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
-    """How rollouts are collected.
-
-    `rollouts` of a task make a group, `val_rollouts` in validation. `extra` ones are begun beyond that,
-    and what is still running when enough have a reward is cut. With `straggler_s`, rollouts that are
-    still running so long after `straggler_after` of their group have a reward are cut (all but one,
-    unless told otherwise). Both favour short rollouts, so both are off unless asked for. With
-    `baseline` a group has one greedy rollout more, to be measured against. Agents deliver to the store,
-    or to their gateway, which writes the store. Who is `judged` hands in to the gateway, and a verifier
-    gives the reward. `rewards` names those that an outcome must have, and no others, if training weighs
-    named ones. A reward whose absolute value is above `max_reward` is the verifier's failure.
-    A call to the gateway or the store is given up after `call_timeout_s` and repeated; for
-    `unavailable_timeout_s` in all.
-    """
+    """How rollouts are collected. Cutting (`extra`, `straggler_s`) favours short rollouts: off by default."""
 
     exp_id: str
+    """Experiment id, the prefix of stored outcomes."""
     model_id: str
+    """Model name that agents send with each call."""
     rollouts: int = 8
+    """Rollouts per group."""
     val_rollouts: int = 1
+    """Rollouts per task in a validation."""
     quorum: int = 2
+    """Rewards that a group needs to be trained."""
     extra: int = 0
+    """Rollouts started beyond `rollouts`; once `rollouts` of them have a reward, the rest are cut."""
     straggler_s: float | None = None
+    """Seconds after `straggler_after` rewards until the rest of a group is cut; None never cuts."""
     straggler_after: int | None = None
+    """Rewards that start the straggler timer; None is all rollouts but one."""
     baseline: bool = False
+    """Whether each group has one more, greedy rollout to compare with (ReMax)."""
     concurrency: int = 64
+    """Rollouts that run at the same time."""
     deadlines: Deadlines = Deadlines()
     retries: Mapping[FailureKind, int] = field(default_factory=lambda: dict(DEFAULT_RETRIES))
+    """Further attempts per failure kind: task 1, verifier 1, infrastructure 3."""
     sampling: Sampling = Sampling()
     budget: Budget = Budget()
     deliver: Literal["store", "gateway"] = "store"
+    """Where agents deliver outcomes: to the store, or to the gateway, which writes the store."""
     separate_verifier: bool = False
+    """Whether a verifier in a runtime of its own grades what agents submit; needs `deliver` "gateway"."""
     no_turns: Literal["refuse", "flag"] = "flag"
-    """What becomes of a reward for a session without a single model call: a failure, or a warning."""
+    """A reward for a session without a model call becomes a failure (`refuse`) or a warning (`flag`)."""
     rewards: tuple[str, ...] = ()
+    """Names of the rewards that an outcome must have, and no others; empty accepts all."""
     max_reward: float = 1e6
+    """Largest absolute reward; one above it is a verifier failure."""
     poll_interval_s: float = 5.0
+    """Seconds between two sweeps of the outcome store."""
     watch_interval_s: float = 1.0
+    """Seconds between two reads of the sessions' state at the gateway."""
     unavailable_timeout_s: float = 600.0
+    """Seconds for which a gateway or store that does not answer is retried."""
     call_timeout_s: float = 120.0
+    """Seconds until one call to the gateway or the store is abandoned and repeated."""
 
     def __post_init__(self) -> None:
         check_id(self.exp_id, "exp_id")
@@ -61,7 +68,7 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         for name in (
             "poll_interval_s",
-            "watch_s",
+            "watch_interval_s",
             "unavailable_timeout_s",
             "call_timeout_s",
             "straggler_s",
@@ -74,24 +81,24 @@ class RolloutConfig(SessionPolicies, frozen=True, kw_only=True):
             if count < 0:
                 raise ValueError(f"retries of {kind} = {count} must be 0 or more")
         if self.separate_verifier and self.deliver != "gateway":
-            raise ValueError("a verifier gets what agents hand in at the gateway: deliver must be 'gateway'")
+            raise ValueError(f"a separate verifier needs deliver = 'gateway', not {self.deliver!r}")
         after = self.straggler_after
         if after is not None and not 1 <= after <= self.rollouts:
             raise ValueError(f"straggler_after {after} must be between 1 and {self.rollouts}, the rollouts")
 
     @property
     def max_verdicts(self) -> int:
-        """How often what was handed in is graded, at most, until a verifier does not fail."""
+        """How many verifiers may grade one submission until one does not fail."""
         return 1 + self.retries.get(FailureKind.VERIFIER, 0) if self.separate_verifier else 1
 
     @property
     def straggler_threshold(self) -> int:
-        """How many rewards of a group start the clock of its stragglers."""
+        """How many rewards of a group start its straggler timer."""
         return self.straggler_after or max(1, self.rollouts - 1)
 
 
 class RolloutObserver(Protocol):
-    """Told of progress; for screens and metrics, never for decisions."""
+    """Receives progress for displays and metrics, never for decisions."""
 
     def attempt_ended(self, rollout: Rollout, outcome: Outcome, will_retry: bool) -> None: ...
 

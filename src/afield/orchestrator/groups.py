@@ -1,133 +1,265 @@
-"""Tasks to groups: every rollout of a task, compared with each other or explained.
+"""Groups: all rollouts of one task, when each group begins, and which step takes it.
 
-Groups come out complete, every rollout with its outcome: a reward, or a typed failure that masks this one
-rollout and no other. Nothing is padded, and what broke is never a reward of 0. A group with fewer than
-`quorum` rewards is dropped with a reason. The work on one rollout is `conduct`'s; which group begins
-when, and which step takes it, is `window`'s.
+1. `Schedule` orders the tasks, epoch after epoch, and names one `GroupSpec` per position.
+2. `StalenessWindow` says which position may begin and which completed groups make a step (no I/O).
+3. `GroupRunner` runs the rollouts of one group until all have ended. Each ends with a reward or a typed
+   failure that masks this rollout alone; a group with fewer than `quorum` rewards is dropped with a reason.
+4. `GroupScheduler` begins groups in the order of the data set, as the window and free slots allow, and runs
+   validations in between. Groups that an earlier process began come first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import hashlib
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import lru_cache
+from typing import Literal
 
 from msgspec import Struct, structs
 
-from afield.errors import root_cause
+from afield.errors import UsageError, root_cause
+from afield.interfaces import Gateway
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_state import RolloutSummary
-from afield.types import Group, Rollout, Sampling, Split, Task, too_few_rewards
+from afield.orchestrator.state import PendingGroup, RolloutStore, RolloutSummary, RunState
+from afield.types import ID_PATTERN, Group, Rollout, RolloutResult, Sampling, Split, Task, too_few_rewards
 
+log = logging.getLogger("afield.loop")
+POLL_S = 0.05
+MAX_EXP_ID = 64  # characters; the rest of a rollout id is epoch, task and number
 CUT = "cut: enough of its group were done"
+Mode = Literal["sync", "one-step-off", "async"]
 
 
 class GroupSpec(Struct, frozen=True):
-    """A task to be attempted, and in which epoch of the data set; `sampling` where it is not the plan's."""
+    """A group to run: one task in one epoch."""
 
     id: str
     task: Task
     epoch: int
+    """Epoch of the data set, from 0; the step, for a validation."""
     split: Split = Split.TRAIN
     sampling: Sampling | None = None
+    """Sampling parameters; None uses those of the RolloutConfig."""
 
 
 class CompletedGroup(Struct, frozen=True):
-    """A group whose rollouts have all ended, without their data; `dropped` says why it cannot train."""
+    """A group whose rollouts have all ended; their data are in the rollout store."""
 
     spec: GroupSpec
     rollout_ids: tuple[str, ...]
     baseline: str | None
+    """Rollout id of the greedy baseline; None without one."""
     drop_reason: str | None
+    """Why the group cannot be trained; None if it can."""
+
+
+# --- order and staleness -------------------------------------------------------------------------
+
+
+class Schedule(Struct, frozen=True):
+    """All tasks, epoch after epoch, in an order that depends on seed and position alone."""
+
+    tasks: Sequence[Task]
+    exp_id: str
+    """Experiment id, the prefix of all group and rollout ids; at most 64 characters."""
+    seed: int = 0
+    shuffle: bool = True
+    """Whether each epoch has a random order; else all have the order of `tasks`."""
+
+    def __post_init__(self) -> None:
+        if len(self.exp_id) > MAX_EXP_ID:
+            raise UsageError(
+                f"exp_id {self.exp_id!r} has {len(self.exp_id)} characters, too many for rollout ids;"
+                f" name the experiment or the run with at most {MAX_EXP_ID}"
+            )
+
+    def epoch(self, position: int) -> int:
+        return position // len(self.tasks)
+
+    def group_spec(self, position: int) -> GroupSpec:
+        epoch, index = divmod(position, len(self.tasks))
+        seed = f"{self.seed}/{epoch}" if self.shuffle else None
+        task = self.tasks[_order(len(self.tasks), seed)[index]]
+        return GroupSpec(f"{self.exp_id}-e{epoch}-{slug(task.id)}", task, epoch)
+
+
+@lru_cache(maxsize=8)
+def _order(number: int, seed: str | None) -> list[int]:
+    order = list(range(number))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    return order
+
+
+def slug(task_id: str) -> str:
+    """A task id as part of a rollout id: itself where its characters allow that, else a digest."""
+    if ID_PATTERN.fullmatch(task_id) and len(task_id) <= 40:
+        return task_id
+    return "x" + hashlib.sha256(task_id.encode()).hexdigest()[:16]
+
+
+class StalenessWindow(Struct, frozen=True, kw_only=True):
+    """Bounds how many policy versions may lie between sampling and training a group.
+
+    A group that begins after `n` published steps samples with version `n` or later, and step k trains at
+    version k - 1, so the last step that may take it is `n + staleness + 1`. No more groups begin than the
+    steps until then can take, and a step never leaves more urgent groups behind than later steps can take:
+    the bound holds, every group is taken once, and none starves. Otherwise a step takes the oldest groups
+    that are ready.
+    """
+
+    mode: Mode
+    """`sync` collects a step with the weights of the step before; `one-step-off` collects the next step while
+    one trains; both take groups in the order of the data set. `async` takes whatever is ready."""
+    groups: int
+    """Number of groups in the whole run."""
+    batch: int
+    """Number of groups per step; the last step takes the rest."""
+    staleness: int = 0
+    """Largest age in policy versions: 0 for `sync`, 1 for `one-step-off`, 1 or more for `async`."""
+    strict: bool = True
+    """Whether a step waits for urgent groups; if not, a group may become staler than the bound."""
+
+    def __post_init__(self) -> None:
+        fixed = {"sync": 0, "one-step-off": 1}.get(self.mode, self.staleness)
+        if self.staleness != fixed:
+            raise ValueError(f"mode {self.mode} has a staleness of {fixed}, not {self.staleness}")
+        if self.mode == "async" and self.staleness < 1:
+            raise ValueError(f"mode async needs a staleness of at least 1, not {self.staleness}")
+
+    @property
+    def steps(self) -> int:
+        return -(-self.groups // self.batch)
+
+    def admits(self, position: int, published_step: int) -> bool:
+        """Whether the group at this position may begin after so many published steps."""
+        return position < min(self.groups, (published_step + self.staleness + 1) * self.batch)
+
+    def choose(self, step: int, pending: Sequence[PendingGroup]) -> list[PendingGroup] | None:
+        """The groups of this step, oldest first; None while it has to wait for some."""
+        size = min(self.batch, self.groups - (step - 1) * self.batch)
+        ordered = sorted(pending, key=lambda group: (group.begun_after_step, group.position))
+        if self.mode != "async":
+            ordered = sorted(pending, key=lambda group: group.position)[:size]
+        chosen = [group for group in ordered if group.ready][:size]
+        if len(chosen) < size:
+            return None
+        return chosen if not self.strict or self._leaves_time(step, ordered, chosen) else None
+
+    def _leaves_time(
+        self, step: int, pending: Sequence[PendingGroup], chosen: Sequence[PendingGroup]
+    ) -> bool:
+        """Whether later steps can take all other groups before these exceed the bound."""
+        taken = {group.id for group in chosen}
+        others = [group for group in pending if group.id not in taken]
+        due = Counter(max(group.begun_after_step + self.staleness + 1, step) for group in others)
+        left = 0
+        for last_step in sorted(due):
+            left += due[last_step]
+            if left > (last_step - step) * self.batch:
+                return False
+        return True
+
+
+# --- one group -----------------------------------------------------------------------------------
 
 
 class GroupRunner:
-    def __init__(self, plan: RolloutConfig, conductor: RolloutRunner, spool: RolloutStore) -> None:
-        self._plan = plan
-        self._conductor = conductor
-        self._spool = spool
+    """Runs all rollouts of a group, and cuts stragglers where the configuration says so."""
+
+    def __init__(
+        self, config: RolloutConfig, rollout_runner: RolloutRunner, rollout_store: RolloutStore
+    ) -> None:
+        self._config = config
+        self._rollout_runner = rollout_runner
+        self._rollout_store = rollout_store
 
     @property
     def has_room(self) -> bool:
-        return self._conductor.has_room
+        """Whether another rollout would start at once."""
+        return self._rollout_runner.has_room
 
-    async def collect(self, wishes: Sequence[GroupSpec]) -> list[Group]:
-        """All these groups, complete, in the order they were asked for."""
+    async def collect(self, specs: Sequence[GroupSpec]) -> list[Group]:
+        """Run all these groups to their end and read them back, in the order of `specs`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self.start_group(wish)) for wish in wishes]
+                running = [tasks.create_task(self.start_group(spec)) for spec in specs]
         except BaseExceptionGroup as errors:
             raise root_cause(errors) from errors
-        return [await asyncio.to_thread(read_group, self._spool, task.result()) for task in running]
+        return [await asyncio.to_thread(read_group, self._rollout_store, task.result()) for task in running]
 
-    def start_group(self, wish: GroupSpec) -> Coroutine[None, None, CompletedGroup]:
-        """Run all rollouts of a group to their end; repeating runs only what has not ended.
+    def start_group(self, spec: GroupSpec) -> Coroutine[None, None, CompletedGroup]:
+        """Start all rollouts of a group now; awaiting the result waits for their end.
 
-        They are under way when this returns; awaiting it waits for them.
+        Repeating runs only the rollouts that have not ended.
         """
-        rollouts, baseline = self._rollouts(wish), self._baseline(wish)
-        measured = {rollout.id: self._conductor.start(rollout) for rollout in rollouts}
-        beside = self._conductor.start(baseline) if baseline else None
-        return self._ended(wish, measured, baseline, beside)
+        running = {rollout.id: self._rollout_runner.start(rollout) for rollout in self._rollouts(spec)}
+        baseline = self._baseline(spec)
+        greedy_task = self._rollout_runner.start(baseline) if baseline else None
+        return self._complete(spec, running, baseline, greedy_task)
 
-    async def _ended(
+    async def _complete(
         self,
-        wish: GroupSpec,
-        measured: dict[str, asyncio.Task[RolloutSummary]],
+        spec: GroupSpec,
+        running: dict[str, asyncio.Task[RolloutSummary]],
         baseline: Rollout | None,
-        beside: asyncio.Task[RolloutSummary] | None,
+        greedy_task: asyncio.Task[RolloutSummary] | None,
     ) -> CompletedGroup:
-        train = wish.split is Split.TRAIN
-        await (self._until_enough(measured) if train else asyncio.wait(measured.values()))
-        if beside:
-            await asyncio.wait([beside])
-        notes = [task.result() for task in measured.values()]
-        dropped = too_few_rewards([n.outcome for n in notes], self._plan.quorum if train else 1)
-        if beside:
-            dropped = dropped or baseline_drop_reason(beside.result())
-        return CompletedGroup(wish, tuple(measured), baseline.id if baseline else None, dropped)
+        train = spec.split is Split.TRAIN
+        await (self._until_enough(running) if train else asyncio.wait(running.values()))
+        if greedy_task:
+            await asyncio.wait([greedy_task])
+        outcomes = [task.result().outcome for task in running.values()]
+        drop_reason = too_few_rewards(outcomes, self._config.quorum if train else 1)
+        if greedy_task:
+            drop_reason = drop_reason or baseline_drop_reason(greedy_task.result())
+        return CompletedGroup(spec, tuple(running), baseline.id if baseline else None, drop_reason)
 
-    def rollout_ids(self, wish: GroupSpec) -> list[str]:
-        """The ids of its rollouts."""
-        return [rollout.id for rollout in self._rollouts(wish)]
+    def rollout_ids(self, spec: GroupSpec) -> list[str]:
+        return [rollout.id for rollout in self._rollouts(spec)]
 
-    def _rollouts(self, wish: GroupSpec) -> list[Rollout]:
-        train = wish.split is Split.TRAIN
-        number = self._plan.rollouts + self._plan.extra if train else self._plan.val_rollouts
-        return [self._rollout(wish, f"r{k}", wish.sampling) for k in range(number)]
+    def _rollouts(self, spec: GroupSpec) -> list[Rollout]:
+        train = spec.split is Split.TRAIN
+        number = self._config.rollouts + self._config.extra if train else self._config.val_rollouts
+        return [self._rollout(spec, f"r{k}", spec.sampling) for k in range(number)]
 
-    def _baseline(self, wish: GroupSpec) -> Rollout | None:
-        if not self._plan.baseline or wish.split is not Split.TRAIN:
+    def _baseline(self, spec: GroupSpec) -> Rollout | None:
+        if not self._config.baseline or spec.split is not Split.TRAIN:
             return None
-        return self._rollout(wish, "baseline", greedy(self._plan.sampling))
+        return self._rollout(spec, "baseline", greedy(self._config.sampling))
 
-    def _rollout(self, wish: GroupSpec, name: str, sampling: Sampling | None) -> Rollout:
+    def _rollout(self, spec: GroupSpec, name: str, sampling: Sampling | None) -> Rollout:
         return Rollout(
-            id=f"{wish.id}-{name}",
-            exp_id=self._plan.exp_id,
-            group_id=wish.id,
-            task=wish.task,
-            split=wish.split,
+            id=f"{spec.id}-{name}",
+            exp_id=self._config.exp_id,
+            group_id=spec.id,
+            task=spec.task,
+            split=spec.split,
             sampling=sampling,
         )
 
     async def _until_enough(self, running: dict[str, asyncio.Task[RolloutSummary]]) -> None:
-        """Until all have ended; stragglers are cut where the plan says so."""
-        plan, loop = self._plan, asyncio.get_running_loop()
+        """Wait until all rollouts have ended, or enough of them and the rest are cut."""
+        config, loop = self._config, asyncio.get_running_loop()
         pending = set(running.values())
         cut_at: float | None = None
         while pending:
-            left = None if cut_at is None else max(0.0, cut_at - loop.time())
-            _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            rewarded = sum(_rewarded(task) for task in running.values())
-            if plan.straggler_s is not None and cut_at is None and rewarded >= plan.straggler_threshold:
-                cut_at = loop.time() + plan.straggler_s
-            enough = plan.extra > 0 and rewarded >= plan.rollouts
+            timeout = None if cut_at is None else max(0.0, cut_at - loop.time())
+            _, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            rewarded = sum(_has_reward(task) for task in running.values())
+            if config.straggler_s is not None and cut_at is None and rewarded >= config.straggler_threshold:
+                cut_at = loop.time() + config.straggler_s
+            enough = config.extra > 0 and rewarded >= config.rollouts
             if pending and (enough or (cut_at is not None and loop.time() >= cut_at)):
                 for rollout_id, task in running.items():
                     if task in pending:
-                        self._conductor.cancel(rollout_id, CUT)
+                        self._rollout_runner.cancel(rollout_id, CUT)
                 await asyncio.wait(pending)
                 return
 
@@ -137,26 +269,166 @@ def greedy(sampling: Sampling) -> Sampling:
 
 
 def baseline_drop_reason(baseline: RolloutSummary) -> str | None:
-    """Why a group has nothing to be measured against; None when it has."""
+    """Why a group has no baseline to compare with; None if it has one."""
     failure = baseline.outcome.failure
     if failure is None or baseline.outcome.reward_or_floor(0.0) is not None:
         return None
     return f"its baseline carries no reward ({failure.kind}/{failure.reason}: {failure.message[:200]})"
 
 
-def read_group(spool: RolloutStore, ended: CompletedGroup) -> Group:
-    wish = ended.spec
+def read_group(rollout_store: RolloutStore, completed: CompletedGroup) -> Group:
+    spec = completed.spec
     return Group(
-        id=wish.id,
-        task_id=wish.task.id,
-        epoch=wish.epoch,
-        split=wish.split,
-        finished=tuple(spool.get(rollout_id) for rollout_id in ended.rollout_ids),
-        baseline=spool.get(ended.baseline) if ended.baseline else None,
+        id=spec.id,
+        task_id=spec.task.id,
+        epoch=spec.epoch,
+        split=spec.split,
+        finished=tuple(rollout_store.get(rollout_id) for rollout_id in completed.rollout_ids),
+        baseline=rollout_store.get(completed.baseline) if completed.baseline else None,
     )
 
 
-def _rewarded(task: asyncio.Task[RolloutSummary]) -> bool:
+def _has_reward(task: asyncio.Task[RolloutSummary]) -> bool:
     if not task.done() or task.cancelled() or task.exception():
         return False
     return task.result().outcome.reward_or_floor(0.0) is not None
+
+
+# --- all groups ----------------------------------------------------------------------------------
+
+
+def _never_reported(step: int) -> bool:
+    return False
+
+
+class Validation(Struct, frozen=True, kw_only=True):
+    """Tasks that are run every few steps and never trained."""
+
+    tasks: Sequence[Task]
+    every: int
+    """Number of steps between two validations; there is also one before the first and after the last step."""
+    sampling: Sampling
+    report: Callable[[int, list[RolloutResult]], None]
+    """Called with the step and its rollouts."""
+    reported: Callable[[int], bool] = _never_reported
+    """Whether the validation of a step was reported before, by an earlier process."""
+
+
+class GroupScheduler:
+    """The collecting half of a training run; all its results are in the run state and the rollout store."""
+
+    def __init__(
+        self,
+        window: StalenessWindow,
+        schedule: Schedule,
+        *,
+        group_runner: GroupRunner,
+        run_state: RunState,
+        rollout_store: RolloutStore,
+        validation: Validation | None = None,
+    ) -> None:
+        self._window = window
+        self._schedule = schedule
+        self._group_runner = group_runner
+        self._run_state = run_state
+        self._rollout_store = rollout_store
+        self._validation = validation
+
+    async def run(self) -> None:
+        """Until every group has ended, and the validation after the last step."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._validation:
+                    tasks.create_task(self._validate(self._validation))
+                for position in await asyncio.to_thread(self._positions):
+                    if position >= await asyncio.to_thread(self._run_state.groups_begun):
+                        await self._wait_for_turn(position)
+                    spec = self._schedule.group_spec(position)
+                    step = await self._published_step()
+                    await asyncio.to_thread(self._run_state.begin_group, spec.id, position, step)
+                    tasks.create_task(self._run_group(spec))
+                    await asyncio.sleep(0)  # the group takes its slots before `has_room` is read again
+        except BaseExceptionGroup as errors:
+            raise root_cause(errors) from errors
+
+    def _positions(self) -> Iterable[int]:
+        """Groups that an earlier process began and did not complete, then all new ones."""
+        unfinished = [
+            group.position
+            for group in self._run_state.pending_groups()
+            if self._needed(group) and not (group.ready and self._is_stored(group.id))
+        ]
+        return itertools.chain(unfinished, range(self._run_state.groups_begun(), self._window.groups))
+
+    def _needed(self, group: PendingGroup) -> bool:
+        """False for groups of a run that was made shorter: no step takes them."""
+        if self._run_state.published_step >= self._window.steps:
+            return False
+        return self._window.mode == "async" or group.position < self._window.groups
+
+    def _is_stored(self, group_id: str) -> bool:
+        rollout_ids, baseline = self._run_state.group_members(group_id)
+        return all(map(self._rollout_store.holds, (*rollout_ids, *([baseline] if baseline else []))))
+
+    async def _wait_for_turn(self, position: int) -> None:
+        while not (
+            self._group_runner.has_room and self._window.admits(position, await self._published_step())
+        ):
+            await asyncio.sleep(POLL_S)
+
+    async def _published_step(self) -> int:
+        return await asyncio.to_thread(lambda: self._run_state.published_step)
+
+    async def _run_group(self, spec: GroupSpec) -> None:
+        completed = await self._group_runner.start_group(spec)
+        await asyncio.to_thread(
+            self._run_state.complete_group,
+            spec.id,
+            completed.rollout_ids,
+            completed.baseline,
+            completed.drop_reason,
+        )
+
+    async def _validate(self, validation: Validation) -> None:
+        steps = self._window.steps
+        due = sorted({*range(0, steps, validation.every), steps})
+        for step in due:
+            while await self._published_step() < step:
+                await asyncio.sleep(POLL_S)
+            # A step that was passed while an earlier validation ran is skipped: its weights are gone.
+            passed = step != due[-1] and await self._published_step() >= step + validation.every
+            await self._validate_step(step, validation, skip=passed or validation.reported(step))
+
+    async def _validate_step(self, step: int, validation: Validation, *, skip: bool) -> None:
+        """Run one validation; its rollouts leave the rollout store, also those of an earlier process."""
+        exp_id = self._schedule.exp_id
+        specs = [
+            GroupSpec(f"{exp_id}-val{step}-{slug(task.id)}", task, step, Split.VAL, validation.sampling)
+            for task in validation.tasks
+        ]
+        if not skip:
+            groups = await self._group_runner.collect(specs)
+            results = [result for group in groups for result in group.finished]
+            await asyncio.to_thread(validation.report, step, results)
+        for spec in specs:
+            for rollout_id in self._group_runner.rollout_ids(spec):
+                await asyncio.to_thread(self._rollout_store.remove, rollout_id)
+
+
+async def wait_for_own_weights(run_state: RunState, gateway: Gateway, *, frozen: bool) -> None:
+    """Wait until the gateway samples with this run's weights, not with those of another run."""
+    logged = False
+    while not await asyncio.to_thread(_serves_own, run_state, await gateway.version(), frozen=frozen):
+        if not logged:
+            log.warning(
+                "scheduler: the gateway serves other weights; waiting until this run publishes its own"
+            )
+            logged = True
+        await asyncio.sleep(POLL_S)
+
+
+def _serves_own(run_state: RunState, served: int, *, frozen: bool) -> bool:
+    if run_state.base_version is None:
+        return served == 0
+    ahead = served - run_state.base_version - (0 if frozen else run_state.published_step)
+    return ahead in (0, 1)  # the run state has a step just after the gateway

@@ -56,7 +56,7 @@ class Launcher:
 
     def __init__(
         self,
-        plan: RolloutConfig,
+        config: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
@@ -64,7 +64,7 @@ class Launcher:
         limiter: Limiter,
         asking: Availability,
     ) -> None:
-        self.plan = self._plan = plan
+        self.config = self._config = config
         self.gateway = self._gateway = gateway
         self.runtime = self._runtime = runtime
         self.gateway_calls = self._asking = asking
@@ -75,7 +75,7 @@ class Launcher:
 
     async def launch(self, running: RunningAttempt, payload: Payload | None = None) -> Failure | None:
         """None once the agent has its payload; else why it has not."""
-        queue_timeout_s = self._plan.deadlines.queue_timeout_s
+        queue_timeout_s = self._config.deadlines.queue_timeout_s
         end = None if queue_timeout_s is None else loop_time() + queue_timeout_s
         refused = _Refused()
         try:
@@ -108,7 +108,7 @@ class Launcher:
     def _refused_alone(self, refused: _Refused) -> Failure | None:
         """The failure of one that its place refuses for longer than patience while it takes others."""
         since_s = loop_time() - refused.since
-        if since_s <= self._plan.unavailable_timeout_s:
+        if since_s <= self._config.unavailable_timeout_s:
             return None
         if self._launched <= refused.since and len(self._refused) > 1:
             return None  # it takes nobody: that is no rollout's fault
@@ -128,7 +128,7 @@ class Launcher:
             return running.verdict or failure_from_error(error, "no session was opened for it", Reason.LAUNCH)
         if running.verdict:
             return running.verdict
-        launch_timeout_s = self._plan.deadlines.launch_timeout_s
+        launch_timeout_s = self._config.deadlines.launch_timeout_s
         running.asked = True
         limit: asyncio.Timeout | None = None
         try:
@@ -148,7 +148,7 @@ class Launcher:
         return None
 
     async def _payload(self, running: RunningAttempt) -> dict[str, Any]:
-        role = "judged" if self._plan.separate_verifier else "agent"
+        role = "judged" if self._config.separate_verifier else "agent"
         return wire.build_payload(running.waiting.rollout.task, await self.invocation(running, role))
 
     async def invocation(self, running: RunningAttempt, role: str) -> Invocation:
@@ -156,20 +156,20 @@ class Launcher:
         rollout = running.waiting.rollout
         # A request that was sent may be served after the abort that follows, and would leave a session open:
         # the try that is under way ends by itself.
-        grace_s = min(OPEN_GRACE_S, self._plan.call_timeout_s)
+        grace_s = min(OPEN_GRACE_S, self._config.call_timeout_s)
         ticket = await self._asking.call(
             "open", lambda: shield_and_wait(self._gateway.open(self._spec(running)), grace_s)
         )
         where = self._transport.address(rollout.exp_id)
-        if self._plan.deliver == "gateway":
+        if self._config.deliver == "gateway":
             where = {"outcome_url": f"{ticket.base_url}/outcome"}
         return wire.invocation_for(
             rollout,
             running.place,
             base_url=ticket.base_url,
             api_key=(ticket.verifier_key or "") if role == "verifier" else ticket.api_key,
-            model_id=self._plan.model_id,
-            sampling=rollout.sampling or self._plan.sampling,
+            model_id=self._config.model_id,
+            sampling=rollout.sampling or self._config.sampling,
             seed=int.from_bytes(blake2b(running.draw.encode(), digest_size=4).digest()),
             role=role,
             **where,
@@ -186,12 +186,12 @@ class Launcher:
             input_id=rollout.task.id,
             draw=draw if draw != attempt.session_id else None,
             split=rollout.split,
-            reward_from="verifier" if self._plan.separate_verifier else "agent",
-            verdicts=self._plan.max_verdicts,
-            sampling=rollout.sampling or self._plan.sampling,
-            budget=self._plan.budget,
-            **policies_of(self._plan),
-            ttl_s=self._plan.deadlines.attempt_timeout_s + GATEWAY_SLACK_S,
+            reward_from="verifier" if self._config.separate_verifier else "agent",
+            verdicts=self._config.max_verdicts,
+            sampling=rollout.sampling or self._config.sampling,
+            budget=self._config.budget,
+            **policies_of(self._config),
+            ttl_s=self._config.deadlines.attempt_timeout_s + GATEWAY_SLACK_S,
         )
 
     async def stop(self, attempt: Attempt) -> None:
@@ -199,16 +199,16 @@ class Launcher:
         try:
             await self._stop(attempt)
         except TimeoutError:
-            teardown_timeout_s = self._plan.deadlines.teardown_timeout_s
+            teardown_timeout_s = self._config.deadlines.teardown_timeout_s
             log.warning("%s could not be stopped in %g s", attempt.session_id, teardown_timeout_s)
         except Exception as error:
             log.warning("%s could not be stopped: %s", attempt.session_id, describe_error(error))
 
     async def _stop(self, attempt: Attempt) -> None:
         """Waiting for its turn does not count against the deadline."""
-        end = loop_time() + self._plan.unavailable_timeout_s
+        end = loop_time() + self._config.unavailable_timeout_s
         while True:
-            async with self._limiter.call_slot(), asyncio.timeout(self._plan.deadlines.teardown_timeout_s):
+            async with self._limiter.call_slot(), asyncio.timeout(self._config.deadlines.teardown_timeout_s):
                 try:
                     return await self._runtime.stop(attempt)
                 except RateLimited as error:

@@ -1,11 +1,11 @@
 """One rollout, from its first attempt to the outcome that stands.
 
 A failure of a task, a verifier or the infrastructure is tried again within its budget, in a fresh
-session; a policy failure is an outcome like any other. What is finished goes to the spool and leaves
+session; a policy failure is an outcome like any other. What is finished goes to the rollout_store and leaves
 memory. After a crash the same call goes on: finished rollouts are not run again, and an attempt that
 was under way is resumed. How an attempt comes to its outcome is the business of `decide`. What goes wrong
-with one rollout ends this rollout, with a failure that says what it was; only an Outage, or a ledger or a
-spool that cannot be written, ends them all.
+with one rollout ends this rollout, with a failure that says what it was; only an Outage, or a run_state or a
+rollout_store that cannot be written, ends them all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from afield.orchestrator.availability import (
     retry_unavailable,
 )
 from afield.orchestrator.config import RolloutConfig, RolloutObserver
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_state import RolloutSummary, RunState
+from afield.orchestrator.state import RolloutStore, RolloutSummary, RunState
 from afield.ratelimit import Limiter
 from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, Rollout, RolloutResult, Split
 
@@ -43,52 +42,52 @@ class RolloutRunner:
 
     def __init__(
         self,
-        plan: RolloutConfig,
+        config: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
         transport: Transport,
-        ledger: RunState,
-        spool: RolloutStore,
-        watcher: RolloutObserver,
+        run_state: RunState,
+        rollout_store: RolloutStore,
+        observer: RolloutObserver,
         limiter: Limiter | None = None,
         verifiers: Runtime | None = None,
     ) -> None:
-        self._plan = plan
+        self._config = config
         self._gateway = gateway
-        self._ledger = ledger
-        self._spool = spool
-        self._watcher = watcher
-        self._decider = AttemptRunner(
-            plan,
+        self._run_state = run_state
+        self._rollout_store = rollout_store
+        self._observer = observer
+        self._attempt_runner = AttemptRunner(
+            config,
             gateway=gateway,
             runtime=runtime,
             transport=transport,
-            ledger=ledger,
+            run_state=run_state,
             limiter=limiter,
             verifiers=verifiers,
         )
-        self._slots = asyncio.Semaphore(plan.concurrency)
+        self._slots = asyncio.Semaphore(config.concurrency)
         self._runs: dict[str, asyncio.Task[RolloutSummary]] = {}
         self._queued: dict[str, asyncio.Timeout] = {}
 
     async def __aenter__(self) -> Self:
         self._tasks = await asyncio.TaskGroup().__aenter__()
-        self._decider.start(self._tasks)
+        self._attempt_runner.start(self._tasks)
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        """What still runs is left undecided: another conductor of the same ledger goes on with it."""
+        """What still runs is left undecided: another conductor of the same run_state goes on with it."""
         try:
             if exc[0] is None:
-                await self._decider.wait_for_teardown()
+                await self._attempt_runner.wait_for_teardown()
         except BaseException as error:
             exc = (type(error), error, error.__traceback__)
             raise
         finally:
             for task in self._runs.values():
                 task.cancel()
-            self._decider.close()
+            self._attempt_runner.close()
             try:
                 await self._tasks.__aexit__(*exc)
             except BaseExceptionGroup as errors:
@@ -97,10 +96,10 @@ class RolloutRunner:
     @property
     def has_room(self) -> bool:
         """Whether another rollout would begin at once."""
-        return len(self._runs) < self._plan.concurrency
+        return len(self._runs) < self._config.concurrency
 
     async def run(self, rollout: Rollout) -> RolloutSummary:
-        """How the rollout ended; it lies in the spool then. Running one again, or twice, gives the same."""
+        """Run a rollout until it is in the rollout store. Repeating returns the same summary."""
         return await asyncio.shield(self.start(rollout))
 
     def start(self, rollout: Rollout) -> asyncio.Task[RolloutSummary]:
@@ -123,7 +122,7 @@ class RolloutRunner:
         """
         if rollout_id not in self._runs:
             return
-        self._decider.cancel(rollout_id, infrastructure_failure(why, reason))
+        self._attempt_runner.cancel(rollout_id, infrastructure_failure(why, reason))
         queueing = self._queued.pop(rollout_id, None)
         if queueing and not queueing.expired():
             queueing.reschedule(loop_time())
@@ -144,27 +143,27 @@ class RolloutRunner:
                 if entered:
                     self._slots.release()
         finally:
-            self._decider.cancelled.pop(rollout.id, None)
+            self._attempt_runner.cancelled.pop(rollout.id, None)
 
     async def _known(self, rollout: Rollout) -> RolloutSummary | None:
-        """How it ended, if it has; what is not in the spool any more the gateway gives again."""
-        note = await asyncio.to_thread(self._ledger.rollout_summary, rollout.id)
-        if note is None or self._spool.holds(rollout.id):
+        """How it ended, if it has; what is not in the rollout_store any more the gateway gives again."""
+        note = await asyncio.to_thread(self._run_state.rollout_summary, rollout.id)
+        if note is None or self._rollout_store.holds(rollout.id):
             return note
         outcome, record = await self._recorded(rollout, note.outcome)
         if outcome is not note.outcome:
             await asyncio.to_thread(
-                self._ledger.forget_rollout, rollout.id
+                self._run_state.forget_rollout, rollout.id
             )  # nothing is left of what it sampled
             return None
         return await self._patiently(lambda: self._keep(rollout, outcome, record, note.attempts))
 
     async def _enters(self, rollout_id: str) -> bool:
         """Whether there was a place; without one it is cancelled."""
-        queue_timeout_s, others = self._plan.deadlines.queue_timeout_s, self._plan.concurrency
+        queue_timeout_s, others = self._config.deadlines.queue_timeout_s, self._config.concurrency
         try:
             async with asyncio.timeout(queue_timeout_s) as queueing:
-                if rollout_id not in self._decider.cancelled:
+                if rollout_id not in self._attempt_runner.cancelled:
                     self._queued[rollout_id] = queueing
                     return await self._slots.acquire()
         except TimeoutError:
@@ -172,22 +171,22 @@ class RolloutRunner:
                 f"waited {queue_timeout_s} s for a concurrency slot beside {others} other rollouts;"
                 " raise concurrency or queue_timeout_s"
             )
-            self._decider.cancelled.setdefault(rollout_id, infrastructure_failure(told, Reason.LAUNCH))
+            self._attempt_runner.cancelled.setdefault(rollout_id, infrastructure_failure(told, Reason.LAUNCH))
         finally:
             self._queued.pop(rollout_id, None)
         return False
 
     async def _until_it_counts(self, rollout: Rollout, born: float) -> RolloutSummary:
         """Attempts until one has an outcome that stands, or a budget of retries is used up."""
-        tried = await asyncio.to_thread(self._ledger.attempts, rollout.id)
+        tried = await asyncio.to_thread(self._run_state.attempts, rollout.id)
         spent = Counter(t.failure.kind for t in tried if t.failure)
         n = len(tried)
         undecided = tried[-1] if tried and tried[-1].failure is None else None
-        outcome = await self._decider.resume(rollout, undecided, born) if undecided else None
+        outcome = await self._attempt_runner.resume(rollout, undecided, born) if undecided else None
         while True:
             if outcome is None:
                 n += 1
-                outcome = await self._decider.run(rollout, Attempt(rollout.id, n), born)
+                outcome = await self._attempt_runner.run(rollout, Attempt(rollout.id, n), born)
             if outcome.failure is not None:
                 await self._check_supported(rollout, outcome)
             if not self._will_retry(rollout, outcome, spent, born):
@@ -197,15 +196,15 @@ class RolloutRunner:
                     return await self._end(rollout, kept, record, n)
                 outcome = kept
             assert outcome.failure is not None
-            self._watcher.attempt_ended(rollout, outcome, True)
+            self._observer.attempt_ended(rollout, outcome, True)
             attempt = Attempt(rollout.id, outcome.attempt)
-            sampled = await self._decider.sampled_tokens(attempt)
-            await asyncio.to_thread(self._ledger.fail_attempt, attempt, outcome.failure, sampled)
+            sampled = await self._attempt_runner.sampled_tokens(attempt)
+            await asyncio.to_thread(self._run_state.fail_attempt, attempt, outcome.failure, sampled)
             outcome = None
 
     async def _check_supported(self, rollout: Rollout, outcome: Outcome) -> None:
         """Ends the run where no other attempt, of this rollout or another, could end otherwise."""
-        if why := await self._decider.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
+        if why := await self._attempt_runner.unsupported_reason(Attempt(rollout.id, outcome.attempt)):
             told = f"{rollout.id} was refused by the gateway, as every other rollout would be: {why}"
             # A task of its own: it is not this rollout's failure, and nothing is noted of it.
             self._tasks.create_task(_ending(UsageError(told)))
@@ -221,25 +220,25 @@ class RolloutRunner:
         graded: bool = True,
     ) -> bool:
         """Who is judged does not run again because its verifiers failed: `judge` gave them their chances."""
-        if rollout.id in self._decider.cancelled:
+        if rollout.id in self._attempt_runner.cancelled:
             return False
         if outcome.failure is None or outcome.failure.kind not in RETRIED:
             return False
         if outcome.failure.reason is Reason.NO_AGENT:
             return False
-        if graded and self._plan.separate_verifier and outcome.failure.kind is FailureKind.VERIFIER:
+        if graded and self._config.separate_verifier and outcome.failure.kind is FailureKind.VERIFIER:
             return False
-        rollout_timeout_s = self._plan.deadlines.rollout_timeout_s
+        rollout_timeout_s = self._config.deadlines.rollout_timeout_s
         if rollout_timeout_s is not None and loop_time() - born > rollout_timeout_s:
             return False
         kind = outcome.failure.kind
         spent[kind] += 1
-        return spent[kind] <= self._plan.retries.get(kind, 0)
+        return spent[kind] <= self._config.retries.get(kind, 0)
 
     async def _end(self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int) -> RolloutSummary:
         note = await self._patiently(lambda: self._keep(rollout, outcome, record, n))
-        await asyncio.to_thread(self._ledger.finish_rollout, rollout.id, note)
-        self._watcher.attempt_ended(rollout, note.outcome, False)
+        await asyncio.to_thread(self._run_state.finish_rollout, rollout.id, note)
+        self._observer.attempt_ended(rollout, note.outcome, False)
         return note
 
     async def _unexpected(self, rollout: Rollout, error: Exception) -> RolloutSummary:
@@ -247,7 +246,7 @@ class RolloutRunner:
         log.error(
             "%s failed in a way that nothing foresees: %s", rollout.id, describe_error(error), exc_info=error
         )
-        n = max(1, len(await asyncio.to_thread(self._ledger.attempts, rollout.id)))
+        n = max(1, len(await asyncio.to_thread(self._run_state.attempts, rollout.id)))
         outcome = wire.failed(rollout.id, n, failure_from_error(error, "it was given up"))
         return await self._end(rollout, outcome, SessionRecord(trajectories=(), excluded=()), n)
 
@@ -256,7 +255,7 @@ class RolloutRunner:
         one that nothing can be trained with."""
         session_id = outcome.session_id
         try:
-            record = await self._decider.gateway_calls.call(
+            record = await self._attempt_runner.gateway_calls.call(
                 "finalize", lambda: self._gateway.finalize(session_id)
             )
         except Outage:
@@ -266,10 +265,10 @@ class RolloutRunner:
                 lost = failure_from_error(error, "what it sampled cannot be read", Reason.ENGINE)
                 outcome = wire.failed(outcome.rollout_id, outcome.attempt, lost)
             return outcome, SessionRecord(trajectories=(), excluded=())
-        names = self._plan.rewards if rollout.split is Split.TRAIN else ()
+        names = self._config.rewards if rollout.split is Split.TRAIN else ()
         outcome = self._sampled(outcome, record)
         return validated_outcome(
-            rollout_result(rollout, outcome, record, 1), names, self._plan.max_reward
+            rollout_result(rollout, outcome, record, 1), names, self._config.max_reward
         ), record
 
     def _sampled(self, outcome: Outcome, record: SessionRecord) -> Outcome:
@@ -277,7 +276,7 @@ class RolloutRunner:
         if outcome.reward is None or record.turns:
             return outcome
         told = f"{outcome.session_id} has the reward {outcome.reward:g} and made no model call"
-        if self._plan.no_turns == "flag":
+        if self._config.no_turns == "flag":
             log.warning("%s through its gateway", told)
             return outcome
         failure = Failure(FailureKind.TASK, Reason.REWARD, f"{told}: nothing can be trained with it")
@@ -286,10 +285,10 @@ class RolloutRunner:
     async def _keep(
         self, rollout: Rollout, outcome: Outcome, record: SessionRecord, n: int
     ) -> RolloutSummary:
-        """Everything there is of a rollout, to the spool."""
+        """Everything there is of a rollout, to the rollout_store."""
         finished = rollout_result(rollout, outcome, record, n)
-        await asyncio.to_thread(self._spool.put, finished)
-        self._watcher.rollout_finished(finished)
+        await asyncio.to_thread(self._rollout_store.put, finished)
+        self._observer.rollout_finished(finished)
         spans = [span for trajectory in finished.trajectories for span in trajectory.versions]
         return RolloutSummary(
             outcome,
@@ -300,7 +299,7 @@ class RolloutRunner:
         )
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        return await retry_unavailable(ask, self._plan.unavailable_timeout_s)
+        return await retry_unavailable(ask, self._config.unavailable_timeout_s)
 
 
 async def _ending(error: Exception) -> None:

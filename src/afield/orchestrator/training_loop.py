@@ -1,8 +1,8 @@
-"""The learning half of a training run: take groups, learn, publish; step by step, on again after a crash.
+"""Training loop: take completed groups, train a step, write a checkpoint, publish weights.
 
-A step is done when its checkpoint has its name on disk. Groups come from the ledger and the spool, as the
-window says; what is staler than the bound is dropped with a reason, or kept to be corrected. So no
-rollout is trained twice and none is lost, whoever is killed when.
+A step is done when its checkpoint directory has its final name. After a crash the loop continues from the
+newest checkpoint: no rollout is trained twice, and none is lost. Groups that are staler than the window
+allows are dropped with a reason, or trained with a correction.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from afield.durable_files import rename_whole
 from afield.errors import DamagedFile, NoRewards, Unavailable
 from afield.exclusions import UntrainedReason
 from afield.interfaces import Gateway, Publisher, StepReport, Trainer
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import STEP_STATE_FILE, RunDirectory, StepState
-from afield.orchestrator.run_state import PendingGroup, RunState
-from afield.orchestrator.staleness import StalenessWindow
+from afield.orchestrator.groups import StalenessWindow
+from afield.orchestrator.state import (
+    STEP_STATE_FILE,
+    PendingGroup,
+    RolloutStore,
+    RunDirectory,
+    RunState,
+    StepState,
+)
 from afield.token_account import TokenAccount, count_tokens
 from afield.types import Group, Policy, RolloutResult, VersionSpan
 
@@ -34,7 +39,7 @@ log = logging.getLogger("afield.loop")
 MAX_STEPS_WITHOUT_REWARD = 3  # steps without a single reward before a run is given up
 POLL_S = 0.05
 T = TypeVar("T")
-Working = Callable[[Callable[[], Any]], Awaitable[Any]]
+RunBlocking = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class LoopConfig(Struct, frozen=True, kw_only=True):
@@ -108,32 +113,32 @@ class StepBatch(Struct, frozen=True):
 
 
 class TrainingLoop:
-    """`working` runs blocking work off the event loop."""
+    """`run_blocking` runs blocking work off the event loop."""
 
     def __init__(
         self,
         window: StalenessWindow,
-        recipe: LoopConfig,
+        config: LoopConfig,
         *,
         epoch_of: Callable[[int], int],
         trainer: Trainer,
         gateway: Gateway,
-        ledger: RunState,
-        spool: RolloutStore,
+        run_state: RunState,
+        rollout_store: RolloutStore,
         run: RunDirectory,
         on_step: Callable[[StepMetrics], None],
-        working: Working = asyncio.to_thread,
+        run_blocking: RunBlocking = asyncio.to_thread,
     ) -> None:
         self._window = window
-        self._recipe = recipe
+        self._config = config
         self._epoch_of = epoch_of
         self._trainer = trainer
         self._gateway = gateway
-        self._ledger = ledger
-        self._spool = spool
+        self._run_state = run_state
+        self._rollout_store = rollout_store
         self._run = run
         self._on_step = on_step
-        self._working = working
+        self._run_blocking = run_blocking
         self._version = 0
 
     async def run(self) -> None:
@@ -161,25 +166,25 @@ class TrainingLoop:
 
     @asynccontextmanager
     async def _bounded(self, what: str) -> AsyncIterator[None]:
-        limit = asyncio.timeout(self._recipe.publish_timeout_s)
+        limit = asyncio.timeout(self._config.publish_timeout_s)
         try:
             async with limit:
                 yield
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            told = f"the gateway did not {what} within {self._recipe.publish_timeout_s:g} s"
+            told = f"the gateway did not {what} within {self._config.publish_timeout_s:g} s"
             raise Unavailable(f"{told}; see that it runs, then go on with --resume") from error
 
     def _number(self, state: StepState, served: int) -> None:
-        if self._ledger.base_version is None:
-            self._ledger.base_version = served + 1 if served else 0
+        if self._run_state.base_version is None:
+            self._run_state.base_version = served + 1 if served else 0
         elif served > self._version_of(state.step):
             log.warning("the gateway has served version %d since; versions go on from there", served)
-            self._ledger.base_version = served + 1 - (0 if self._recipe.frozen else state.step)
+            self._run_state.base_version = served + 1 - (0 if self._config.frozen else state.step)
 
     def _version_of(self, step: int) -> int:
-        return (self._ledger.base_version or 0) + (0 if self._recipe.frozen else step)
+        return (self._run_state.base_version or 0) + (0 if self._config.frozen else step)
 
     def _restore(self) -> StepState:
         while (state := self._run.last_state()) is not None:
@@ -190,10 +195,10 @@ class TrainingLoop:
                 self._run.quarantine(state.step, str(error))
         self._return_to_spool(state.step if state else 0)
         self._run.rewind(state)
-        self._ledger.rewind(state.step if state else 0)
+        self._run_state.rewind(state.step if state else 0)
         if state is None:
             return StepState(0, 0, (), {})
-        self._ledger.finish_step(state.step, state.groups, state.trained_rollouts)
+        self._run_state.finish_step(state.step, state.groups, state.trained_rollouts)
         self._drop(state.groups)  # unless it was killed before it could
         return state
 
@@ -202,8 +207,8 @@ class TrainingLoop:
         for step in self._run.steps():
             if step > done:
                 for finished in self._run.read_rollouts(step):
-                    if not self._spool.holds(finished.rollout.id):
-                        self._spool.put(finished)
+                    if not self._rollout_store.holds(finished.rollout.id):
+                        self._rollout_store.put(finished)
 
     async def _step(self, step: int) -> StepBatch:
         clock = asyncio.get_running_loop().time
@@ -212,7 +217,7 @@ class TrainingLoop:
         collected = clock()
         report = StepReport(rollouts=0, tokens=0)
         if batch.usable:
-            report = await self._working(lambda: self._trainer.step(batch.usable))
+            report = await self._run_blocking(lambda: self._trainer.step(batch.usable))
         line = step_metrics(
             step=step,
             version=await asyncio.to_thread(self._version_of, step),
@@ -231,7 +236,7 @@ class TrainingLoop:
 
     async def _chosen(self, step: int) -> list[PendingGroup]:
         while (
-            chosen := self._window.choose(step, await asyncio.to_thread(self._ledger.pending_groups))
+            chosen := self._window.choose(step, await asyncio.to_thread(self._run_state.pending_groups))
         ) is None:
             await asyncio.sleep(POLL_S)
         return chosen
@@ -245,16 +250,19 @@ class TrainingLoop:
             stale = staleness(group, self._version)
             if entry.drop_reason:
                 dropped[group.id] = entry.drop_reason
-            elif stale > self._window.staleness and self._recipe.stale == "drop":
+            elif stale > self._window.staleness and self._config.stale == "drop":
                 dropped[group.id] = f"sampled {stale} versions ago; the bound is {self._window.staleness}"
         ids = [f.rollout.id for group in groups for f in all_results(group)]
         return StepBatch(
-            groups, dropped, self._version, self._ledger.wasted_tokens(ids) + wasted_tokens(groups, dropped)
+            groups,
+            dropped,
+            self._version,
+            self._run_state.wasted_tokens(ids) + wasted_tokens(groups, dropped),
         )
 
     def _group(self, entry: PendingGroup) -> Group:
-        members, baseline = self._ledger.group_members(entry.id)
-        finished = tuple(map(self._spool.get, members))
+        members, baseline = self._run_state.group_members(entry.id)
+        finished = tuple(map(self._rollout_store.get, members))
         rollout = finished[0].rollout
         return Group(
             id=entry.id,
@@ -262,7 +270,7 @@ class TrainingLoop:
             epoch=self._epoch_of(entry.position),
             split=rollout.split,
             finished=finished,
-            baseline=self._spool.get(baseline) if baseline else None,
+            baseline=self._rollout_store.get(baseline) if baseline else None,
         )
 
     def _checkpoint(self, line: StepMetrics, batch: StepBatch) -> StepMetrics:
@@ -277,7 +285,7 @@ class TrainingLoop:
         partial = final.with_name(final.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        if not self._recipe.frozen:
+        if not self._config.frozen:
             shutil.rmtree(self._run.weights(version), ignore_errors=True)  # of a crashed try at this step
             line = structs.replace(line, trainer={**line.trainer, **self._export(version)})
         self._trainer.save(partial)  # knows what it has published
@@ -285,49 +293,49 @@ class TrainingLoop:
         state = StepState(step, version, trained, msgspec.to_builtins(line), groups)
         (partial / STEP_STATE_FILE).write_bytes(msgspec.json.encode(state))
         rename_whole(partial, final, durable=self._run.durable)
-        self._ledger.finish_step(step, groups, trained)
+        self._run_state.finish_step(step, groups, trained)
         self._run.append_metrics(state.metrics)
         self._drop(groups)
-        recipe = self._recipe
-        self._run.prune(keep_checkpoints=recipe.keep_checkpoints, keep_weights=recipe.keep_weights)
+        config = self._config
+        self._run.prune(keep_checkpoints=config.keep_checkpoints, keep_weights=config.keep_weights)
         self._prune_rollouts()
         return line
 
     def _export(self, version: int) -> dict[str, float]:
         path = self._run.weights(version)
         if isinstance(self._trainer, Publisher):
-            return self._trainer.publish(path, version=version, dtype=self._recipe.engine_dtype)
+            return self._trainer.publish(path, version=version, dtype=self._config.engine_dtype)
         self._trainer.export(path)
         return {}
 
     def _prune_rollouts(self) -> None:
-        recipe = self._recipe
-        if recipe.keep_rollouts_gb is None:
+        config = self._config
+        if config.keep_rollouts_gb is None:
             return
         # A step whose checkpoint turns out to be damaged is trained again from its file.
-        least = recipe.keep_checkpoints + 1
-        removed = self._run.prune_rollouts(int(recipe.keep_rollouts_gb * 1e9), least=least)
+        least = config.keep_checkpoints + 1
+        removed = self._run.prune_rollouts(int(config.keep_rollouts_gb * 1e9), keep_steps=least)
         if removed:
             told = "rollouts of steps %s were removed: rollouts/ is above keep_rollouts_gb = %g"
-            log.warning(told, ", ".join(map(str, removed)), recipe.keep_rollouts_gb)
+            log.warning(told, ", ".join(map(str, removed)), config.keep_rollouts_gb)
 
     def _drop(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            members, baseline = self._ledger.group_members(group_id)
+            members, baseline = self._run_state.group_members(group_id)
             for rollout_id in (*members, *([baseline] if baseline else [])):
-                self._spool.remove(rollout_id)
+                self._rollout_store.remove(rollout_id)
 
     async def _publish(self, step: int, version: int) -> None:
         path = self._run.weights(version)
         if not path.exists():
             await asyncio.to_thread(self._export, version)
         async with self._bounded(f"serve version {version}"):
-            await self._gateway.publish(Policy(self._recipe.policy, version), str(path))
+            await self._gateway.publish(Policy(self._config.policy, version), str(path))
         self._version = version
         await asyncio.to_thread(self._done, step)
 
     def _done(self, step: int) -> None:
-        self._ledger.published_step = step
+        self._run_state.published_step = step
 
 
 def all_results(group: Group) -> tuple[RolloutResult, ...]:

@@ -50,7 +50,7 @@ class VerifierRunner:
         left = running.exit
         if left is None or left.failure or left.lingers:
             await self._agents.stop(running.waiting.attempt)
-        most = self._agents.plan.max_verdicts
+        most = self._agents.config.max_verdicts
         first = min(most, 1 + len((await self._state(running)).failed_verdicts))
         failure = None
         for n in range(first, most + 1):
@@ -73,7 +73,7 @@ class VerifierRunner:
             invocation = await self._verifiers.invocation(grading, role="verifier")
             return wire.build_payload(rollout.task, invocation, submission)
 
-        verifier_timeout_s = self._agents.plan.deadlines.verifier_timeout_s
+        verifier_timeout_s = self._agents.config.deadlines.verifier_timeout_s
         try:
             async with asyncio.timeout(verifier_timeout_s):
                 if failure := await self._verifiers.launch(grading, payload):
@@ -107,7 +107,7 @@ class VerifierRunner:
 
     async def _verdict(self, running: RunningAttempt, before: int) -> Failure | None:
         """What became of a verifier that has ended; None when it has graded."""
-        upload_timeout_s = self._agents.plan.deadlines.upload_timeout_s
+        upload_timeout_s = self._agents.config.deadlines.upload_timeout_s
         end = loop_time() + upload_timeout_s
         while True:
             state = await self._state(running)

@@ -17,7 +17,7 @@ from afield.interfaces import Exit, Fence, Gateway, PendingAttempt, Phase, Runti
 from afield.orchestrator.availability import Availability, describe_error
 from afield.orchestrator.config import RolloutConfig
 from afield.orchestrator.deadlines import Progress, heartbeat_lost, overdue_failure
-from afield.orchestrator.run_state import RunState
+from afield.orchestrator.state import RunState
 from afield.types import Attempt, Failure, Rollout
 from afield.wire import OutcomeRecord
 
@@ -86,20 +86,20 @@ class AttemptWatcher:
 
     def __init__(
         self,
-        plan: RolloutConfig,
+        config: RolloutConfig,
         *,
         gateway: Gateway,
         runtime: Runtime,
         transport: Transport,
-        ledger: RunState,
+        run_state: RunState,
         asking: Availability,
         storing: Availability,
     ) -> None:
-        self._plan = plan
+        self._config = config
         self._gateway = gateway
         self._runtime = runtime
         self._transport = transport
-        self._ledger = ledger
+        self._run_state = run_state
         self._asking = asking
         self._storing = storing
         self._apart: dict[tuple[str, str], float] = {}  # what is not asked about a session, and until when
@@ -128,15 +128,15 @@ class AttemptWatcher:
                     await self._acknowledge()
                 if clock() >= self._until:
                     break
-            async with self._hearing, asyncio.timeout(self._plan.call_timeout_s):
-                await self._sort(await self._transport.unacknowledged(self._plan.exp_id))
+            async with self._hearing, asyncio.timeout(self._config.call_timeout_s):
+                await self._sort(await self._transport.unacknowledged(self._config.exp_id))
             await self._acknowledge()
         except Exception as error:
             log.warning("hints that were acted on may come again: %s", describe_error(error))
 
     async def _hints(self, wait_s: float) -> list[Attempt]:
-        async with asyncio.timeout(wait_s + self._plan.call_timeout_s):
-            return await self._transport.hints(self._plan.exp_id, wait_s)
+        async with asyncio.timeout(wait_s + self._config.call_timeout_s):
+            return await self._transport.hints(self._config.exp_id, wait_s)
 
     async def _acknowledge(self) -> None:
         """What is not acknowledged now is the next time."""
@@ -144,8 +144,8 @@ class AttemptWatcher:
         if not used:
             return
         try:
-            async with asyncio.timeout(self._plan.call_timeout_s):
-                await self._transport.acknowledge(self._plan.exp_id, used)
+            async with asyncio.timeout(self._config.call_timeout_s):
+                await self._transport.acknowledge(self._config.exp_id, used)
         except BaseException:
             self.used += used
             raise
@@ -155,7 +155,7 @@ class AttemptWatcher:
         for attempt in hinted:
             if running := self.running.get(attempt.session_id):
                 running.news.set()
-            elif await asyncio.to_thread(self._ledger.has_attempt, attempt):
+            elif await asyncio.to_thread(self._run_state.has_attempt, attempt):
                 self.used.append(attempt)
 
     async def _listen(self) -> None:
@@ -166,15 +166,15 @@ class AttemptWatcher:
                     await self._sort(await self._hints(HINT_WAIT_S))
             except Exception as error:
                 log.warning("no hints (%s); sweeps find what they would tell", describe_error(error))
-                await asyncio.sleep(self._plan.poll_interval_s)
+                await asyncio.sleep(self._config.poll_interval_s)
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEPING * self._plan.poll_interval_s)
+            await asyncio.sleep(SWEEPING * self._config.poll_interval_s)
             waiting = [r.waiting for s, r in self.running.items() if r.launched and self._asked("sweep", s)]
             try:
                 answers, spoiled = await self._storing.call_in_batches(
-                    self._transport.sweep, waiting, self._plan.call_timeout_s
+                    self._transport.sweep, waiting, self._config.call_timeout_s
                 )
             except Exception as error:
                 log.warning("the store was not swept: %s", describe_error(error))
@@ -185,7 +185,7 @@ class AttemptWatcher:
                     running.news.set()
 
     async def _watch(self) -> None:
-        every = min(self._plan.watch_interval_s, self._plan.deadlines.shortest_s / 2)
+        every = min(self._config.watch_interval_s, self._config.deadlines.shortest_s / 2)
         clock = asyncio.get_running_loop().time
         looked = clock()
         while True:
@@ -209,7 +209,7 @@ class AttemptWatcher:
                     running.news.set()
                 lives = session_id in alive
                 if failure := overdue_failure(
-                    self._plan.deadlines, running.progress, state, now, lives=lives
+                    self._config.deadlines, running.progress, state, now, lives=lives
                 ):
                     running.give_up(failure)
 
@@ -220,7 +220,7 @@ class AttemptWatcher:
         silent = [
             running
             for session_id, running in self.running.items()
-            if heartbeat_lost(self._plan.deadlines, running.progress, states.get(session_id))
+            if heartbeat_lost(self._config.deadlines, running.progress, states.get(session_id))
         ]
         phases = await asyncio.gather(*map(self._phase, silent))
         there = (Phase.STARTING, Phase.RUNNING)
@@ -228,7 +228,7 @@ class AttemptWatcher:
 
     async def _phase(self, running: RunningAttempt) -> Phase:
         try:
-            async with asyncio.timeout(self._plan.deadlines.heartbeat_timeout_s):
+            async with asyncio.timeout(self._config.deadlines.heartbeat_timeout_s):
                 return (await self._runtime.status(running.place)).phase
         except Exception as error:
             log.warning(
@@ -258,7 +258,7 @@ class AttemptWatcher:
     def _excuse_apart(self, seconds: float) -> None:
         """Nor could one whose session alone the gateway says nothing of; up to patience, in all."""
         apart = [r for s, r in self.running.items() if ("states", s) in self._apart]
-        apart = [running for running in apart if running.excused_s < self._plan.unavailable_timeout_s]
+        apart = [running for running in apart if running.excused_s < self._config.unavailable_timeout_s]
         for running in apart:
             running.excused_s += seconds
         self._excuse(apart, seconds)
@@ -266,7 +266,7 @@ class AttemptWatcher:
     async def _states(self, session_ids: Sequence[str]) -> dict[str, SessionState]:
         """What the gateway says; nothing when it is silent, and an Outage when it is for too long."""
         clock = asyncio.get_running_loop().time
-        began, limit_s = clock(), LOOKS * self._plan.watch_interval_s
+        began, limit_s = clock(), LOOKS * self._config.watch_interval_s
         found: dict[str, SessionState] = {}
         asked = [session_id for session_id in session_ids if self._asked("states", session_id)]
         try:
@@ -282,7 +282,7 @@ class AttemptWatcher:
                 self._silent_since = began
                 log.warning("the sessions cannot be looked at: %s", describe_error(error))
             silent_s = clock() - self._silent_since
-            if silent_s > self._plan.unavailable_timeout_s:
+            if silent_s > self._config.unavailable_timeout_s:
                 told = f"the gateway does not answer for {silent_s:.0f} s: {describe_error(error)}"
                 raise Outage(f"{told}; see that it runs, and go on where it was") from error
         return found

@@ -20,11 +20,9 @@ from afield.client.rollouts import NullObserver
 from afield.errors import Unavailable
 from afield.interfaces import Gateway
 from afield.orchestrator.config import RolloutConfig
-from afield.orchestrator.groups import GroupRunner
+from afield.orchestrator.groups import GroupRunner, Schedule
 from afield.orchestrator.rollout import RolloutRunner
-from afield.orchestrator.rollout_store import RolloutStore
-from afield.orchestrator.run_directory import RunDirectory
-from afield.orchestrator.scheduler import Schedule
+from afield.orchestrator.state import RolloutStore, RunDirectory
 from afield.settings import TrainConfig
 from afield.training_run import (
     AgentRuntimes,
@@ -161,11 +159,11 @@ async def opened(
         conductor = await parts.conductor(gateway, places, NullObserver())
         yield Collector(
             gateway=gateway,
-            collector=GroupRunner(parts.plan, conductor, parts.spool),
+            collector=GroupRunner(parts.rollout_config, conductor, parts.rollout_store),
             conductor=conductor,
             schedule=parts.schedule,
-            plan=parts.plan,
-            spool=parts.spool,
+            plan=parts.rollout_config,
+            spool=parts.rollout_store,
             base=await gateway.version(),
             engine_dtype=factory.published_dtype(
                 config.engine_dtype, await gateway.engine_dtype(), Path(config.model)

@@ -24,7 +24,7 @@ from afield.integrations.trl.rows import RowConfig, RowWeighting, TrlEstimator
 from afield.integrations.trl.staleness import StalenessLimits
 from afield.integrations.trl.weights import WeightTransfer
 from afield.integrations.trl.worker import RolloutWorker
-from afield.orchestrator.run_directory import RunDirectory
+from afield.orchestrator.state import RunDirectory
 from afield.settings import PATHS, Environment, TrainConfig, build, from_file, located, merged, read_tasks
 from afield.types import Task
 

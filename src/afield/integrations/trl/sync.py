@@ -20,8 +20,7 @@ from afield.integrations.trl.collector_thread import Collector
 from afield.integrations.trl.rollouts import Rows, as_tasks, check_sampling, configured, open_collector
 from afield.integrations.trl.rows import check
 from afield.integrations.trl.weights import WeightTransfer
-from afield.orchestrator.groups import GroupSpec
-from afield.orchestrator.scheduler import slug
+from afield.orchestrator.groups import GroupSpec, slug
 from afield.types import Group, RolloutResult, Trajectory
 
 Branches = Literal["refuse", "main"]

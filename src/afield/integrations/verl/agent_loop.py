@@ -90,7 +90,7 @@ class AgentLoop(AgentLoopBase):
         )
         rollout = Rollout(
             id=f"{prompt['uid']}-{prompt['session_id']}",
-            exp_id=client.plan.exp_id,
+            exp_id=client.config.exp_id,
             group_id=str(prompt["uid"]),
             task=task_of(prompt),
             sampling=_sampling(sampling_params, given.trainer.sampling),

@@ -24,7 +24,7 @@ from afield.errors import NoRewards, Unavailable, UsageError
 from afield.integrations.verl import baselines, rows, settings
 from afield.integrations.verl.dataset import task_of
 from afield.orchestrator.groups import greedy
-from afield.orchestrator.rollout_store import RolloutStore
+from afield.orchestrator.state import RolloutStore
 from afield.token_account import ExclusionWatch, TokenAccount, listed
 from afield.types import Rollout, Sampling, Split
 
@@ -231,7 +231,7 @@ class Manager:
         return [
             Rollout(
                 id=f"{uid}-{k}",
-                exp_id=self._client.plan.exp_id,
+                exp_id=self._client.config.exp_id,
                 group_id=uid,
                 task=task,
                 split=split,

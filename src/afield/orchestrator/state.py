@@ -1,0 +1,629 @@
+"""State of a run on disk: RunState, RolloutStore and the run directory.
+
+1. `RunState` has attempts, rollouts, groups and steps in SQLite: all that a restart needs to continue.
+2. `RolloutStore` keeps finished rollouts until a step has trained on them.
+3. `RunDirectory` knows the paths of a run, its checkpoints, and the records that people read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from afield.durable_files import write_whole
+from afield.errors import DamagedFile, NotFound, Unavailable, UsageError
+from afield.private_files import private_directory
+from afield.sqlite import Database
+from afield.types import Attempt, Failure, FailureKind, Outcome, Reason, RolloutResult, Task
+
+log = logging.getLogger("afield.run")
+
+STEP_STATE_FILE = "state.json"
+T = TypeVar("T")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(RolloutResult)
+STATE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS attempts (rollout_id TEXT, n INTEGER, began REAL, kind TEXT, reason TEXT,
+  message TEXT, tokens INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (rollout_id, n));
+CREATE TABLE IF NOT EXISTS finished (rollout_id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, position INTEGER NOT NULL UNIQUE,
+  born INTEGER NOT NULL, ready INTEGER NOT NULL DEFAULT 0, dropped TEXT, step INTEGER);
+CREATE INDEX IF NOT EXISTS untaken ON groups (position) WHERE step IS NULL;
+CREATE TABLE IF NOT EXISTS members (group_id TEXT, n INTEGER, rollout_id TEXT, PRIMARY KEY (group_id, n));
+CREATE TABLE IF NOT EXISTS trained (rollout_id TEXT PRIMARY KEY, step INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
+"""
+BASELINE = -1  # number in its group of the greedy rollout that the others are compared with
+
+
+class RolloutSummary(Struct, frozen=True):
+    """How a rollout ended, without its turns and trajectories."""
+
+    outcome: Outcome
+    """Outcome of the attempt that counts."""
+    attempts: int
+    """Number of attempts, with the one that counts."""
+    tokens: int = 0
+    """Sampled tokens that the attempt that counts can train."""
+    min_version: int | None = None
+    """Oldest policy version that sampled one of these tokens; None without tokens."""
+    max_version: int | None = None
+    """Newest policy version that sampled one of these tokens; None without tokens."""
+
+
+class PendingGroup(Struct, frozen=True):
+    """A group that was begun and that no step has taken yet."""
+
+    id: str
+    position: int
+    """Place in the order of the data set, from 0."""
+    begun_after_step: int
+    """Number of steps that were published when the group began."""
+    ready: bool
+    """Whether all its rollouts have ended and are in the rollout store."""
+    drop_reason: str | None
+    """Why the group cannot be trained; None if it can."""
+
+
+class AttemptRecord(Struct, frozen=True):
+    """An attempt as the run state has it."""
+
+    attempt: Attempt
+    started_at: float
+    """Wall-clock time of its launch, in seconds; before that, of its registration."""
+    failure: Failure | None
+    """Why it failed; None while it runs, and if its outcome counts."""
+    tokens: int
+    """Tokens that it sampled, known once it failed."""
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.started_at)
+
+
+class RunState:
+    """Attempts, rollouts, groups and steps in one SQLite file; used from any thread.
+
+    Collector and trainer share it, in one process or in two. A group is complete only when its rollouts are
+    in the rollout store, and taken by a step only when that step's checkpoint has its final name. Repeating
+    a write changes nothing; `rewind` goes back to a checkpoint.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        """`durable` survives a power cut, too, at the price of an fsync per transaction."""
+        self._db = Database(
+            path,
+            STATE_SCHEMA,
+            name="the run's state",
+            remedy="make room or free the file, then resume the run",
+            synchronous="FULL" if durable else "NORMAL",
+        )
+
+    def __enter__(self) -> Self:
+        self._db.open()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._db.close()
+
+    # --- attempts and rollouts -------------------------------------------------------------------
+
+    def begin_attempt(self, attempt: Attempt) -> None:
+        """Register an attempt before its launch."""
+        sql = "INSERT OR IGNORE INTO attempts (rollout_id, n, began) VALUES (?,?,?)"
+        self._db.execute(sql, attempt.rollout_id, attempt.n, time.time())
+
+    def mark_launched(self, attempt: Attempt) -> None:
+        """The agent has its payload: the attempt's time counts from here on."""
+        sql = "UPDATE attempts SET began=? WHERE rollout_id=? AND n=?"
+        self._db.execute(sql, time.time(), attempt.rollout_id, attempt.n)
+
+    def record_tokens(self, attempt: Attempt, tokens: int) -> None:
+        """Record the tokens of an abandoned attempt that uses up no retry."""
+        sql = "UPDATE attempts SET tokens=? WHERE rollout_id=? AND n=?"
+        self._db.execute(sql, tokens, attempt.rollout_id, attempt.n)
+
+    def has_attempt(self, attempt: Attempt) -> bool:
+        """Whether this run registered the attempt."""
+        sql = "SELECT 1 FROM attempts WHERE rollout_id=? AND n=?"
+        return self._db.fetch_one(sql, attempt.rollout_id, attempt.n) is not None
+
+    def fail_attempt(self, attempt: Attempt, failure: Failure, tokens: int = 0) -> None:
+        """Record a failed attempt; it uses up one retry of its failure kind."""
+        sql = "UPDATE attempts SET kind=?, reason=?, message=?, tokens=? WHERE rollout_id=? AND n=?"
+        values = (str(failure.kind), str(failure.reason), failure.message[:2000], tokens)
+        self._db.execute(sql, *values, attempt.rollout_id, attempt.n)
+
+    def attempts(self, rollout_id: str) -> list[AttemptRecord]:
+        """All attempts of a rollout, oldest first."""
+        sql = "SELECT n, began, kind, reason, message, tokens FROM attempts WHERE rollout_id=? ORDER BY n"
+        return [
+            AttemptRecord(
+                Attempt(rollout_id, n),
+                began,
+                Failure(FailureKind(kind), Reason(reason), message) if kind else None,
+                tokens,
+            )
+            for n, began, kind, reason, message, tokens in self._db.fetch_all(sql, rollout_id)
+        ]
+
+    def finish_rollout(self, rollout_id: str, summary: RolloutSummary) -> None:
+        """Record how a rollout ended; the first record counts."""
+        body = msgspec.msgpack.encode(summary)
+        self._db.execute("INSERT OR IGNORE INTO finished VALUES (?,?)", rollout_id, body)
+
+    def rollout_summary(self, rollout_id: str) -> RolloutSummary | None:
+        row = self._db.fetch_one("SELECT body FROM finished WHERE rollout_id=?", rollout_id)
+        return msgspec.msgpack.decode(row[0], type=RolloutSummary) if row else None
+
+    def forget_rollout(self, rollout_id: str) -> None:
+        """Let a rollout that ended run again; its attempts are kept."""
+        self._db.execute("DELETE FROM finished WHERE rollout_id=?", rollout_id)
+
+    def wasted_tokens(self, rollout_ids: Sequence[str]) -> int:
+        """Tokens of failed and abandoned attempts of these rollouts."""
+        placeholders = ",".join("?" * len(rollout_ids))
+        sql = f"SELECT coalesce(sum(tokens), 0) FROM attempts WHERE rollout_id IN ({placeholders})"
+        return self._db.fetch_one(sql, *rollout_ids)[0]
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def begin_group(self, group_id: str, position: int, published_step: int) -> None:
+        """Register a group before its first rollout starts."""
+        sql = "INSERT OR IGNORE INTO groups (id, position, born) VALUES (?,?,?)"
+        self._db.execute(sql, group_id, position, published_step)
+
+    def groups_begun(self) -> int:
+        """Number of groups begun so far: the position of the next one."""
+        return self._db.fetch_one("SELECT coalesce(max(position), -1) + 1 FROM groups")[0]
+
+    def complete_group(
+        self, group_id: str, members: Sequence[str], baseline: str | None, drop_reason: str | None
+    ) -> None:
+        """All rollouts of a group have ended and are in the rollout store."""
+        rows = [(group_id, n, rollout_id) for n, rollout_id in enumerate(members)]
+        rows += [(group_id, BASELINE, baseline)] if baseline else []
+        with self._db.transaction():
+            self._db.execute_many("INSERT OR IGNORE INTO members VALUES (?,?,?)", rows)
+            self._db.execute("UPDATE groups SET ready=1, dropped=? WHERE id=?", drop_reason, group_id)
+
+    def pending_groups(self) -> list[PendingGroup]:
+        """Groups that no step has taken yet, in the order of the data set."""
+        sql = "SELECT id, position, born, ready, dropped FROM groups WHERE step IS NULL ORDER BY position"
+        return [
+            PendingGroup(i, p, b, bool(ready), dropped) for i, p, b, ready, dropped in self._db.fetch_all(sql)
+        ]
+
+    def group_members(self, group_id: str) -> tuple[list[str], str | None]:
+        """Rollout ids of a completed group, and that of its baseline."""
+        members = dict(
+            self._db.fetch_all("SELECT n, rollout_id FROM members WHERE group_id=? ORDER BY n", group_id)
+        )
+        baseline = members.pop(BASELINE, None)
+        return list(members.values()), baseline
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def finish_step(self, step: int, group_ids: Iterable[str], rollout_ids: Iterable[str]) -> None:
+        """Record the groups that a step took and the rollouts that it trained.
+
+        Raises ValueError for a group or rollout that another step has.
+        """
+        with self._db.transaction():
+            for table, key, ids in (("groups", "id", group_ids), ("trained", "rollout_id", rollout_ids)):
+                for item in ids:
+                    row = self._db.fetch_one(f"SELECT step FROM {table} WHERE {key}=?", item)
+                    if row and row[0] not in (None, step):
+                        raise ValueError(f"{item} was taken by step {row[0]}, not {step}")
+                    if table == "groups":
+                        self._db.execute("UPDATE groups SET step=? WHERE id=?", step, item)
+                    else:
+                        self._db.execute("INSERT OR IGNORE INTO trained VALUES (?,?)", item, step)
+
+    def rewind(self, step: int) -> None:
+        """Forget the training of later steps, whose weights are lost."""
+        with self._db.transaction():
+            self._db.execute("DELETE FROM trained WHERE step > ?", step)
+            self._db.execute("UPDATE groups SET step=NULL WHERE step > ?", step)
+
+    def trained_rollouts(self) -> dict[str, int]:
+        """Rollout ids with the step that trained them."""
+        return dict(self._db.fetch_all("SELECT rollout_id, step FROM trained"))
+
+    def groups_taken(self) -> int:
+        """Number of groups that steps have taken."""
+        return self._db.fetch_one("SELECT count(*) FROM groups WHERE step IS NOT NULL")[0]
+
+    @property
+    def published_step(self) -> int:
+        """The last step whose weights were published to the gateway."""
+        return self._fact("done")
+
+    @published_step.setter
+    def published_step(self, step: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('done', ?)", step)
+
+    @property
+    def base_version(self) -> int | None:
+        """Policy version that the run began with; None before the training loop chose it."""
+        row = self._db.fetch_one("SELECT value FROM facts WHERE key='base'")
+        return row[0] if row else None
+
+    @base_version.setter
+    def base_version(self, version: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('base', ?)", version)
+
+    @property
+    def late_outcomes(self) -> int:
+        """Number of outcomes that arrived after their attempt was fenced, and were refused."""
+        return self._fact("late")
+
+    @late_outcomes.setter
+    def late_outcomes(self, number: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO facts VALUES ('late', ?)", number)
+
+    def _fact(self, key: str) -> int:
+        row = self._db.fetch_one("SELECT value FROM facts WHERE key=?", key)
+        return row[0] if row else 0
+
+
+class RolloutStore:
+    """Finished rollouts on disk, one file each, until the checkpoint of their step is written.
+
+    A rollout leaves memory as soon as it has ended. Its file is written whole or not at all; putting it again
+    replaces it by the same.
+    """
+
+    def __init__(self, root: Path, *, durable: bool = False) -> None:
+        """`durable` rollouts survive a power cut, too."""
+        self._root = root
+        self._durable = durable
+
+    def put(self, result: RolloutResult) -> None:
+        path = self._path(result.rollout.id)
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(path, _ENCODER.encode(result), durable=self._durable)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            message = f"cannot write rollout {result.rollout.id} to {self._root}: {error}"
+            raise Unavailable(f"{message}; free disk space, it is tried again") from error
+
+    def get(self, rollout_id: str) -> RolloutResult:
+        path = self._path(rollout_id)
+        try:
+            return _DECODER.decode(path.read_bytes())
+        except FileNotFoundError:
+            raise NotFound(f"rollout {rollout_id} is not in {self._root}") from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise Unavailable(f"cannot read {path}: {error}") from error
+
+    def holds(self, rollout_id: str) -> bool:
+        return self._path(rollout_id).exists()
+
+    def remove(self, rollout_id: str) -> None:
+        self._path(rollout_id).unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        if not self._root.exists():
+            return 0
+        with os.scandir(self._root) as entries:
+            return sum(entry.name.endswith(".rollout") for entry in entries)
+
+    def _path(self, rollout_id: str) -> Path:
+        return self._root / f"{rollout_id}.rollout"
+
+
+class StepState(Struct, frozen=True):
+    """What a checkpoint contains besides the trainer's own files."""
+
+    step: int
+    """The step that the checkpoint ends, from 1."""
+    version: int
+    """Policy version of its weights."""
+    trained_rollouts: tuple[str, ...]
+    """Ids of the rollouts that the step trained."""
+    metrics: dict[str, Any]
+    """The step's line of metrics.jsonl."""
+    groups: tuple[str, ...] = ()
+
+
+class RunDirectory:
+    """Paths and records of one run.
+
+        runs/<id>/
+          run.json          settings of the run, for --resume
+          tasks.jsonl       tasks, each with its id and input
+          metrics.jsonl     one line per step
+          rollouts/         step-0001.jsonl: one line per rollout, with outcome, turns and trajectories
+          checkpoints/      step-0001/: weights, optimizer and random state; the newest few are kept
+          weights/          v1/: weights as engines load them
+          validation/       step-0010.jsonl: rollouts of a validation; validation.jsonl has a line for each
+          ledger.sqlite     RunState: attempts, ended rollouts, groups, what each step trained
+          spool/            RolloutStore: finished rollouts until a step has taken them
+          sessions.sqlite   sessions that run now, and where
+          gateway/ outcomes/ logs/ verifiers/
+          summary.json rewards.png
+
+    A step is done when its checkpoint directory has its final name; everything else follows from it.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        """`durable` files survive a power cut, too, at the price of an fsync each."""
+        self.path = path.absolute()
+        self.durable = durable
+        self._identity: tuple[int, int] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def tasks(self) -> Path:
+        return self.path / "tasks.jsonl"
+
+    @property
+    def run_state(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def rollout_store(self) -> Path:
+        return self.path / "spool"
+
+    @property
+    def limiter(self) -> Path:
+        return self.path / "limiter.sqlite"
+
+    @property
+    def sessions(self) -> Path:
+        """Registry of the sessions that run now."""
+        return self.path / "sessions.sqlite"
+
+    @property
+    def gateway(self) -> Path:
+        return self.path / "gateway"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether training wrote its first metrics or collection its first rollout."""
+        return self.metrics.exists() or self.rollout_store.exists()
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "rewards.png"
+
+    @contextmanager
+    def locked(self, *parts: str, wait: bool = False) -> Generator[None]:
+        """Hold the locks of these parts of a run; raises UsageError while another process has one."""
+        with ExitStack() as locks:
+            for part in parts:
+                try:
+                    private_directory(self.path, (self.config.name, self.run_state.name))
+                    lock = locks.enter_context((self.path / f"{part}.lock").open("w"))
+                except OSError as error:
+                    message = f"a run cannot be kept in {self.path}: {error}"
+                    raise UsageError(f"{message}; set AFIELD_RUNS to another directory") from error
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError as error:
+                    raise UsageError(
+                        f"another process is working on run {self.id}: wait for it or stop it"
+                    ) from error
+            self._identity = _identity_of(self.path)
+            yield
+
+    def check_present(self) -> None:
+        """Raise UsageError if the directory is no longer the one that was locked."""
+        if self._identity is not None and _identity_of(self.path) != self._identity:
+            raise UsageError(
+                f"the run's directory {self.path} was removed or replaced while the run was going on:"
+                " checkpoints, rollouts and weights in it are lost; start the run again"
+            )
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:04d}"
+
+    def weights(self, version: int) -> Path:
+        return self.path / "weights" / f"v{version}"
+
+    def rollouts(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step-{step:04d}.jsonl"
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def last_state(self) -> StepState | None:
+        """State of the newest readable checkpoint; a damaged one is quarantined."""
+        while steps := self._checkpoints():
+            path = self.checkpoint(steps[-1]) / STEP_STATE_FILE
+            try:
+                return msgspec.json.decode(path.read_bytes(), type=StepState)
+            except (OSError, msgspec.MsgspecError) as error:
+                self.quarantine(steps[-1], f"{path} cannot be read: {error}")
+        return None
+
+    def quarantine(self, step: int, reason: str) -> None:
+        """Rename a damaged checkpoint, so that the one before it is the newest."""
+        older = [other for other in self._checkpoints() if other < step]
+        if not older:
+            raise DamagedFile(
+                f"checkpoint {self.checkpoint(step)} is damaged ({reason}) and there is no older one;"
+                " restore it from a copy, or start a new run"
+            )
+        damaged = self.checkpoint(step).with_name(f"step-{step:04d}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        self.checkpoint(step).rename(damaged)
+        log.warning(
+            "checkpoint of step %d is damaged: %s; it is kept as %s, and the run goes on from step %d",
+            *(step, reason, damaged.name, older[-1]),
+        )
+
+    def _checkpoints(self) -> list[int]:
+        names = (path.name for path in (self.path / "checkpoints").glob("step-*"))
+        matches = [re.fullmatch(r"step-(\d+)", name) for name in names]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def prune(self, *, keep_checkpoints: int, keep_weights: int | None) -> None:
+        for step in self._checkpoints()[:-keep_checkpoints]:
+            _remove(self.checkpoint(step))
+        if keep_weights is not None:
+            paths = (self.path / "weights").iterdir()
+            versions = sorted(int(p.name[1:]) for p in paths if re.fullmatch(r"v\d+", p.name))
+            for version in versions[:-keep_weights]:
+                _remove(self.weights(version))
+
+    def prune_rollouts(self, max_bytes: int, *, keep_steps: int) -> list[int]:
+        """Remove the oldest steps' rollouts until `max_bytes` are left; the newest `keep_steps` stay."""
+        sizes = {step: self.rollouts(step).stat().st_size for step in self.steps()}
+        total, removed = sum(sizes.values()), []
+        for step in list(sizes)[: max(0, len(sizes) - keep_steps)]:
+            if total <= max_bytes:
+                break
+            self.rollouts(step).unlink()
+            total -= sizes[step]
+            removed.append(step)
+        return removed
+
+    # --- records ---------------------------------------------------------------------------------
+
+    def _write(self, path: Path, data: bytes) -> None:
+        write_whole(path, data, durable=self.durable)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Complete lines only: the checkpoint has the metrics of a line that a crash cut short."""
+        return _whole_lines(self.metrics)
+
+    def rewind(self, state: StepState | None) -> None:
+        """Remove records of steps after the checkpoint, and restore its own line of metrics."""
+        done = state.step if state else 0
+        kept = [line for line in self.read_metrics() if line["step"] < done]
+        lines = [*kept, *([state.metrics] if state else [])]
+        self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        for step in self.steps():
+            if step > done:
+                self.rollouts(step).unlink()
+
+    def write_tasks(self, tasks: Iterable[Task]) -> None:
+        self._write(self.tasks, b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
+
+    def read_tasks(self) -> list[Task]:
+        return _read_lines(self.tasks, Task)
+
+    def write_rollouts(self, step: int, finished: Iterable[RolloutResult]) -> None:
+        lines = [msgspec.json.encode(f) for f in finished]
+        self.rollouts(step).parent.mkdir(exist_ok=True)
+        self._write(self.rollouts(step), b"".join(line + b"\n" for line in lines))
+
+    def write_validation(self, line: dict[str, Any], finished: Iterable[RolloutResult]) -> None:
+        """Write one validation; a step that has one already keeps it."""
+        if line["step"] in {other["step"] for other in self.read_validation()}:
+            return
+        folder = self.path / "validation"
+        folder.mkdir(exist_ok=True)
+        data = b"".join(msgspec.json.encode(f) + b"\n" for f in finished)
+        self._write(folder / f"step-{line['step']:04d}.jsonl", data)
+        with (self.path / "validation.jsonl").open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def read_validation(self) -> list[dict[str, Any]]:
+        return _whole_lines(self.path / "validation.jsonl")
+
+    def read_rollouts(self, step: int) -> list[RolloutResult]:
+        return _read_lines(self.rollouts(step), RolloutResult)
+
+    def steps(self) -> list[int]:
+        """Steps with rollouts on disk."""
+        paths = (self.path / "rollouts").glob("step-*.jsonl")
+        return sorted(int(path.stem.removeprefix("step-")) for path in paths)
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _read_lines(path: Path, kind: type[T]) -> list[T]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DamagedFile(f"cannot read {path}: {error}; restore a copy or start a new run") from error
+    records: list[T] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records += [msgspec.json.decode(line, type=kind)] if line else []
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            problem = f"{path} is damaged in line {number}: {error}"
+            raise DamagedFile(f"{problem}; restore the file from a copy or start a new run") from error
+    return records
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
+
+
+def _remove(directory: Path) -> None:
+    """Rename, then remove: no reader sees half a directory."""
+    removed = directory.with_name(directory.name + ".removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    directory.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def find_run(runs: Path, name: str, kind: str = "") -> RunDirectory:
+    """A run by its id or path; `latest` is the newest of its kind under `runs`."""
+    if name == "latest":
+        configs = sorted(runs.glob(f"{kind}*/run.json"), key=lambda path: path.stat().st_mtime)
+        if not configs:
+            raise UsageError(f"there is no run under {runs} yet: start one with `afield demo`")
+        return RunDirectory(configs[-1].parent)
+    for path in (Path(name), runs / name):
+        if (path / "run.json").exists():
+            return RunDirectory(path)
+    names = sorted(path.parent.name for path in runs.glob("*/run.json"))
+    choices = f"; under {runs} there are: {', '.join(names)}" if names else f"; there are none under {runs}"
+    raise UsageError(f"unknown run {name!r}{choices}")
