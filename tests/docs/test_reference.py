@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from afield.orchestrator.staleness import Mode
 from msgspec import NODEFAULT, Struct, structs
 
 from afield.chat.escape import POLICIES
@@ -32,6 +31,7 @@ from afield.options import (
 )
 from afield.orchestrator.config import DEFAULT_RETRIES
 from afield.orchestrator.deadlines import Deadlines
+from afield.orchestrator.groups import Mode
 from afield.orchestrator.training_loop import StepMetrics
 from afield.settings import TrainConfig
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
