@@ -33,7 +33,7 @@ from afield.orchestrator.config import DEFAULT_RETRIES
 from afield.orchestrator.deadlines import Deadlines
 from afield.orchestrator.groups import Mode
 from afield.orchestrator.training_loop import StepMetrics
-from afield.settings import TrainConfig
+from afield.settings.train import TrainConfig
 from afield.types import Budget, FailureKind, Link, Reason, Sampling, Turn
 from support.pages import DOCS, SOURCE, blocks, names, section, table
 
