@@ -281,7 +281,7 @@ def mutant(original, *args):
     Mutant(
         "parent-chosen-wrongly",
         "a request continues from the parent of its real parent",
-        "gateway.prompts:_locate",
+        "gateway.prompts:_match",
         f"""
 {REPLACE}
 def mutant(original, tree, *args):
@@ -327,7 +327,7 @@ def mutant(original, message):
     Mutant(
         "retry-sampled-again",
         "a client that repeats a call after losing the answer gets another one, and both are trained",
-        "gateway.calls:Calls._again",
+        "gateway.calls:Calls._repeat_answer",
         """
 async def mutant(original, *args):
     return []

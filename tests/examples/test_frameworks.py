@@ -135,7 +135,7 @@ def test_without_a_rollout_the_model_is_productions(where: Any, monkeypatch: pyt
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_what_is_no_rollout_is_said(make: Any) -> None:
-    with pytest.raises(UsageError, match="say model_id="):
+    with pytest.raises(UsageError, match="needs model_id="):
         make({"question": "How much?"})
     with pytest.raises(UsageError, match="context or payload, not from 'http://gateway'"):
         make("http://gateway")

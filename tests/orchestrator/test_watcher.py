@@ -237,11 +237,11 @@ async def test_an_agent_that_was_given_up_is_told_once(
             alive.keep(structs.replace(invocation(), base_url=ticket.base_url, api_key=ticket.api_key))
 
             async def told() -> bool:
-                return any("given up" in record.getMessage() for record in caplog.records)
+                return any("aborted by the gateway" in record.getMessage() for record in caplog.records)
 
             await until(told)
             await asyncio.sleep(0.5)  # in which it would be told again
-        assert [r.getMessage() for r in caplog.records if "given up" in r.getMessage()] == [
+        assert [r.getMessage() for r in caplog.records if "aborted by the gateway" in r.getMessage()] == [
             "heartbeat: r.1 aborted by the gateway, its outcome comes too late"
         ]
 

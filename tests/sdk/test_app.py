@@ -224,7 +224,7 @@ async def test_a_body_over_the_limit_is_refused(app: AnyApp) -> None:
 
 async def test_a_second_entrypoint_is_refused(app: AnyApp) -> None:
     app.rollout_entrypoint(lambda payload: 1.0)
-    with pytest.raises(UsageError, match="an app runs one agent"):
+    with pytest.raises(UsageError, match="already has a rollout entrypoint"):
         app.rollout_entrypoint(lambda payload: 2.0)
 
 

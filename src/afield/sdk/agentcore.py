@@ -1,7 +1,7 @@
-"""RolloutApp: the rollout contract on top of `BedrockAgentCoreApp` (extra `agentcore`).
+"""RolloutApp: `BedrockAgentCoreApp` with rollouts (extra `agentcore`).
 
-An AgentCore agent swaps its decorator for `@app.rollout_entrypoint` and keeps the rest: the base
-class's request context reaches the agent, and its own task tracking decides what `/ping` says.
+An AgentCore agent replaces its decorator by `@app.rollout_entrypoint`. The base class's request context
+reaches the agent, and its task tracking determines the status of `/ping`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from afield.errors import UsageError
 from afield.sdk.agent import AgentEntry
-from afield.sdk.app import Answer, Entrypoints, Ping, Receive, Scope, Send, parse_json, read_body, respond
+from afield.sdk.app import Entrypoints, HttpReply, Ping, Receive, Scope, Send, parse_json, read_body, respond
 from afield.sdk.runner import Runner
 from afield.sdk.signed_invocations import default_host, in_container, key_for
 
@@ -34,7 +34,7 @@ class Lifespan(Protocol):
 
 
 class RolloutApp(BedrockAgentCoreApp, Entrypoints):
-    """Behaves as `afield.App` does; `entrypoint`, `ping` and `websocket` stay the base class's."""
+    """Behaves as `afield.App`; `entrypoint`, `ping` and `websocket` are those of the base class."""
 
     def __init__(
         self,
@@ -43,16 +43,18 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
         middleware: Sequence[Middleware] | None = None,
     ) -> None:
         @asynccontextmanager
-        async def living(app: Starlette) -> AsyncIterator[Any]:
+        async def lifespan_with_runner(app: Starlette) -> AsyncIterator[Any]:
             async with lifespan(app) if lifespan else nullcontext() as state:
                 yield state
             if self.runner is not None:
                 self.runner.close()
 
-        super().__init__(debug, living, [*(middleware or ()), Middleware(_CheckedBody, entrypoints=self)])
-        self.router.routes.insert(0, Route("/ping", self._say_status, methods=["GET"]))
-        stopping = Route("/invocations/{session_id}", self._stop, methods=["DELETE"])
-        self.router.routes.insert(0, stopping)
+        super().__init__(
+            debug, lifespan_with_runner, [*(middleware or ()), Middleware(_CheckedBody, entrypoints=self)]
+        )
+        self.router.routes.insert(0, Route("/ping", self._ping_status, methods=["GET"]))
+        stop_route = Route("/invocations/{session_id}", self._stop, methods=["DELETE"])
+        self.router.routes.insert(0, stop_route)
         self._tasks: dict[str, int] = {}
 
     def _runner_of(self, entry: AgentEntry) -> Runner:
@@ -68,29 +70,29 @@ class RolloutApp(BedrockAgentCoreApp, Entrypoints):
     def _ended(self, session_id: str) -> None:
         self.complete_async_task(self._tasks.pop(session_id))
 
-    async def _say_status(self, request: Request) -> Response:
+    async def _ping_status(self, request: Request) -> Response:
         status = self.get_current_ping_status()
         active = self.runner.active if self.runner else []
         instance = self.runner.instance if self.runner else ""
         changed = int(self._last_status_update_time)
         ping = Ping(status=status.value, time_of_last_update=changed, active=active, instance=instance)
-        return _response(Answer(200, ping))
+        return _response(HttpReply(200, ping))
 
     def run(self, port: int = 8080, host: str | None = None, **kwargs: Any) -> None:
-        """As the base class's, which takes loopback outside a container; invocations are signed there."""
+        """Serve on loopback with signed invocations, or on all addresses inside a container."""
         container = in_container()
         host = host or default_host(container)
-        self.guard(key_for(host, None, unsigned=False, container=container), [])
+        self.restrict(key_for(host, None, unsigned=False, container=container), [])
         super().run(port=port, host=host, **kwargs)
 
     async def _stop(self, request: Request) -> Response:
-        if refused := self.refused(request.scope):
-            return _response(refused)
+        if unsigned := self.check_signature(request.scope):
+            return _response(unsigned)
         return _response(self.stop(request.path_params["session_id"]))
 
 
 class _CheckedBody:
-    """Refuses a body that is too large or not JSON the way `App` does; the base class would take it."""
+    """Middleware that rejects bodies as `App` does: too large, unsigned or not JSON."""
 
     def __init__(self, app: Any, entrypoints: Entrypoints) -> None:
         self._app = app
@@ -102,9 +104,9 @@ class _CheckedBody:
             return
         body = await read_body(receive)
         parsed = body
-        if not isinstance(body, Answer):
-            parsed = self._entrypoints.refused(scope, body) or parse_json(body)
-        if isinstance(parsed, Answer):
+        if not isinstance(body, HttpReply):
+            parsed = self._entrypoints.check_signature(scope, body) or parse_json(body)
+        if isinstance(parsed, HttpReply):
             await respond(send, parsed)
             return
         messages: list[MutableMapping[str, Any]] = [
@@ -117,5 +119,5 @@ class _CheckedBody:
         await self._app(scope, replay, send)
 
 
-def _response(answer: Answer) -> Response:
+def _response(answer: HttpReply) -> Response:
     return Response(msgspec.json.encode(answer.body), answer.status, media_type="application/json")

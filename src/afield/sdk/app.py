@@ -1,9 +1,10 @@
-"""App: the `/invocations` and `/ping` contract of an agent's container, as a small ASGI app.
+"""App: ASGI server of the `/invocations` and `/ping` contract of agent containers.
 
-`POST /invocations` checks the payload before any work, answers at once, and works in the background.
-The same session again gets the same answer and no second run. `GET /ping` always answers: agents run
-in threads of their own. A body that is too large, not JSON or not a rollout is refused with an error
-that names what is wrong. `DELETE /invocations/{session_id}` stops a rollout.
+1. `POST /invocations` checks the payload, responds at once and runs the agent in the background. A repeated
+   session gets the same response and no second run.
+2. `GET /ping` always responds, because agents run in their own threads.
+3. `DELETE /invocations/{session_id}` stops a rollout.
+4. Bodies that are too large, not JSON or not an invocation get a 4xx with the reason and a hint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from afield.sdk.signed_invocations import HEADER, InvocationKey, default_host, i
 
 log = logging.getLogger("afield.sdk")
 
-ONE = "/invocations/"
+SESSION_PATH = "/invocations/"
 SIGNATURE = HEADER.lower().encode()
 ROUTES = "GET /ping, POST /invocations or DELETE /invocations/{session_id}"
 BODY_BYTES = 100 * 1024 * 1024
@@ -35,45 +36,57 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class Answer(Struct, frozen=True):
+class HttpReply(Struct, frozen=True):
+    """A JSON response."""
+
     status: int
+    """HTTP status."""
     body: object
+    """Value to encode as JSON."""
 
 
 class Ping(Struct, frozen=True, kw_only=True):
+    """Response to `GET /ping`, as AgentCore defines it, with two more fields."""
+
     status: str
+    """"Healthy", or "HealthyBusy" while rollouts run."""
     time_of_last_update: int
+    """Last change of the status, in seconds since the epoch."""
     active: list[str]
-    # Another one after a restart: what ran before has died.
+    """Ids of running sessions."""
     instance: str = ""
+    """Random id of this process; after a restart it differs, and earlier rollouts are gone."""
 
 
-def refusal(status: int, kind: str, message: str, hint: str) -> Answer:
-    return Answer(status, {"error": {"type": kind, "message": message, "hint": hint}})
+def error_reply(status: int, kind: str, message: str, hint: str) -> HttpReply:
+    """An error response with a message and a remedy."""
+    return HttpReply(status, {"error": {"type": kind, "message": message, "hint": hint}})
 
 
 class Entrypoints:
-    """What every rollout app offers: the decorator, and the rollouts of what it decorates."""
+    """Base of agent apps: the entrypoint decorator, and running and stopping rollouts."""
 
     runner: Runner | None = None
     key: InvocationKey | None = None
 
-    def guard(self, key: InvocationKey | None, outcome_roots: Sequence[Path]) -> None:
-        """From now on: take only what is signed with `key`, and deliver to no `file:` outside these roots."""
+    def restrict(self, key: InvocationKey | None, outcome_roots: Sequence[Path]) -> None:
+        """Accept only invocations signed with `key`; write `file:` outcomes only below these directories."""
         self.key = key
         if self.runner is not None:
             self.runner.file_roots = tuple(outcome_roots)
 
-    def refused(self, scope: Scope, body: bytes = b"") -> Answer | None:
-        """The answer to whoever may not ask this; None for those who may."""
+    def check_signature(self, scope: Scope, body: bytes = b"") -> HttpReply | None:
+        """A 401 for a request without a valid signature; None for a valid one."""
         if self.key is None:
             return None
-        given = [value.decode("latin-1") for name, value in scope["headers"] if name == SIGNATURE]
-        problem = self.key.problem(given[0] if given else "", scope["method"], scope["path"], body)
+        signatures = [value.decode("latin-1") for name, value in scope["headers"] if name == SIGNATURE]
+        problem = self.key.problem(signatures[0] if signatures else "", scope["method"], scope["path"], body)
         if not problem:
             return None
-        hint = "send it through afield as the user who started this agent, or give both the same key file"
-        return refusal(401, "unsigned", f"only the controller may do that: {problem}", hint)
+        hint = "send it through afield as the user who started this agent, or give both the same --key-file"
+        return error_reply(
+            401, "unsigned", f"the invocation is not signed by the controller: {problem}", hint
+        )
 
     @overload
     def rollout_entrypoint(self, fn: F) -> F: ...
@@ -82,7 +95,7 @@ class Entrypoints:
     def rollout_entrypoint(self, *, aggregate: Aggregate = None) -> Callable[[F], F]: ...
 
     def rollout_entrypoint(self, fn: Callable[..., Any] | None = None, *, aggregate: Aggregate = None) -> Any:
-        """Makes `fn(payload)` or `fn(payload, context)`, sync or async, what this app runs."""
+        """Register `fn(payload)` or `fn(payload, context)`, sync or async, as this app's agent."""
         check_aggregate(aggregate)
         if fn is None:
             return lambda fn: self._decorate(fn, aggregate)
@@ -91,32 +104,36 @@ class Entrypoints:
     def _decorate(self, fn: F, aggregate: Aggregate) -> F:
         entry = entry_of(fn, whole_payload=True, aggregate=aggregate)
         if self.runner is not None:
-            raise UsageError("this app has a rollout entrypoint already; an app runs one agent")
+            raise UsageError(
+                "this app already has a rollout entrypoint; create another App for a second agent"
+            )
         self.runner = self._runner_of(entry)
         return mark(fn, entry)
 
     def _runner_of(self, entry: AgentEntry) -> Runner:
         return Runner(entry)
 
-    def invoke(self, payload: object) -> Answer:
+    def invoke(self, payload: object) -> HttpReply:
+        """Start a rollout."""
         if self.runner is None:
             hint = "decorate the agent's function with @app.rollout_entrypoint"
-            return refusal(500, "no_entrypoint", "this app has no rollout entrypoint", hint)
+            return error_reply(500, "no_entrypoint", "this app has no rollout entrypoint", hint)
         try:
-            return Answer(200, self.runner.accept(payload))
+            return HttpReply(200, self.runner.accept(payload))
         except WireError as error:
-            hint = f"send the task's row as a JSON object with a valid '{wire.ROLLOUT_FIELD}'"
-            return refusal(400, "invalid_payload", str(error), hint)
+            hint = f"send the task as a JSON object with a valid '{wire.ROLLOUT_FIELD}' field"
+            return error_reply(400, "invalid_payload", str(error), hint)
         except Unavailable as error:
-            return refusal(503, "busy", str(error), "try again when other rollouts have ended")
+            return error_reply(503, "busy", str(error), "retry when other rollouts have ended")
 
-    def stop(self, session_id: str) -> Answer:
+    def stop(self, session_id: str) -> HttpReply:
+        """Stop a rollout."""
         stopped = self.runner is not None and self.runner.stop(session_id)
-        return Answer(200, {"session_id": session_id, "stopped": stopped})
+        return HttpReply(200, {"session_id": session_id, "stopped": stopped})
 
 
 class App(Entrypoints):
-    """Decorate one function with `@app.rollout_entrypoint`, then `app.run()`."""
+    """An agent server: decorate one function with `@app.rollout_entrypoint`, then call `app.run()`."""
 
     def __init__(self, entry: AgentEntry | None = None) -> None:
         self.runner = None if entry is None else self._runner_of(entry)
@@ -130,10 +147,10 @@ class App(Entrypoints):
         outcome_root: str | Path | None = None,
         unsigned: bool = False,
     ) -> None:
-        """Serve on loopback, or on all addresses where the program has a container to itself.
+        """Serve on loopback, or on all addresses inside a container.
 
-        Invocations are signed, with the user's own key or the one in `key_file`; those of a container's
-        platform need not be. `outcome_root` is a directory below which `file:` outcomes may be written.
+        Invocations must be signed with the user's key or the one in `key_file`, except inside a container,
+        whose platform does not sign. `file:` outcomes may be written below `outcome_root`.
         """
         import uvicorn
 
@@ -141,36 +158,36 @@ class App(Entrypoints):
         container = in_container()
         host = host or default_host(container)
         key = key_for(host, Path(key_file) if key_file else None, unsigned=unsigned, container=container)
-        self.guard(key, [Path(outcome_root)] if outcome_root else [])
+        self.restrict(key, [Path(outcome_root)] if outcome_root else [])
         uvicorn.run(self, host=host, port=port, log_level="warning", access_log=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await respond(send, await self._answer(scope, receive))
+            await respond(send, await self._respond_to(scope, receive))
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+    async def _respond_to(self, scope: Scope, receive: Receive) -> HttpReply:
         match scope["path"], scope["method"]:
             case "/ping", "GET" | "HEAD":
-                return Answer(200, self._ping())
+                return HttpReply(200, self._ping())
             case "/invocations", "POST":
-                return await self._invoked(scope, receive)
-            case path, "DELETE" if path.startswith(ONE):
-                return self.refused(scope) or self.stop(path.removeprefix(ONE))
+                return await self._handle_invocation(scope, receive)
+            case path, "DELETE" if path.startswith(SESSION_PATH):
+                return self.check_signature(scope) or self.stop(path.removeprefix(SESSION_PATH))
             case "/ping" | "/invocations" as path, method:
-                return refusal(405, "method", f"{path} does not take {method}", ROUTES)
+                return error_reply(405, "method", f"{path} does not support {method}", ROUTES)
             case path, _:
-                return refusal(404, "not_found", f"there is no {path} here", ROUTES)
+                return error_reply(404, "not_found", f"no route {path}", ROUTES)
 
-    async def _invoked(self, scope: Scope, receive: Receive) -> Answer:
+    async def _handle_invocation(self, scope: Scope, receive: Receive) -> HttpReply:
         body = await read_body(receive)
-        if isinstance(body, Answer):
+        if isinstance(body, HttpReply):
             return body
-        if refused := self.refused(scope, body):
-            return refused
+        if unsigned := self.check_signature(scope, body):
+            return unsigned
         payload = parse_json(body)
-        return payload if isinstance(payload, Answer) else self.invoke(payload)
+        return payload if isinstance(payload, HttpReply) else self.invoke(payload)
 
     def _ping(self) -> Ping:
         if self.runner is None:
@@ -179,7 +196,7 @@ class App(Entrypoints):
         status = "HealthyBusy" if active else "Healthy"
         return Ping(status=status, time_of_last_update=changed, active=active, instance=self.runner.instance)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
             message = await receive()
             if message["type"] == "lifespan.shutdown" and self.runner:
@@ -189,8 +206,8 @@ class App(Entrypoints):
                 return
 
 
-async def read_body(receive: Receive) -> bytes | Answer:
-    """The body, or the answer that refuses it."""
+async def read_body(receive: Receive) -> bytes | HttpReply:
+    """The body, or a 413 if it is too large."""
     body = bytearray()
     more = True
     while more:
@@ -198,17 +215,17 @@ async def read_body(receive: Receive) -> bytes | Answer:
         more = message.get("more_body", False)
         body += message.get("body", b"")
         if len(body) > BODY_BYTES:
-            said = f"the body is over {BODY_BYTES // 2**20} MiB"
-            return refusal(413, "too_large", said, "keep large inputs in a store and send their address")
+            message = f"the body is larger than {BODY_BYTES // 2**20} MiB"
+            return error_reply(413, "too_large", message, "keep large inputs in a store and send their URL")
     return bytes(body)
 
 
-def parse_json(body: bytes) -> object | Answer:
-    """The body as JSON, or the answer that refuses it."""
+def parse_json(body: bytes) -> object | HttpReply:
+    """The body as JSON, or a 400 if it is not."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return refusal(
+        return error_reply(
             400,
             "invalid_json",
             f"the body is not JSON: {wire.json_problem(body, error)}",
@@ -216,7 +233,7 @@ def parse_json(body: bytes) -> object | Answer:
         )
 
 
-async def respond(send: Send, answer: Answer) -> None:
+async def respond(send: Send, answer: HttpReply) -> None:
     body = msgspec.json.encode(answer.body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

@@ -1,9 +1,9 @@
-"""Whose fault an exception is.
+"""Classification of an agent's exceptions: policy, infrastructure, task or verifier failure.
 
-Agents raise whatever their libraries raise. This decides, without importing any of them, which of
-those are the model's own doing (budget or context spent), which are the engine's (it did not answer,
-or answered 5xx), and which are the agent's. Wrapped exceptions and exception groups are looked into.
-Whoever raised owns it: what a grader's own model does, a judge that overflows its context, is the grader's.
+1. Without importing client libraries, it tells the policy's failures (budget or context exhausted) from the
+   engine's (no response, or 5xx) and the agent's own.
+2. Causes and exception groups are searched too.
+3. An exception in a grader is the grader's: a judge model that overflows its context is not the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from afield.errors import InfrastructureFailure, PolicyFailure, RolloutFailure, 
 from afield.types import Failure, Reason
 
 POLICY_CODES = {"budget_exhausted": Reason.BUDGET, "context_length_exceeded": Reason.CONTEXT}
-# What frameworks raise when a model talks or goes on until it is cut off, by name: none is imported here.
+# Exceptions of frameworks when a model reaches a token or turn limit, by name, since none is imported.
 POLICY_ERRORS = frozenset(
     {"GraphRecursionError", "LengthFinishReasonError", "MaxTokensReachedException", "MaxTurnsExceeded"}
 )
@@ -29,7 +29,7 @@ TRACEBACK_CHARS = 20_000
 
 @contextmanager
 def attributed(default: type[RolloutFailure] = TaskFailure) -> Iterator[None]:
-    """Turns whatever the block raises, SystemExit too, into the RolloutFailure that says whose it is."""
+    """Turn any exception of the block, SystemExit too, into the RolloutFailure of its kind."""
     try:
         yield
     except RolloutFailure:
@@ -41,29 +41,30 @@ def attributed(default: type[RolloutFailure] = TaskFailure) -> Iterator[None]:
 
 
 def attribute(error: BaseException, default: type[RolloutFailure] = TaskFailure) -> RolloutFailure:
-    said = describe(error)
-    for seen in _inside(error):
-        if isinstance(seen, RolloutFailure):
-            return type(seen)(said, seen.reason)
-        if default is VerifierFailure:  # the policy does not run in a grader: none of it is its doing
+    """The RolloutFailure that an exception counts as; `default` if it is the code's own."""
+    message = describe(error)
+    for inner in _inside(error):
+        if isinstance(inner, RolloutFailure):
+            return type(inner)(message, inner.reason)
+        if default is VerifierFailure:  # the policy does not run in a grader
             continue
-        for code in _codes(seen):
+        for code in _codes(inner):
             if code in POLICY_CODES:
-                return PolicyFailure(said, POLICY_CODES[code])
-        if type(seen).__name__ in POLICY_ERRORS:
-            return PolicyFailure(said, Reason.BUDGET)
-        if _from_engine(seen):
-            return InfrastructureFailure(f"the model did not answer: {said}", Reason.ENGINE)
-    return default(said, Reason.RAISED)
+                return PolicyFailure(message, POLICY_CODES[code])
+        if type(inner).__name__ in POLICY_ERRORS:
+            return PolicyFailure(message, Reason.BUDGET)
+        if _from_engine(inner):
+            return InfrastructureFailure(f"the model did not respond: {message}", Reason.ENGINE)
+    return default(message, Reason.RAISED)
 
 
 def describe(error: BaseException) -> str:
-    """Its type and message, even when its `__str__` is broken."""
+    """Type and message of an exception, even if its `__str__` raises."""
     return _cut("".join(traceback.format_exception_only(type(error), error)).strip(), MESSAGE_CHARS)
 
 
 def storable(failure: Failure) -> Failure:
-    """The same failure in a size and an encoding that can be stored."""
+    """The failure with texts cut to a storable size and valid UTF-8."""
     return structs.replace(
         failure,
         message=clean(_cut(failure.message, MESSAGE_CHARS)),
@@ -72,18 +73,18 @@ def storable(failure: Failure) -> Failure:
 
 
 def clean(text: str) -> str:
-    """Without lone surrogates, which UTF-8 cannot hold."""
+    """The text without lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _cut(text: str, chars: int) -> str:
-    """Its beginning and its end: a traceback needs both."""
+    """Beginning and end of a long text."""
     half = chars // 2
     return text if len(text) <= chars else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _inside(error: BaseException) -> Iterator[BaseException]:
-    """The exception, then those it groups, then those it was raised from, each once."""
+    """The exception, those it groups, and its causes, each once."""
     pending, seen = [error], set[int]()
     while pending:
         one = pending.pop(0)
@@ -98,18 +99,18 @@ def _inside(error: BaseException) -> Iterator[BaseException]:
 
 
 def _codes(error: BaseException) -> list[str]:
-    """The codes an API error carries, wherever its client library puts them."""
+    """Error codes of an API error, from the attributes that client libraries use."""
     body = getattr(error, "body", None)
     inner = body.get("error") if isinstance(body, Mapping) else None
-    places = [
+    candidates = [
         (getattr(error, "code", None), getattr(error, "type", None)),
         *((m.get("code"), m.get("type")) for m in (body, inner) if isinstance(m, Mapping)),
     ]
-    return [code for pair in places for code in pair if isinstance(code, str)]
+    return [code for pair in candidates for code in pair if isinstance(code, str)]
 
 
-def _asked_a_gateway(error: BaseException) -> bool:
-    """A connection that broke in the middle of an answer: to the model, or to some tool's own service?"""
+def _is_gateway_request(error: BaseException) -> bool:
+    """Whether a broken connection was to the gateway, not to a tool's service."""
     try:
         url = str(getattr(error, "request").url)  # noqa: B009
     except (AttributeError, RuntimeError):  # httpx raises when a request was never attached
@@ -122,9 +123,9 @@ def _from_engine(error: BaseException) -> bool:
     if names & {"APIConnectionError", "APITimeoutError"}:
         return True
     if "TransportError" in names:
-        return _asked_a_gateway(error)
+        return _is_gateway_request(error)
     if "APIError" not in names:
         return False
     status = getattr(error, "status_code", None) or getattr(error, "code", None)
-    # An APIError without a status is an error event in the middle of a stream.
+    # An APIError without a status is an error event within a stream.
     return not isinstance(status, int) or status >= 500 or status in RETRYABLE_STATUS

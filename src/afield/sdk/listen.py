@@ -1,4 +1,4 @@
-"""A listening socket, taken before anything is loaded: a port in use is known at once."""
+"""Listening sockets, bound before slow start-up so that a used port fails at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from afield.errors import UsageError
 
 
 def listen(host: str, port: int) -> socket.socket:
+    """A non-blocking listening TCP socket; raises UsageError if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named in full: asyncio turns Nagle's delay off only on sockets that say they are TCP.
+    # IPPROTO_TCP explicitly: asyncio sets TCP_NODELAY only on sockets with that protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -20,7 +21,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"port {port} on {host} is in use; choose another --port, or 0 for any"
+                f"port {port} on {host} is in use; choose another --port, or 0 for a free one"
             ) from error
         raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
     listener.setblocking(False)

@@ -1,9 +1,9 @@
-"""A process that ends with its parent, and takes everything it started with it.
+"""Ends a process and everything it started when its parent closes stdin.
 
-The process splits in two: what was started becomes a guard, and its child goes on with the work. Daemons
-that the work leaves behind become the guard's children (on Linux), so that the guard can end them too. It
-does so when its stdin ends (whoever started it is gone, or wants no more of it), and when the work has ended,
-whose exit code or signal it then takes as its own. SIGTERM is handed on to the work.
+1. The process forks: the parent half watches, the child half does the work.
+2. Daemons that the work leaves become children of the watcher (on Linux), which kills them at the end.
+3. The watcher ends the work when stdin closes, and exits with the code or signal of the work when that ends.
+   It forwards SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def end_with_stdin() -> None:
-    """Returns in the process that does the work, which finds an empty stdin. To be called before any thread
-    runs.
-    """
+    """Fork; returns in the process that does the work, with an empty stdin. Call before starting threads."""
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     for one in WATCHED:
         signal.signal(one, lambda *_: None)
     adopt_orphans()
-    us = os.getpid()
+    watcher = os.getpid()
     work = os.fork()
     if work:
         _watch(work, wake, woken)
     signal.set_wakeup_fd(-1)
     for one in WATCHED:
         signal.signal(one, signal.SIG_DFL)
-    # A guard that is killed outright takes at least the work with it.
-    die_with_parent(us)
+    # A watcher killed by SIGKILL takes at least the work with it.
+    die_with_parent(watcher)
     os.close(wake)
     os.close(woken)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -47,15 +45,15 @@ def end_with_stdin() -> None:
 
 
 def _watch(work: int, wake: int, woken: int) -> NoReturn:
-    # A process, because a thread would wait for ever on an agent that holds the interpreter's lock.
+    # A process, because an agent that holds the interpreter lock would block a thread forever.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _close_others(0, wake, woken)
     status: int | None = None
     while status is None:
         ready, _, _ = select.select([0, wake], [], [])
-        told = os.read(wake, 4096) if wake in ready else b""
+        signals = os.read(wake, 4096) if wake in ready else b""
         status = _collect().get(work)
-        if status is None and signal.SIGTERM in told:
+        if status is None and signal.SIGTERM in signals:
             os.kill(work, signal.SIGTERM)
         if status is None and 0 in ready and not os.read(0, 4096):
             os.kill(work, signal.SIGKILL)
@@ -69,18 +67,18 @@ def _watch(work: int, wake: int, woken: int) -> NoReturn:
 
 
 def _collect() -> dict[int, int]:
-    """Children that have ended, with their statuses."""
+    """Statuses of ended children, by pid."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = found[1]
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = child[1]
     return ended
 
 
 def _close_others(*keep: int) -> None:
-    """A descriptor kept open here would hide from others that the work has ended."""
+    """Close inherited descriptors, so that others see the end of the work's pipes."""
     low = 0
     for kept in (*sorted(keep), os.sysconf("SC_OPEN_MAX")):
-        if low < kept:  # an empty range would be taken for all
+        if low < kept:  # an empty range would close all
             os.closerange(low, kept)
         low = kept + 1

@@ -1,9 +1,9 @@
-"""`python -m afield.sdk.serve TARGET`: serves an agent on the `/invocations` contract.
+"""`python -m afield.sdk.serve TARGET`: serves an agent over HTTP.
 
-TARGET is `path/to/file.py:name` or `package.module:name` and names an App, a function decorated with
-`@afield.agent`, or a plain function. Once `/ping` works the port goes to `--ready-fd`. With
-`--watch-stdin` the process and all it started end at once when stdin does: its parent is gone.
-What cannot be served ends with exit code 2 and a message that says what is missing.
+TARGET is `path/to/file.py:name` or `package.module:name` of an App, a function decorated with
+`@afield.agent`, or a plain function. The port is written to `--ready-fd` once `/ping` responds. With
+`--watch-stdin` the process and its children end when stdin closes. A target that cannot be served exits with
+2 and the reason.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ from afield.types import Failure, FailureKind, Reason
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m afield.sdk.serve")
-    made.add_argument("target", help="path/to/file.py:name or package.module:name")
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=0, help="0 picks a free one")
-    made.add_argument("--ready-fd", type=int, help="descriptor that gets the port once /ping works")
-    made.add_argument("--key-file", type=Path, help="key that invocations are signed with (mode 0600)")
-    made.add_argument("--key-fd", type=int, help="descriptor to read that key from")
-    made.add_argument("--unsigned", action="store_true", help="take invocations that nobody signed")
-    made.add_argument(
+    arguments = argparse.ArgumentParser(prog="python -m afield.sdk.serve")
+    arguments.add_argument("target", help="path/to/file.py:name or package.module:name")
+    arguments.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    arguments.add_argument("--port", type=int, default=0, help="port; 0 picks a free one")
+    arguments.add_argument("--ready-fd", type=int, help="file descriptor to write the port to when ready")
+    arguments.add_argument(
+        "--key-file", type=Path, help="file with the key of signed invocations (mode 0600)"
+    )
+    arguments.add_argument("--key-fd", type=int, help="file descriptor to read that key from")
+    arguments.add_argument("--unsigned", action="store_true", help="accept unsigned invocations")
+    arguments.add_argument(
         "--outcome-root",
         type=Path,
         action="append",
         default=[],
-        help="directory below which file: outcomes may be written; may be repeated",
+        help="directory that file: outcomes may be written below; may be repeated",
     )
-    made.add_argument("--watch-stdin", action="store_true", help="end when stdin does")
-    return made
+    arguments.add_argument("--watch-stdin", action="store_true", help="exit when stdin closes")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,26 +63,26 @@ def main(argv: list[str] | None = None) -> int:
     try:
         key = _key(options)
         app = load(options.target)
-        app.guard(key, options.outcome_root)
+        app.restrict(key, options.outcome_root)
         listener = listen(options.host, options.port)
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     port = listener.getsockname()[1]
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=30)  # pyright: ignore[reportArgumentType]
-    _Server(config, lambda: _announce(port, options.ready_fd)).run(sockets=[listener])
+    _AnnouncingServer(config, lambda: _announce(port, options.ready_fd)).run(sockets=[listener])
     return 0
 
 
 def _key(options: argparse.Namespace) -> InvocationKey | None:
     if options.key_fd is not None:
         return key_from_descriptor(options.key_fd)
-    given = os.environ.get("AFIELD_INVOCATION_KEY_FILE")  # noqa: TID251 - agents' images have no config
-    file = options.key_file or (Path(given) if given else None)
+    key_file = os.environ.get("AFIELD_INVOCATION_KEY_FILE")  # noqa: TID251 - agents' images have no config
+    file = options.key_file or (Path(key_file) if key_file else None)
     return key_for(options.host, file, unsigned=options.unsigned, container=in_container())
 
 
-class _Server(uvicorn.Server):
+class _AnnouncingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
         self._announce = announce
@@ -91,42 +93,44 @@ class _Server(uvicorn.Server):
 
 
 def load_object(target: str) -> Any:
-    """What a target names, whatever it is."""
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
+    """The object that a target names."""
+    source, colon, name = target.rpartition(":")
+    if not colon or not source or not name:
         raise UsageError(f"target {target!r} must be path/to/file.py:name or package.module:name")
-    module = _module(place)
-    found = getattr(module, name, None)
-    if found is None:
-        has = sorted(n for n, v in vars(module).items() if not n.startswith("_") and _ours(v, module))
-        raise UsageError(f"{place} has no {name!r}; it has: {', '.join(has) or 'nothing to serve'}")
-    return found
+    module = _module(source)
+    value = getattr(module, name, None)
+    if value is None:
+        names = sorted(
+            n for n, v in vars(module).items() if not n.startswith("_") and _is_servable(v, module)
+        )
+        raise UsageError(f"{source} has no {name!r}; it has: {', '.join(names) or 'nothing to serve'}")
+    return value
 
 
 def load(target: str) -> Entrypoints:
-    """The app a target names; a function is put into one."""
-    found = load_object(target)
-    if isinstance(found, Entrypoints):
-        if found.runner is None:
+    """The app that a target names; a function gets an app of its own."""
+    value = load_object(target)
+    if isinstance(value, Entrypoints):
+        if value.runner is None:
             name = target.rpartition(":")[2]
-            raise UsageError(f"{target}: decorate a function with @{name}.rollout_entrypoint; it has none")
-        return found
-    return App(entry_of(found))
+            raise UsageError(f"{target} has no agent; decorate a function with @{name}.rollout_entrypoint")
+        return value
+    return App(entry_of(value))
 
 
-def _ours(value: object, module: ModuleType) -> bool:
+def _is_servable(value: object, module: ModuleType) -> bool:
     return isinstance(value, Entrypoints) or (
         callable(value) and getattr(value, "__module__", None) == module.__name__
     )
 
 
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return _imported(place, lambda: importlib.import_module(place))
-    path = Path(place).resolve()
+def _module(source: str) -> ModuleType:
+    if not source.endswith(".py"):
+        return _imported(source, lambda: importlib.import_module(source))
+    path = Path(source).resolve()
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
-    # What `python file.py` does, so that the agent's own modules are found.
+    # As `python file.py` does, so that the agent can import modules beside it.
     sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_agent"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -134,19 +138,19 @@ def _module(place: str) -> ModuleType:
         raise UsageError(f"{path} is not a Python file")
     module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules[name] = module
-    return _imported(place, lambda: (loader.exec_module(module), module)[1])
+    return _imported(source, lambda: (loader.exec_module(module), module)[1])
 
 
-def _imported(place: str, run: Callable[[], ModuleType]) -> ModuleType:
+def _imported(source: str, run: Callable[[], ModuleType]) -> ModuleType:
     failures: list[Failure] = []
     with boundary(FailureKind.TASK, Reason.LAUNCH, failures.append):
         return run()
     failure = failures[0]
-    raise UsageError(f"{_own_frames(failure.traceback)}importing {place} raised {failure.message}")
+    raise UsageError(f"{_own_frames(failure.traceback)}importing {source} raised {failure.message}")
 
 
 def _own_frames(trace: str) -> str:
-    """Where in the agent's code; how we and Python came to import it is of no use to its author."""
+    """Frames of the agent's code, without those of Python's and afield's import."""
     machinery = ("<frozen importlib", str(importlib.__file__), errors.__file__, __file__)
     lines = trace.splitlines(keepends=True)
     frames = (n for n, line in enumerate(lines) if line.startswith('  File "'))

@@ -1,1 +1,1 @@
-"""One-liners for agent frameworks: a model that lives at the rollout's gateway. Each needs its framework."""
+"""Models of agent frameworks at a rollout's gateway; each needs its framework installed."""

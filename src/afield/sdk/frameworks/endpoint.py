@@ -1,8 +1,8 @@
-"""Where an agent's model is: at its rollout's gateway, or wherever production has it.
+"""Address of an agent's model: its rollout's gateway, or the production endpoint.
 
-The same line of an agent serves both. A rollout's own address, key and model win over those given for
-production; without a rollout, what is not given is left to the OpenAI SDK, which reads OPENAI_BASE_URL
-and OPENAI_API_KEY. A payload whose `_rollout` is malformed is refused, never taken for production.
+The same code serves both. A rollout's address, key and model take precedence over those for production.
+Without a rollout, missing values are left to the OpenAI SDK, which reads OPENAI_BASE_URL and OPENAI_API_KEY.
+A payload with a malformed `_rollout` raises WireError instead of using production.
 """
 
 from __future__ import annotations
@@ -24,38 +24,47 @@ if TYPE_CHECKING:
 Rollout = Context | Mapping[str, Any] | None
 
 
-class Endpoint(Struct, frozen=True, kw_only=True):
+class ModelEndpoint(Struct, frozen=True, kw_only=True):
+    """Where and how to call the model."""
+
     base_url: str | None
+    """Base URL for OpenAI clients; None leaves it to the SDK."""
     api_key: str | None
+    """API key; None leaves it to the SDK."""
     model_id: str
+    """Model name to send with requests."""
 
     def __repr__(self) -> str:
-        return f"Endpoint(base_url={self.base_url!r}, api_key='***', model_id={self.model_id!r})"
+        return f"ModelEndpoint(base_url={self.base_url!r}, api_key='***', model_id={self.model_id!r})"
 
 
-def endpoint(rollout: Rollout, base_url: str | None, api_key: str | None, model_id: str | None) -> Endpoint:
-    """The rollout's endpoint, or the given one where there is no rollout."""
+def endpoint(
+    rollout: Rollout, base_url: str | None, api_key: str | None, model_id: str | None
+) -> ModelEndpoint:
+    """The rollout's endpoint, or the production endpoint without a rollout."""
     if isinstance(rollout, Mapping) and ROLLOUT_FIELD in rollout:
         rollout = Context.of(read_payload(dict(rollout)))
     if isinstance(rollout, Context):
-        return Endpoint(base_url=rollout.openai_base_url, api_key=rollout.api_key, model_id=rollout.model_id)
+        return ModelEndpoint(
+            base_url=rollout.openai_base_url, api_key=rollout.api_key, model_id=rollout.model_id
+        )
     if rollout is not None and not isinstance(rollout, Mapping):
-        raise UsageError(f"a model is made from a rollout's context or payload, not from {rollout!r}")
+        raise UsageError(f"rollout must be the agent's Context or payload, not {rollout!r}")
     if not model_id:
-        raise UsageError("there is no rollout to take the model from: say model_id='NAME' for production")
-    return Endpoint(base_url=base_url, api_key=api_key, model_id=model_id)
+        raise UsageError("outside a rollout a model needs model_id='NAME'")
+    return ModelEndpoint(base_url=base_url, api_key=api_key, model_id=model_id)
 
 
 @functools.cache
 def http() -> httpx.Client:
-    """One pool of connections for all rollouts of this process; threads may share it."""
+    """The connection pool of this process; threads share it."""
     import openai
 
     return openai.DefaultHttpxClient(verify=_certificates())
 
 
 def async_http() -> httpx.AsyncClient:
-    """A client that keeps no connection: these belong to one event loop, and frameworks make several."""
+    """A client without keep-alive: connections belong to one event loop, and frameworks create several."""
     import httpx
     import openai
 
@@ -65,5 +74,5 @@ def async_http() -> httpx.AsyncClient:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    # Reading them takes some 20 ms of processor time, more than the rest of a call.
+    # Loading certificates takes about 20 ms of CPU, more than the rest of a call.
     return ssl.create_default_context()

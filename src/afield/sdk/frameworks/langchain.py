@@ -1,4 +1,4 @@
-"""LangChain and LangGraph: the rollout's chat model in one line."""
+"""LangChain and LangGraph: the rollout's chat model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ def create_openai_compatible_model(
     api_key: str | None = None,
     **params: Any,
 ) -> ChatOpenAI:
-    """A `ChatOpenAI` at the gateway of a rollout, given its context or its whole payload.
+    """A `ChatOpenAI` at the gateway of a rollout, from its Context or payload.
 
-    Without a rollout it is a production model, at `base_url` or where the OpenAI SDK's own variables say.
-    `params` are ChatOpenAI's.
+    Without a rollout it is a production model at `base_url`, or at the OpenAI SDK's default. `params` are
+    passed to ChatOpenAI.
     """
     try:
         from langchain_openai import ChatOpenAI
     except ImportError as error:
-        raise UsageError("this needs langchain-openai: pip install langchain-openai") from error
-    where = endpoint(rollout, base_url, api_key, model_id)
-    given: dict[str, Any] = {"base_url": where.base_url, "api_key": where.api_key}
-    known = {key: value for key, value in given.items() if value is not None}
+        raise UsageError(
+            "afield.sdk.frameworks.langchain needs langchain-openai: pip install langchain-openai"
+        ) from error
+    model = endpoint(rollout, base_url, api_key, model_id)
+    settings: dict[str, Any] = {"base_url": model.base_url, "api_key": model.api_key}
+    settings = {key: value for key, value in settings.items() if value is not None}
     pools = {"http_client": http(), "http_async_client": async_http()}
-    return ChatOpenAI(model=where.model_id, **known, **(pools | params))
+    return ChatOpenAI(model=model.model_id, **settings, **(pools | params))

@@ -1,6 +1,6 @@
-"""Strands: the rollout's model in one line, and a hook that keeps the conversation for people to read.
+"""Strands: the rollout's model, and a hook that records the conversation for inspection.
 
-What is trained is what the gateway sampled; a collected conversation is never more than reading matter.
+Training uses the tokens that the gateway sampled, never a recorded conversation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from strands.hooks import HookRegistry, MessageAddedEvent
     from strands.models.openai import OpenAIModel
 
-NEEDS = "this needs strands: pip install 'strands-agents[openai]'"
+NEEDS = "afield.sdk.frameworks.strands needs strands: pip install 'strands-agents[openai]'"
 
 
 def create_openai_compatible_model(
@@ -25,25 +25,25 @@ def create_openai_compatible_model(
     api_key: str | None = None,
     **params: Any,
 ) -> OpenAIModel:
-    """A Strands model at the gateway of a rollout, given its context or its whole payload.
+    """A Strands model at the gateway of a rollout, from its Context or payload.
 
-    Without a rollout it is a production model, at `base_url` or where the OpenAI SDK's own variables say.
-    `params` go into every request; in a rollout temperature and the like are the session's all the same.
+    Without a rollout it is a production model at `base_url`, or at the OpenAI SDK's default. `params` go into
+    every request; in a rollout the session's sampling parameters override them.
     """
     try:
         import openai
         from strands.models.openai import OpenAIModel
     except ImportError as error:
         raise UsageError(NEEDS) from error
-    where = endpoint(rollout, base_url, api_key, model_id)
-    client = openai.AsyncOpenAI(base_url=where.base_url, api_key=where.api_key, http_client=async_http())
-    return OpenAIModel(client, model_id=where.model_id, params=params or None)
+    model = endpoint(rollout, base_url, api_key, model_id)
+    client = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, http_client=async_http())
+    return OpenAIModel(client, model_id=model.model_id, params=params or None)
 
 
 class ConversationHook:
     """`Agent(..., hooks=[hook])`, then `return {"reward": x, "conversation": hook.conversation}`.
 
-    Several agents may share one hook: their messages come in the order in which they were said.
+    Several agents may share one hook; messages are in the order in which they were added.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ConversationHook:
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """What was said so far, as JSON can hold it: bytes become a note of their number."""
+        """Messages so far, as JSON values; bytes become a text with their length."""
         return list(self._messages)
 
     def register_hooks(self, registry: HookRegistry, **_: Any) -> None:
@@ -61,8 +61,8 @@ class ConversationHook:
 
     def _added(self, event: MessageAddedEvent) -> None:
         message = event.message
-        said = {"role": message["role"], "content": _readable(message["content"])}
-        self._messages.append({"agent": event.agent.name, **said})
+        entry = {"role": message["role"], "content": _readable(message["content"])}
+        self._messages.append({"agent": event.agent.name, **entry})
 
 
 def _readable(value: Any) -> Any:
